@@ -1,0 +1,31 @@
+"""Dropout whose mask is derived from the step and the site (see `parallel/rng.py`)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.parallel.rng import RandomStreams
+
+
+class Dropout(nn.Module):
+    """Zero each element with probability p and scale the rest by 1 / (1 - p) (https://jmlr.org/papers/v15/srivastava14a.html).
+
+    `cut`: the activation differs between tensor-parallel ranks, so the masks must, too.
+    """
+
+    def __init__(self, p: float, site: int, streams: RandomStreams, *, cut: bool) -> None:
+        super().__init__()
+        self.p = p
+        self._site = site
+        self._streams = streams
+        self._cut = cut
+
+    def seed(self) -> float:
+        """Seed the generator for this site; returns the probability in force (0 in evaluation)."""
+        if not self.training or self.p == 0.0:
+            return 0.0
+        self._streams.seed(self._site, cut=self._cut)
+        return self.p
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.seed()
+        return F.dropout(x, p) if p else x

@@ -1,0 +1,118 @@
+"""*The* loss: next-token cross entropy over a vocabulary that is cut over the tensor-parallel ranks. Every engine uses it.
+
+The output projection is part of it. Logits are made for a few rows at a time, turned into their own gradient while still in the
+cache, and never kept: what a step stores is one [n, h] and one [v/t, h] instead of several [n, v/t] in fp32. Where Megatron-LM
+(https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the ranks one after the other, each rank here
+gives its log-sum-exp and its target logit in one all-gather.
+
+n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal `F.cross_entropy(F.linear(...))`
+over the real vocabulary, whatever the cut and the padding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.mesh import TensorParallel
+
+_CHUNK_BYTES_CPU = 4 << 20
+"""fp32 logits of a chunk: small enough for the cache."""
+_CHUNK_BYTES_GPU = 256 << 20
+"""Large enough to fill the device, small beside its memory."""
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """The rows of the output matrix on this rank."""
+
+    first: int
+    """Id of the first row."""
+    real: int
+    """Rows that are real ids; those behind are padding."""
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: VocabSlice, tp: TensorParallel, loss_mask: Tensor | None = None
+) -> Tensor:
+    """Mean loss of a microbatch, over the positions that `loss_mask` keeps.
+
+    Args:
+        hidden: [s, b, h], after the final norm and `enter_tensor_parallel`.
+        weight: [v/t, h].
+        labels: [s, b], ids of the next tokens.
+        loss_mask: [s, b], 1 where a position counts; None: all do.
+    Returns:
+        A scalar in fp32, the same on all tensor-parallel ranks.
+    """
+    keep_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    mask = None if loss_mask is None else loss_mask.reshape(-1).float()
+    total = _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients)
+    count = float(labels.numel()) if mask is None else mask.sum().clamp(min=1.0)
+    return total / count
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of the masked losses. The gradients, up to the factor that arrives in backward, are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        mask: Tensor | None,
+        rows: VocabSlice,
+        tp: TensorParallel,
+        keep_gradients: bool,
+    ) -> Tensor:
+        n, real = hidden.shape[0], rows.real
+        used = weight[:real]
+        local = labels - rows.first  # where the target lies on this rank, if it does
+        here = (local >= 0) & (local < real)
+        local = local.where(here, 0)
+        grad_logits = hidden.new_empty((n, real)) if keep_gradients else None
+        grad_hidden = torch.empty_like(hidden) if keep_gradients else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        limit = _CHUNK_BYTES_GPU if hidden.is_cuda else _CHUNK_BYTES_CPU
+        step = n if real == 0 else max(1, limit // (4 * real))
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            logits = F.linear(hidden[part], used).float()  # [n', v/t]
+            target = logits.gather(1, local[part, None])[:, 0] * here[part] if real else logits.new_zeros(logits.shape[0])
+            log_sum = torch.logsumexp(logits, dim=1)  # -inf where a rank holds padding only
+            log_sum, target = _combine(log_sum, target, tp)
+            losses = log_sum - target
+            loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
+            if grad_logits is None or grad_hidden is None:
+                continue
+            gradient = logits.sub_(log_sum[:, None]).exp_()  # softmax
+            if real:
+                gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
+            if mask is not None:
+                gradient.mul_(mask[part, None])
+            grad_logits[part] = gradient
+            torch.mm(grad_logits[part], used, out=grad_hidden[part])
+        if grad_logits is not None:
+            grad_weight = torch.zeros_like(weight) if real < weight.shape[0] else torch.empty_like(weight)
+            torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
+            ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Scaled only here: in fp16 the factor carries the loss scale, without which these would underflow.
+        factor = grads[0]
+        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None
+
+
+def _combine(log_sum: Tensor, target: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Over the ranks: log of the sum of exponentials, and the target's logit, which one rank knows and the others give as 0."""
+    if tp.size == 1:
+        return log_sum, target
+    everyone = all_gather(torch.stack((log_sum, target)), tp).view(tp.size, 2, -1)
+    return torch.logsumexp(everyone[:, 0], dim=0), everyone[:, 1].sum(dim=0)

@@ -1,0 +1,48 @@
+"""The feed-forward half of a block: up, activation, down; or gated (https://arxiv.org/abs/2002.05202)."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.shape import ModelShape
+from megatron.parallel.collectives import enter_tensor_parallel
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.mesh import TensorParallel
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _linear(x: Tensor) -> Tensor:
+    return x
+
+
+def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Tensor]:
+    """The non-linearity; in a gated MLP the one on the gate (geglu's is the erf form, as in the paper)."""
+    if glu is None:
+        return _gelu_tanh if tanh_gelu else F.gelu
+    return {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "liglu": _linear}[glu]
+
+
+class MLP(nn.Module):
+    """[s, b, h] -> [s, b, h]; f is the inner width. Gate and up are two matrices, so that each rank's part is a box."""
+
+    def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+        super().__init__()
+        config, f = shape.config, shape.ffn_hidden_size
+        self.tp = tp
+        self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
+        self.up = ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
+        self.gate = (
+            ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp) if config.glu_activation else None
+        )
+        self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = enter_tensor_parallel(x, self.tp)  # once, for both matrices
+        up = self.up(x, entered=True)  # [s, b, f/t]
+        if self.gate is None:
+            return self.down(self.activation(up))
+        return self.down(self.activation(self.gate(x, entered=True)) * up)

@@ -1,0 +1,70 @@
+"""LayerNorm and RMSNorm over the last dimension, statistics in fp32 whatever the activations are."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.layers import replicated_parameter
+from megatron.parallel.mesh import TensorParallel
+
+
+class LayerNorm(nn.Module):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = replicated_parameter((size,), tp)
+        self.bias = replicated_parameter((size,), tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        # Torch's kernel keeps mean and variance in fp32 for half-precision inputs, on CPU and GPU.
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """RMSNorm in few passes over memory; torch's own on CPU is a chain of separate operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        rstd = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (x * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        grad = grads[0]
+        normal = x * rstd  # fp32
+        grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
+        scaled = grad.float() * weight
+        # d rstd/dx pulls the gradient's component along the normalised input out again.
+        along = torch.linalg.vecdot(scaled, normal, dim=-1).div_(x.shape[-1]).unsqueeze_(-1)
+        grad_x = scaled.addcmul_(normal, along, value=-1.0).mul_(rstd)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = replicated_parameter((size,), tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
+    """The norm that `--normalization` names, over the hidden size."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return kind(config.hidden_size, config.layernorm_epsilon, tp)

@@ -1,0 +1,104 @@
+"""Rotary and ALiBi positions. What they need is computed once for a forward pass and given to every block."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What attention must know of positions; both None for learned positions, which the embedding has added already."""
+
+    cos: Tensor | None = None
+    """[s, 1, 1, 1, rotary_dim / 2], fp32"""
+    sin: Tensor | None = None
+    """[s, 1, 1, 1, rotary_dim / 2], fp32"""
+    bias: Tensor | None = None
+    """[1, heads/t, s, s]: ALiBi with the causal mask in it, in the activations' dtype."""
+
+
+def rotary_table(seq_length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, frequency_i = base^(-2i/dim) (https://arxiv.org/abs/2104.09864, section 3.2.2)."""
+    frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    angles = torch.outer(torch.arange(seq_length, device=device, dtype=torch.float32), frequencies)
+    angles = angles.view(seq_length, 1, 1, 1, dim // 2)
+    return angles.cos(), angles.sin()
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn channel pairs (i, i + dim/2) by the position's angle. Its backward turns back; no activation is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # fp32 inside, whatever x is: cos and sin promote.
+    torch.sub(first * cos, second * sin, out=out[..., :half])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    out[..., 2 * half :] = rest
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [s, b, g, n, d] without complex numbers."""
+    return _Rotate.apply(x, cos, sin)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi (https://arxiv.org/abs/2108.12409): 2^(-8i/n); between powers of two, every other slope of the next one."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    return slopes + [2 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power) + 1, 2)]
+
+
+def alibi_bias(heads: range, total_heads: int, seq_length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """slope x (j - i) for key j <= query i, -inf beyond. [1, heads, s, s]"""
+    slopes = torch.tensor([alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32)
+    positions = torch.arange(seq_length, device=device, dtype=torch.float32)
+    distance = positions.view(1, -1) - positions.view(-1, 1)
+    distance.masked_fill_(distance > 0, float("-inf"))
+    return (slopes.view(-1, 1, 1) * distance).unsqueeze_(0).to(dtype)
+
+
+class PositionTables:
+    """Makes `Positions` for a sequence length and keeps the last one: a table is the same for every step and block."""
+
+    def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+        self._shape = shape
+        self._tp = tp
+        self._key: tuple[int, torch.device, torch.dtype] | None = None
+        self._positions = Positions()
+
+    def at(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
+        key = (seq_length, device, dtype)
+        if key != self._key:
+            self._key, self._positions = key, self._make(seq_length, device, dtype)
+        return self._positions
+
+    def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
+        config = self._shape.config
+        if config.position_embedding_type == "rotary":
+            cos, sin = rotary_table(seq_length, self._shape.rotary_dim, config.rotary_base, device)
+            return Positions(cos=cos, sin=sin)
+        if config.position_embedding_type == "alibi":
+            local = config.num_attention_heads // self._tp.size
+            heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
+            return Positions(bias=alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype))
+        return Positions()
