@@ -1,0 +1,56 @@
+"""What an engine is: it executes a step. It holds no counter of the run; the loop gives it batch and learning rate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.data.batches import Microbatch
+from megatron.parallel.chunk import Chunk
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One global batch, the same on every rank."""
+
+    loss: float
+    """Mean over the batch; may be nan or inf."""
+    grad_norm: float
+    """Of the whole model, before clipping, unscaled; may be nan or inf."""
+    applied: bool
+    """False: a value was not finite, and the step was dropped on all ranks."""
+    num_zeros: int | None
+    """Zeros in the gradient, where they are counted."""
+    loss_scale: float | None
+    """The scale this step ran with (fp16)."""
+
+
+class Engine(Protocol):
+    def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:
+        """Train one global batch: this rank's microbatches, in order. `iteration` (1-based) seeds dropout."""
+        ...
+
+    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss of one global batch without training."""
+        ...
+
+    def chunks(self, *, optimizer: bool) -> list[Chunk]:
+        """The live state of this rank: weights, and with `optimizer` the moments."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the optimizer's state as JSON: its step count."""
+        ...
+
+    def loaded(self, scalars: dict[str, Any] | None) -> None:
+        """Chunks were written into: take over what follows from them. None: the optimizer starts afresh."""
+        ...
+
+    def parameter_norm(self) -> float:
+        """Norm of all weights of the model."""
+        ...
+
+    def kernels(self) -> list[tuple[str, str, str]]:
+        """(what, which implementation, why) for the table at start."""
+        ...
+
+

@@ -1,0 +1,123 @@
+"""AdamW over fp32 master weights, and the arithmetic on the whole model's gradient: norm, clipping, zeros.
+
+The invariant: the optimizer sees plain local fp32 tensors, whatever holds them (a module's own parameters, FSDP2's shards, copies of
+bf16 weights), so its numbers are the same everywhere. AdamW: https://arxiv.org/abs/1711.05101.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.parallel.layers import ParameterSpec
+
+
+@dataclass
+class Master:
+    """One parameter's local part as the optimizer sees it."""
+
+    name: str
+    spec: ParameterSpec
+    offset: tuple[int, ...]
+    """Where the local part begins in the whole model's parameter."""
+    model: nn.Parameter
+    """What the module computes with: the same memory as `weight`, or its low-precision copy."""
+    weight: nn.Parameter
+    """fp32. Its `.grad` is set for the optimizer's step."""
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices: biases and norms have one dimension."""
+        return len(self.spec.shape) > 1
+
+
+def find_apex() -> tuple[type[torch.optim.Optimizer] | None, str]:
+    """NVIDIA apex's FusedAdam where it is really there, and why not otherwise.
+
+    PyPI's `apex` is an unrelated web toolkit: the package is known by what it offers, not by its name.
+    """
+    try:
+        module = importlib.import_module("apex.optimizers")
+    except ModuleNotFoundError as absent:
+        if absent.name == "apex":
+            return None, "NVIDIA apex is not installed"
+        return None, "the installed 'apex' is not NVIDIA's (it has no apex.optimizers)"
+    except ImportError as broken:
+        return None, f"NVIDIA apex is installed but does not load: {broken}"
+    fused = getattr(module, "FusedAdam", None)
+    return fused, "NVIDIA apex is installed" if fused else "the installed 'apex' is not NVIDIA's (it has no FusedAdam)"
+
+
+class AdamW:
+    """Adam with decoupled weight decay on matrices only; moments exist from the start, so that they can be loaded into."""
+
+    def __init__(self, masters: list[Master], config: OptimizerConfig) -> None:
+        self.masters = masters
+        groups = [
+            {"params": [m.weight for m in masters if m.decays], "weight_decay": config.weight_decay},
+            {"params": [m.weight for m in masters if not m.decays], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        betas = (config.adam_beta1, config.adam_beta2)
+        on_gpu = any(m.weight.is_cuda for m in masters)
+        apex_adam, reason = find_apex() if on_gpu else (None, "apex is for GPUs")
+        self._step_in_groups = apex_adam is not None
+        if apex_adam is not None:
+            self._optimizer: torch.optim.Optimizer = apex_adam(groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)  # type: ignore[call-arg]
+            self.description = ("optimizer", "apex FusedAdam", reason)
+        else:
+            self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+            self.description = ("optimizer", "torch AdamW, fused", reason)
+        self.step_count = 0
+        for master in masters:
+            self._optimizer.state[master.weight] = {
+                "exp_avg": torch.zeros_like(master.weight),
+                "exp_avg_sq": torch.zeros_like(master.weight),
+            }
+        self.set_step_count(0)
+
+    def set_step_count(self, count: int) -> None:
+        """How many steps the moments have seen: Adam's bias correction depends on it."""
+        self.step_count = count
+        if self._step_in_groups:
+            for group in self._optimizer.param_groups:
+                group["step"] = count
+            return
+        for master in self.masters:
+            step = torch.tensor(float(count), dtype=torch.float32, device=master.weight.device)
+            self._optimizer.state[master.weight]["step"] = step
+
+    def moment(self, master: Master, kind: str) -> Tensor:
+        """The live exp_avg or exp_avg_sq of a parameter."""
+        return self._optimizer.state[master.weight][kind]
+
+    def reset(self) -> None:
+        """Moments and step count as before the first step."""
+        for master in self.masters:
+            self.moment(master, "exp_avg").zero_()
+            self.moment(master, "exp_avg_sq").zero_()
+        self.set_step_count(0)
+
+    def step(self, lr: float) -> None:
+        """Apply the gradients that the masters carry."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.step_count += 1
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares of all elements, accumulated over tensors in fp64 (a scalar on their device)."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(tensors))
+    return norms.double().square().sum()
+
+
+def count_zeros(tensors: list[Tensor]) -> Tensor:
+    """Number of zeros over all elements (a scalar on their device)."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([t.numel() - torch.count_nonzero(t) for t in tensors]).double().sum()
