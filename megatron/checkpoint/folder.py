@@ -1,0 +1,89 @@
+"""The names inside a checkpoint folder, and its pointers, which operators may edit by hand.
+
+`latest` (as DeepSpeed writes it) decides; `latest_checkpointed_iteration.txt` (as Megatron writes it) is used where it is missing.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from megatron.errors import CheckpointError
+
+LATEST = "latest"
+LATEST_ITERATION = "latest_checkpointed_iteration.txt"
+UNFINISHED = ".unfinished"
+
+
+def step_folder(root: Path, iteration: int) -> Path:
+    return root / f"global_step{iteration}"
+
+
+def iteration_of(name: str) -> int | None:
+    """300 for `global_step300`, None for any other name."""
+    match = re.fullmatch(r"global_step(\d+)", name)
+    return int(match[1]) if match else None
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations with a finished checkpoint, in order."""
+    if not root.is_dir():
+        return []
+    found = (iteration_of(entry.name) for entry in root.iterdir() if (entry / "manifest.json").is_file())
+    return sorted(iteration for iteration in found if iteration is not None)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def point_to(root: Path, iteration: int) -> None:
+    """Move the pointers, as the last act of a save."""
+    write_file(root / LATEST_ITERATION, str(iteration))
+    write_file(root / LATEST, f"global_step{iteration}")
+
+
+def pointed_iteration(root: Path) -> int | None:
+    """The iteration that the pointers name; None where there is no pointer.
+
+    Raises:
+        CheckpointError: a pointer holds something else, or names a checkpoint that is not there.
+    """
+    latest, number = root / LATEST, root / LATEST_ITERATION
+    if latest.is_file():
+        pointer, text = latest, latest.read_text().strip()
+        iteration = iteration_of(text)
+    elif number.is_file():
+        pointer, text = number, number.read_text().strip()
+        iteration = int(text) if text.isdigit() else None
+    else:
+        return None
+    there = ", ".join(f"global_step{i}" for i in saved_iterations(root)) or "none"
+    if iteration is None:
+        raise CheckpointError(f"{pointer} holds {text!r}, which names no checkpoint; write one of those that are there: {there}")
+    if not (step_folder(root, iteration) / "manifest.json").is_file():
+        raise CheckpointError(f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}")
+    return iteration
+
+
+def traces(root: Path) -> list[str]:
+    """What an earlier run left in a folder that has no pointer."""
+    if not root.is_dir():
+        return []
+    names = (entry.name for entry in root.iterdir())
+    return sorted(name for name in names if name.startswith("global_step") or name == "metrics.jsonl")

@@ -1,0 +1,34 @@
+"""All ranks must run the same configuration from the same iteration: a rank that differs is named before anything is trained."""
+
+import torch.distributed as dist
+
+from megatron import __version__
+from megatron.config.compare import config_digest, differences
+from megatron.config.tree import Config
+from megatron.errors import LayoutError
+from megatron.parallel.mesh import Mesh
+
+
+def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
+    """
+    Raises:
+        LayoutError: on every rank, naming the first rank that differs from rank 0, its host, and what differs.
+    """
+    if mesh.grid.world_size == 1:
+        return
+    mine = (config_digest(config), iteration, __version__)
+    everyone: list[tuple[str, int, str]] = [mine] * mesh.grid.world_size
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    if len(set(everyone)) == 1:
+        return
+    details: list[tuple[Config, str]] = [(config, "")] * mesh.grid.world_size
+    dist.all_gather_object(details, (config, mesh.describe()), group=mesh.control)
+    rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
+    differing = differences(details[0][0], details[rank][0])
+    if everyone[rank][1] != everyone[0][1]:
+        differing.append(f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do both see the same --load?")
+    if everyone[rank][2] != everyone[0][2]:
+        differing.append(f"its version is {everyone[rank][2]}, rank 0's {everyone[0][2]}")
+    raise LayoutError(
+        f"{details[rank][1]} differs from rank 0:\n  " + "\n  ".join(differing) + "\nstart every rank with the same command line and files"
+    )

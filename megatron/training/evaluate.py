@@ -1,0 +1,47 @@
+"""Evaluation: the same engine, without the backward pass, over the batches that come next in each set."""
+
+from collections.abc import Mapping
+
+from megatron.data.source import GPTValidSource
+from megatron.engine.base import Engine
+from megatron.errors import ConfigError
+from megatron.observe.timers import EVALUATE
+from megatron.training.run import Run
+
+
+def evaluate_validation(run: Run) -> None:
+    """Every validation set; reported under the present iteration."""
+    batch = run.plan.config.batch
+    if not run.sources.valid or batch.eval_iters == 0:
+        return
+    run.reporter.validation(run.state, _evaluate(run, run.sources.valid))
+    run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final
+
+
+def evaluate_test(run: Run) -> None:
+    """Every test set, once, at the end of training."""
+    if run.sources.test and run.plan.config.batch.eval_iters > 0:
+        run.reporter.validation(run.state, _evaluate(run, run.sources.test))
+
+
+def evaluate_only(run: Run) -> None:
+    """Every validation and test set, and nothing else.
+
+    Raises:
+        ConfigError: there is nothing to evaluate.
+    """
+    if run.plan.config.batch.eval_iters == 0 or not (run.sources.valid or run.sources.test):
+        raise ConfigError("--eval-only has nothing to evaluate: give validation data (--split, --valid-weighted-split-paths) and --eval-iters")
+    evaluate_validation(run)
+    evaluate_test(run)
+
+
+def _evaluate(run: Run, sources: Mapping[str, GPTValidSource]) -> dict[str, float]:
+    iterations, batch_size = run.plan.config.batch.eval_iters, run.plan.batch_size.final
+    with run.timers(EVALUATE):
+        return {name: mean_loss(run.engine, source, iterations, batch_size) for name, source in sources.items()}
+
+
+def mean_loss(engine: Engine, source: GPTValidSource, iterations: int, batch_size: int) -> float:
+    """Over the source's next `iterations` batches of `batch_size` samples, always at the full sequence length."""
+    return sum(engine.eval_batch(source.next(batch_size)) for _ in range(iterations)) / iterations

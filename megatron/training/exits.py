@@ -1,0 +1,95 @@
+"""When to stop: asked once an iteration, decided by all ranks together.
+
+Rank 0 alone looks at the clock and the kill switch, so that ranks whose clocks or file systems differ cannot disagree; a signal to
+any rank counts.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.batch import BatchConfig
+from megatron.observe.log_line import exit_duration_line, exit_iteration_line, kill_switch_line
+from megatron.parallel.mesh import Mesh
+
+
+class Stop(IntEnum):
+    """Reasons, the graver the higher."""
+
+    NO = 0
+    INTERVAL = 1
+    DURATION = 2
+    KILL_SWITCH = 3
+    SIGNAL = 4
+
+
+class Exits:
+    """Watches signals from its construction on."""
+
+    def __init__(self, config: BatchConfig, mesh: Mesh) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._start = time.monotonic()
+        self._signal = 0
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def decide(self, before: int, after: int) -> Stop:
+        """The same answer on all ranks, for a step or jump from iteration `before` to `after`."""
+        mine = Stop.SIGNAL if self._signal else Stop.NO
+        if self._mesh.rank == 0:
+            mine = max(mine, self._rank_zero_reason(before, after))
+        if self._mesh.grid.world_size == 1:
+            return Stop(mine)
+        agreed = torch.tensor([int(mine)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
+        return Stop(int(agreed.item()))
+
+    def _rank_zero_reason(self, before: int, after: int) -> Stop:
+        config = self._config
+        if config.kill_switch_path and Path(config.kill_switch_path).exists():
+            return Stop.KILL_SWITCH
+        minutes = config.exit_duration_in_mins
+        if minutes is not None and time.monotonic() - self._start > 60 * minutes:
+            return Stop.DURATION
+        if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
+            return Stop.INTERVAL
+        return Stop.NO
+
+    def line(self, reason: Stop, iteration: int) -> str:
+        """What the log says of it."""
+        if reason == Stop.KILL_SWITCH:
+            return kill_switch_line(str(self._config.kill_switch_path))
+        if reason == Stop.DURATION:
+            return exit_duration_line((time.monotonic() - self._start) / 60)
+        if reason == Stop.SIGNAL:
+            return f"received a signal to stop; {exit_iteration_line(iteration)}"
+        return exit_iteration_line(iteration)
+
+
+def die_with_launcher() -> None:
+    """End this process when torchrun ends: a killed agent must not leave ranks behind that hold the devices (Linux only).
+
+    Only under torchrun: a run that was started from a shell outlives it, if the user wants that.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return
+    if hasattr(libc, "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)

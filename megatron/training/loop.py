@@ -1,0 +1,161 @@
+"""The training loop. It reads top to bottom; nothing happens in an iteration that is not written here."""
+
+import time
+from pathlib import Path
+
+from megatron.checkpoint.save import save_checkpoint
+from megatron.config.yaml_file import to_yaml
+from megatron.engine.base import StepResult
+from megatron.errors import TrainingError
+from megatron.model.flops import forward_flops_per_token
+from megatron.observe.log_line import saved_checkpoint_line, skipped_range_line
+from megatron.observe.timers import DATA_WAIT, SAVE
+from megatron.plan import Plan
+from megatron.schedule.skip import range_at
+from megatron.training.evaluate import evaluate_test, evaluate_validation
+from megatron.training.exits import Stop
+from megatron.training.report import Step
+from megatron.training.run import Run
+from megatron.training.state import TrainState
+
+
+def train(run: Run) -> Stop:
+    """Train until the end or until a reason to stop, which is returned; saves when due and at the end.
+
+    Raises:
+        TrainingError: too many iterations in a row were not finite.
+        CheckpointError: a checkpoint could not be written.
+    """
+    plan, state = run.plan, run.state
+    stop, saved_at = Stop.NO, state.iteration
+    started = time.monotonic() - state.elapsed_seconds
+    while stop == Stop.NO and not finished(plan, state):
+        before = state.iteration
+        skipped = range_at(plan.skip_ranges, state.iteration + 1)
+        if skipped is not None:
+            skip_range(run, skipped)
+        else:
+            train_iteration(run)
+        state.elapsed_seconds = time.monotonic() - started
+        check_finite(plan, state)
+        if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
+            evaluate_validation(run)
+        stop = run.exits.decide(before, state.iteration)
+        if is_due(plan.config.checkpoint.save_interval, before, state.iteration):
+            saved_at = save(run)
+    if saved_at != state.iteration:
+        save(run)
+    if stop != Stop.NO:
+        run.reporter.say(run.exits.line(stop, state.iteration))
+    else:
+        evaluate_test(run)
+    return stop
+
+
+def finished(plan: Plan, state: TrainState) -> bool:
+    """The run's end: by iterations or samples (both are iterations to the plan), or by tokens, whichever comes first."""
+    tokens = plan.config.batch.train_tokens
+    return state.iteration >= plan.train_iters or (tokens is not None and state.consumed_tokens >= tokens)
+
+
+def is_due(interval: int | None, before: int, after: int) -> bool:
+    """A multiple of `interval` lies in (before, after]: a skipped range is one jump over several iterations."""
+    return bool(interval) and after // interval > before // interval  # type: ignore[operator]
+
+
+def train_iteration(run: Run) -> None:
+    """One global batch: data, step, counters, report."""
+    plan, state, timers = run.plan, run.state, run.timers
+    start = time.perf_counter()
+    seq_length = plan.config.model.seq_length
+    batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
+    with timers(DATA_WAIT):
+        assert run.sources.train is not None, "the plan has train samples"
+        microbatches = run.sources.train.next(batch_size)
+    learning_rate = state.learning_rate(plan.lr_schedule)
+    result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
+    state.advance(batch_size, batch_size * seq_length)
+    count_step(plan, state, result, batch_size, seq_length)
+    params_norm = run.engine.parameter_norm() if plan.config.logging.log_params_norm else None
+    run.reporter.step(
+        state,
+        Step(
+            result=result,
+            batch_size=batch_size,
+            seq_length=seq_length,
+            learning_rate=state.learning_rate(plan.lr_schedule),
+            seconds=time.perf_counter() - start,
+            phase_seconds=timers.take(),
+            params_norm=params_norm,
+        ),
+    )
+
+
+def count_step(plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int) -> None:
+    """What a step's outcome does to the counters."""
+    tokens = batch_size * seq_length
+    layers, _ = forward_flops_per_token(plan.config.model, plan.padded_vocab_size, seq_length)
+    state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
+    if result.applied:
+        state.advance_lr(plan.lr_schedule, batch_size, tokens)
+        state.nan_iterations_in_a_row = 0
+    else:
+        state.skipped_iterations += 1
+        state.nan_iterations_in_a_row += result.loss_scale is None  # with a loss scale an overflow is part of the search for it
+
+
+def skip_range(run: Run, skipped: tuple[int, int]) -> None:
+    """Jump to the end of a range: its batches are dropped, its iterations, samples and tokens go by, the learning rate does not."""
+    plan, state = run.plan, run.state
+    assert run.sources.train is not None, "the plan has train samples"
+    first, last = skipped
+    if first < state.iteration + 1:
+        run.reporter.say(
+            f"iterations {first} to {state.iteration} of the range {first}-{last} had been trained before this start and stay "
+            "trained; roll back to before them to undo that"
+        )
+    seq_length = plan.config.model.seq_length
+    before = state.iteration
+    while state.iteration < last and not finished(plan, state):
+        batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
+        run.sources.train.advance(batch_size)
+        state.advance(batch_size, batch_size * seq_length)
+    run.reporter.jump(state.iteration - before)
+    run.reporter.say(skipped_range_line(before + 1, state.iteration))
+
+
+def check_finite(plan: Plan, state: TrainState) -> None:
+    """
+    Raises:
+        TrainingError: so many iterations in a row were dropped that going on only burns the allocation.
+    """
+    limit = plan.config.batch.max_nan_iterations
+    if state.nan_iterations_in_a_row >= limit:
+        raise TrainingError(
+            f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is not finite; none of them was "
+            "trained on. Roll back to an earlier checkpoint, and skip the data with --skip-train-iteration-range or lower --lr"
+        )
+
+
+def save(run: Run) -> int:
+    """Write a checkpoint where `--save` asks for it; returns the iteration that is safe now."""
+    config, state = run.plan.config, run.state
+    if config.checkpoint.save is None:
+        return state.iteration
+    state.data = run.sources.state()
+    with_optimizer = config.checkpoint.save_optim
+    with run.timers(SAVE):
+        save_checkpoint(
+            Path(config.checkpoint.save),
+            state.iteration,
+            run.engine.chunks(optimizer=with_optimizer),
+            scalars=run.engine.scalars() if with_optimizer else None,
+            state=state.to_json(),
+            config_yaml=to_yaml(config),
+            rank=run.mesh.rank,
+            world_size=run.mesh.grid.world_size,
+            group=run.mesh.control,
+        )
+    run.reporter.flush()
+    run.reporter.say(saved_checkpoint_line(state.iteration, config.checkpoint.save))
+    return state.iteration

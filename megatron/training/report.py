@@ -1,0 +1,178 @@
+"""What a run tells while it trains: log line, TensorBoard, metrics file, emissions. Rank 0 speaks; the other ranks stay silent."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.engine.base import StepResult
+from megatron.model.flops import iteration_flops
+from megatron.observe.emissions import Emissions
+from megatron.observe.log_line import training_log_line, validation_log_line
+from megatron.observe.metrics import MetricsFile
+from megatron.observe.progress import ProgressBar
+from megatron.observe.report import Axes, IterationReport
+from megatron.observe.tensorboard import TensorBoard
+from megatron.observe.throughput import peak_tflops, throughput
+from megatron.parallel.mesh import Mesh
+from megatron.plan import Plan
+from megatron.training.state import TrainState
+
+
+@dataclass
+class _Interval:
+    """Totals over one iteration or since the last log line."""
+
+    iterations: int = 0
+    applied: int = 0
+    nan: int = 0
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+
+    def add(self, result: StepResult, *, samples: int, tokens: int, flops: float, seconds: float) -> None:
+        self.iterations += 1
+        self.applied += result.applied
+        self.nan += not result.applied and result.loss_scale is None  # with a loss scale it is an overflow
+        self.loss_sum += result.loss if result.applied else 0.0
+        self.seconds += seconds
+        self.samples += samples
+        self.tokens += tokens
+        self.flops += flops
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration as the loop saw it."""
+
+    result: StepResult
+    batch_size: int
+    seq_length: int
+    learning_rate: float
+    """After it."""
+    seconds: float
+    phase_seconds: dict[str, float]
+    params_norm: float | None
+
+
+class Reporter:
+    def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
+        logging = plan.config.logging
+        self._plan = plan
+        self._speaks = mesh.rank == 0
+        self._interval = _Interval()
+        self._bar = ProgressBar(total=plan.train_iters, show=logging.show_progress and self._speaks)
+        self._tensorboard: TensorBoard | None = None
+        self._metrics: MetricsFile | None = None
+        self._emissions: Emissions | None = None
+        self._peak = logging.peak_tflops_per_device or peak_tflops(device_name)
+        if self._speaks:
+            self._tensorboard = TensorBoard(logging, say=self.say)
+            save = plan.config.checkpoint.save
+            path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
+            self._metrics = MetricsFile(path, say=self.say) if path else None
+            self._emissions = Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say)
+
+    def say(self, line: str) -> None:
+        """A line of the log, above the progress bar."""
+        if self._speaks:
+            self._bar.say(line)
+
+    def start(self, iteration: int) -> None:
+        """Training goes on behind `iteration`."""
+        self._bar.update(iteration)
+        if self._metrics is not None:
+            self._metrics.start(iteration)
+
+    def jump(self, iterations: int) -> None:
+        """So many iterations were skipped."""
+        self._bar.update(iterations)
+
+    def step(self, state: TrainState, step: Step) -> None:
+        """One iteration is done; `state` is the one after it. Writes the log line when it is due."""
+        if not self._speaks:
+            return
+        config = self._plan.config
+        flops = iteration_flops(
+            config.model,
+            self._plan.padded_vocab_size,
+            step.batch_size,
+            seq_length=step.seq_length,
+            recompute=config.recompute.checkpoint_activations,
+        )
+        one = _Interval()
+        for interval in (one, self._interval):
+            tokens = step.batch_size * step.seq_length
+            interval.add(step.result, samples=step.batch_size, tokens=tokens, flops=flops, seconds=step.seconds)
+        report = self._report(state, step, one)
+        if self._tensorboard is not None:
+            self._tensorboard.train(report)
+        if self._metrics is not None:
+            self._metrics.train(report)
+        self._bar.update(1, f"loss {step.result.loss:.3f}")
+        if state.iteration % config.logging.log_interval == 0:
+            self.say(training_log_line(self._report(state, step, self._interval)))
+            self._interval = _Interval()
+
+    def _report(self, state: TrainState, step: Step, interval: _Interval) -> IterationReport:
+        rates = throughput(
+            samples=interval.samples,
+            tokens=interval.tokens,
+            flops=interval.flops,
+            seconds=max(interval.seconds, 1e-9),
+            devices=self._plan.world_size,
+            peak_tflops=self._peak,
+        )
+        return IterationReport(
+            iteration=state.iteration,
+            train_iters=self._plan.train_iters,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            global_batch_size=step.batch_size,
+            learning_rate=step.learning_rate,
+            seconds=interval.seconds / interval.iterations,
+            samples_per_second=rates.samples_per_second,
+            tokens_per_second=rates.tokens_per_second,
+            tflops=rates.tflops,
+            mfu=rates.mfu,
+            skipped_iterations=interval.iterations - interval.applied,
+            nan_iterations=interval.nan,
+            lm_loss=interval.loss_sum / interval.applied if interval.applied else None,
+            grad_norm=step.result.grad_norm,
+            loss_scale=step.result.loss_scale,
+            num_zeros=step.result.num_zeros,
+            params_norm=step.params_norm,
+            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
+            phase_seconds=step.phase_seconds,
+        )
+
+    def validation(self, state: TrainState, losses: dict[str, float]) -> None:
+        """One evaluation of every set; a single one is called `validation`."""
+        at = Axes(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
+        )
+        for name, loss in losses.items():
+            self.say(validation_log_line(state.iteration, loss, name))
+            if self._tensorboard is not None:
+                self._tensorboard.validation(at, loss, name if len(losses) > 1 else None)
+            if self._metrics is not None:
+                self._metrics.validation(state.iteration, loss, name)
+
+    def flush(self) -> None:
+        """Make what was told durable: with each save."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        if self._emissions is not None:
+            self._emissions.flush()
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._emissions is not None:
+            self._emissions.stop()
+        self._bar.close()

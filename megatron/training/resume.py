@@ -1,0 +1,65 @@
+"""Where a run starts: afresh, or exactly where a checkpoint left it; and what of the command line may differ from it."""
+
+from dataclasses import asdict, replace
+
+from megatron.checkpoint.load import Checkpoint
+from megatron.config.tree import Config
+from megatron.engine.base import Engine
+from megatron.errors import CheckpointError, ConfigError
+from megatron.plan import Plan
+from megatron.schedule.lr import LRSchedule, differences
+from megatron.training.state import TrainState
+
+
+def starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
+    """The counters to start from; a fine-tuning run starts at zero.
+
+    Raises:
+        CheckpointError: the checkpoint's state is not complete.
+    """
+    if checkpoint is None or config.checkpoint.finetune:
+        return TrainState()
+    return TrainState.from_json(checkpoint.state)
+
+
+def choose_schedule(plan: Plan, state: TrainState) -> Plan:
+    """Settle whose learning-rate schedule holds on resume; the plan with it.
+
+    Raises:
+        ConfigError: they differ and no flag says which one holds; names every difference and both flags.
+    """
+    if not state.lr_schedule:
+        return plan
+    optimizer = plan.config.optimizer
+    saved = LRSchedule(**state.lr_schedule)
+    differing = differences(plan.lr_schedule, saved)
+    if not differing or optimizer.override_lr_scheduler:
+        return plan
+    if optimizer.use_checkpoint_lr_scheduler:
+        return replace(plan, lr_schedule=saved)
+    raise ConfigError(
+        "the learning-rate schedule differs from the checkpoint's:\n  "
+        + "\n  ".join(differing)
+        + "\ngive --override-lr-scheduler to go on with this command line's, or --use-checkpoint-lr-scheduler with the checkpoint's"
+    )
+
+
+def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
+    """Fill the engine from a checkpoint of any layout.
+
+    Raises:
+        CheckpointError: it does not fit, or has no optimizer state although that is wanted.
+    """
+    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
+    if with_optimizer and checkpoint.optimizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
+        )
+    checkpoint.load_into(engine.chunks(optimizer=with_optimizer), config.model)
+    engine.loaded(checkpoint.optimizer if with_optimizer else None)
+
+
+def remember(state: TrainState, plan: Plan) -> None:
+    """Put into the state what a resume will be compared with."""
+    state.lr_schedule = asdict(plan.lr_schedule)
+    state.skip_ranges = [list(r) for r in plan.skip_ranges]

@@ -1,0 +1,24 @@
+"""Everything that training touches, in one object that is passed, never fetched."""
+
+from dataclasses import dataclass
+
+from megatron.data.source import Sources
+from megatron.engine.base import Engine
+from megatron.observe.timers import Timers
+from megatron.parallel.mesh import Mesh
+from megatron.plan import Plan
+from megatron.training.exits import Exits
+from megatron.training.report import Reporter
+from megatron.training.state import TrainState
+
+
+@dataclass
+class Run:
+    plan: Plan
+    mesh: Mesh
+    engine: Engine
+    sources: Sources
+    state: TrainState
+    reporter: Reporter
+    timers: Timers
+    exits: Exits

@@ -1,0 +1,65 @@
+"""What changes while a run trains, all of it, and all of it in every checkpoint.
+
+Counters differ on purpose: a step that is dropped or skipped consumes its samples but does not move the learning rate.
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from megatron.errors import CheckpointError
+from megatron.schedule.lr import LRSchedule
+
+
+@dataclass
+class TrainState:
+    iteration: int = 0
+    consumed_samples: int = 0
+    """Position in the data; with `consumed_tokens` it drives batch-size ramp-up and the end."""
+    consumed_tokens: int = 0
+    lr_samples: int = 0
+    """Samples of applied steps only: the learning rate's clock."""
+    lr_tokens: int = 0
+    warmup_tokens: int = 0
+    """`lr_tokens` at the end of warm-up, for decay by tokens."""
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    """Steps dropped so far: overflow, or not finite."""
+    nan_iterations_in_a_row: int = 0
+    elapsed_seconds: float = 0.0
+    """Time in training over all launches."""
+    gigaflops_without_embeddings: float = 0.0
+    lr_schedule: dict[str, Any] = field(default_factory=dict)
+    skip_ranges: list[list[int]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    """The training source's state: position and segments."""
+
+    def advance(self, samples: int, tokens: int) -> None:
+        """One iteration went by, whatever became of it."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+
+    def advance_lr(self, schedule: LRSchedule, samples: int, tokens: int) -> None:
+        """Its step was applied."""
+        self.lr_samples += samples
+        self.lr_tokens += tokens
+        self.warmup_tokens = schedule.warmup_tokens_after(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+
+    def learning_rate(self, schedule: LRSchedule) -> float:
+        """The rate that the next step will use."""
+        return schedule.at(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "TrainState":
+        """
+        Raises:
+            CheckpointError: counters are missing: the run could not be continued exactly.
+        """
+        names = {f.name for f in fields(cls)}
+        missing = sorted(names - values.keys())
+        if missing:
+            raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version")
+        return cls(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,54 @@
+"""Pretrain a GPT: read the configuration, resolve the plan, join the other ranks, build, train.
+
+    python pretrain_gpt.py --num-layers 12 ...                                        one device
+    torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...    four, on one node
+    python pretrain_gpt.py --help                                                     every flag, with its unit and source
+"""
+
+import sys
+
+from megatron.checkpoint.load import find_start
+from megatron.config.cli import LoadedConfig, load_config
+from megatron.errors import MegatronError
+from megatron.plan import resolve
+from megatron.training.agreement import check_agreement
+from megatron.training.evaluate import evaluate_only
+from megatron.training.exits import die_with_launcher
+from megatron.training.loop import train
+from megatron.training.resume import choose_schedule, starting_state
+from megatron.training.setup import build_run, check_runnable, join_ranks, leave, leave_with_error, world_of_launcher
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to mend it."""
+    die_with_launcher()
+    try:
+        pretrain(load_config(argv, prog="pretrain_gpt.py"))
+    except MegatronError as error:
+        leave_with_error(error)
+    leave()
+
+
+def pretrain(loaded: LoadedConfig) -> None:
+    """Everything between the configuration and the end of training."""
+    config = loaded.config
+    world = world_of_launcher(config.parallel.local_rank)
+    checkpoint = find_start(config.checkpoint)
+    state = starting_state(checkpoint, config)
+    plan = resolve(config, world.size, loaded.origin, consumed_samples=state.consumed_samples)
+    check_runnable(plan)
+    plan = choose_schedule(plan, state)
+    mesh = join_ranks(plan, world)
+    check_agreement(config, state.iteration, mesh)
+    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings])
+    try:
+        if config.batch.eval_only:
+            evaluate_only(run)
+        else:
+            train(run)
+    finally:
+        run.reporter.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
