@@ -1,0 +1,1 @@
+"""What was asked: frozen dataclasses, one group a file, read from flat flags and nested YAML (`megatron.config.cli`)."""

@@ -1,0 +1,39 @@
+"""How much is trained, in which portions, and when to stop."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    micro_batch_size: int
+    """Samples that one rank takes through the model at once."""
+    global_batch_size: int | None = None
+    """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: begin with START and add INCREMENT at even steps over SAMPLES samples until the global batch size."""
+    step_batch_size_schedule: str | None = None
+    """'0:768 250B:1536': batch size from each threshold on; thresholds in samples, or in tokens with suffix B or T."""
+    train_iters: int | None = None
+    """Iterations to train; give this or --train-samples."""
+    train_samples: int | None = None
+    """Samples to train; give this or --train-iters."""
+    train_tokens: int | None = None
+    """Stop after so many tokens, beside one of the other two."""
+    skip_train_iteration_range: tuple[str, ...] = ()
+    """FIRST-LAST ... (inclusive): drop these iterations' batches untrained, to get past bad data."""
+    seed: int = 1234
+    """Seed of weights, dropout and the order of samples."""
+    eval_iters: int = 100
+    """Batches of one evaluation; 0 turns evaluation off."""
+    eval_interval: int = 1000
+    """Evaluate every so many iterations."""
+    eval_only: bool = False
+    """Load, evaluate every validation and test set once, leave."""
+    exit_interval: int | None = None
+    """Save and leave at iterations divisible by this."""
+    exit_duration_in_mins: float | None = None
+    """Save and leave after so many minutes since the start of this process."""
+    kill_switch_path: str | None = None
+    """Save and leave as soon as this file exists; do not start while it does."""
+    max_nan_iterations: int = 10
+    """Stop after so many iterations in a row whose loss or gradient is not finite. Such steps are dropped, never trained on."""

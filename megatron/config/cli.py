@@ -1,0 +1,71 @@
+"""The configuration of a run out of a command line and a YAML file, with the origin of each value.
+
+Invariant: precedence is flag, then YAML file, then default. Nothing but --help ends the process: what is wrong is a `ConfigError`
+that lists all of it. Rules that connect fields are in `megatron.config.rules`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.compare import config_digest, differences
+from megatron.config.fields import Given, all_fields, build, missing
+from megatron.config.help import print_help
+from megatron.config.normalise import read_argv
+from megatron.config.tree import Config
+from megatron.config.yaml_file import read_file, read_text, to_yaml
+from megatron.errors import ConfigError
+
+__all__ = ["LoadedConfig", "config_digest", "differences", "from_yaml", "load_config", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """What was asked, and by whom."""
+
+    config: Config
+    origin: dict[str, str]
+    """Dotted field -> 'default', 'run.yaml:9', or the flag as it was typed."""
+    warnings: list[str]
+
+
+def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> LoadedConfig:
+    """Read flags (`sys.argv` by default) over the YAML file that --config names.
+
+    Raises ConfigError with every unknown flag or key, value of a wrong type and missing field. --help prints and exits.
+    """
+    line = read_argv(sys.argv[1:] if argv is None else argv)
+    if line.help:
+        print_help(prog)
+        raise SystemExit(0)
+    given: dict[str, Given] = {}
+    errors = list(line.errors)
+    if line.config_file is not None:
+        given, yaml_errors = read_file(line.config_file)
+        errors += yaml_errors
+    given |= line.given
+    for shown, row in line.conditions:
+        if row.needs not in given:
+            errors.append(f"{shown} needs {all_fields()[row.needs].flag} beside it: {row.reason}.")
+    if not errors:  # a typing error in a required flag would be reported twice
+        errors += missing(given)
+    if errors:
+        raise as_error(errors)
+    origin = {dotted: given[dotted].origin if dotted in given else "default" for dotted in all_fields()}
+    return LoadedConfig(build({dotted: item.value for dotted, item in given.items()}), origin, line.warnings)
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote. Raises ConfigError."""
+    given, errors = read_text(text, "<yaml>")
+    errors = errors or missing(given)
+    if errors:
+        raise as_error(errors)
+    return build({dotted: item.value for dotted, item in given.items()})
+
+
+def as_error(errors: Sequence[str]) -> ConfigError:
+    """One error that reports all of them."""
+    if len(errors) == 1:
+        return ConfigError(errors[0])
+    return ConfigError(f"{len(errors)} errors in the configuration:" + "".join(f"\n  - {error}" for error in errors))

@@ -1,0 +1,50 @@
+"""The corpus, its splits and mixtures, and the tokenizer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data_path: tuple[str, ...] = ()
+    """One indexed data set's path without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ..."""
+    split: str = "969,30,1"
+    """Parts of the documents for training, validation and test."""
+    train_weighted_split_paths: tuple[str, ...] = ()
+    """'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...' with START:END as parts of the documents, as in 0:0.95."""
+    valid_weighted_split_paths: tuple[str, ...] = ()
+    """As --train-weighted-split-paths; several names make several validation sets, each with a loss of its own."""
+    test_weighted_split_paths: tuple[str, ...] = ()
+    """As --valid-weighted-split-paths, for the final test."""
+    train_weighted_split_paths_path: str | None = None
+    """File that holds the argument of --train-weighted-split-paths."""
+    valid_weighted_split_paths_path: str | None = None
+    """File that holds the argument of --valid-weighted-split-paths."""
+    test_weighted_split_paths_path: str | None = None
+    """File that holds the argument of --test-weighted-split-paths."""
+    data_impl: Literal["mmap", "infer"] = "mmap"
+    """Format of the data set; mmap (.bin/.idx) is the only one."""
+    data_cache_path: str | None = None
+    """Folder for index caches. Default: beside the data; needed where the data is read-only."""
+    num_workers: int = 2
+    """Threads that read training samples ahead; 0 reads in the training thread."""
+    valid_num_workers: int = 2
+    """Threads that read validation samples ahead."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    tokenizer_type: Literal["GPT2BPETokenizer", "PretrainedFromHF"] = "GPT2BPETokenizer"
+    """GPT2BPETokenizer: from --vocab-file and --merge-file. PretrainedFromHF: any Hugging Face tokenizer from a local folder."""
+    vocab_file: str | None = None
+    """vocab.json of GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """merges.txt of GPT2BPETokenizer."""
+    tokenizer_name_or_path: str | None = None
+    """Folder or name of the Hugging Face tokenizer."""
+    vocab_size: int | None = None
+    """Number of token ids, where the tokenizer's files are not at hand: planning, or data that is tokenised already."""
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this x tensor-parallel size."""
+    pad_vocab_size_to: int | None = None
+    """Pad the vocabulary to exactly this size."""

@@ -1,0 +1,57 @@
+"""--help: every group, flag, default and help text, laid out by tyro.
+
+Invariant: the text of a flag is its field's attribute docstring; nothing is written here a second time.
+"""
+
+import contextlib
+import dataclasses
+import shlex
+from typing import Annotated, Any
+
+import tyro
+
+from megatron.config.fields import Field, all_fields, groups
+
+_DESCRIPTION = (
+    "Pretrain a GPT or Llama model. Flags may be spelled with hyphens or underscores; of a flag given twice the last wins. "
+    "Booleans are bare flags, each with a --no- form (--fp16, --no-fp16); --fp16=True and --fp16=False are read too. Numbers may "
+    "be grouped (6_000_000). None unsets a value. Flags win over the --config file, which nests the groups below, as in "
+    "`model: {hidden_size: 384}`."
+)
+
+_MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+def print_help(prog: str | None = None) -> None:
+    """Print the help text to stdout."""
+    with contextlib.suppress(SystemExit):
+        tyro.cli(_help_class(), prog=prog, description=_DESCRIPTION, args=["--help"], config=_MARKERS)
+
+
+def _help_class() -> type:
+    """A copy of `Config` whose fields carry their help text."""
+    by_group: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in groups()}
+    for field in all_fields().values():
+        by_group[field.group].append((field.name, _annotated(field), dataclasses.field(default=field.default)))
+    file_help = tyro.conf.arg(metavar="FILE", help="YAML file with values by group; flags win over it.", help_behavior_hint="")
+    members: list[tuple[str, Any, Any]] = [("config", Annotated[str | None, file_help], dataclasses.field(default=None))]
+    for group, items in by_group.items():
+        cls = dataclasses.make_dataclass(group, items, kw_only=True)
+        members.append((group, cls, dataclasses.MISSING))
+    return dataclasses.make_dataclass("Config", members, kw_only=True)
+
+
+def _annotated(field: Field) -> Any:
+    """The field's type with its text; for a boolean that is on, --help shows the form that turns it off."""
+    hint = "(required)" if field.required else _default(field)
+    annotation = field.annotation | None if field.optional else field.annotation
+    metavar = None if field.is_bool else ("STR ..." if field.arity == "*" else field.spec.metavar)
+    return Annotated[annotation, tyro.conf.arg(help=field.doc, metavar=metavar, help_behavior_hint=hint)]
+
+
+def _default(field: Field) -> str:
+    if field.default is None or field.default == ():
+        return ""
+    if field.is_bool:
+        return f"(default: {'on' if field.default else 'off'})"
+    return f"(default: {shlex.quote(f'{field.default}')})"

@@ -1,0 +1,149 @@
+"""argv -> values by field: the pre-pass that makes one command line out of all spellings that scripts and launchers use.
+
+Invariant: of a field given several times, under whatever names, the last wins. Nothing is dropped silently: a token is read, or
+there is a warning or an error that names it.
+"""
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config.compat import Row, find_row, rows
+from megatron.config.fields import Arity, Field, Given, all_fields
+
+
+@dataclasses.dataclass
+class CommandLine:
+    """What a command line says."""
+
+    given: dict[str, Given] = dataclasses.field(default_factory=dict)
+    config_file: str | None = None
+    help: bool = False
+    conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
+    """Flags that are fine only where another field is given too."""
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+
+def read_argv(argv: Sequence[str]) -> CommandLine:
+    """Read a command line; what is wrong with it is in `.errors`, all of it."""
+    line = CommandLine()
+    tokens = deque(argv)
+    before: list[str] = []
+    while tokens:
+        token = tokens.popleft()
+        if not _is_flag(token):
+            line.errors.append(_stray(token, before))
+            continue
+        typed, equals, attached = token.partition("=")
+        flag, values = _canonical(typed), [attached] if equals else []
+        if flag in ("-h", "--help"):
+            line.help = True
+            continue
+        values += _take(tokens, _arity(flag), len(values))
+        before = [typed, *values]
+        _read_flag(line, typed, flag, values)
+    line.warnings = list(dict.fromkeys(line.warnings))
+    return line
+
+
+@functools.cache
+def known_flags() -> dict[str, Field]:
+    """Every flag of the configuration itself, negative forms of booleans included."""
+    fields = all_fields().values()
+    return {f.flag: f for f in fields} | {f.negative_flag: f for f in fields if f.is_bool}
+
+
+def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> None:
+    if flag == "--config":
+        if len(values) == 1:
+            line.config_file = values[0]
+        else:
+            line.errors.append("--config needs the name of a YAML file.")
+    elif row := find_row(flag, values):
+        _read_row(line, typed, row, values)
+    elif field := known_flags().get(flag):
+        _give(line, field, typed, flag, values)
+    elif others := rows(flag):
+        allowed = ", ".join(value for row in others for value in row.only)
+        line.errors.append(f"{' '.join([typed, *values])}: only {allowed} is possible here; {others[0].reason}.")
+    else:
+        line.errors.append(f"unknown flag {typed}{_did_you_mean(flag)}")
+
+
+def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
+    shown = " ".join([typed, *values])
+    if row.kind == "refused":
+        line.errors.append(f"{shown} is not possible here: {row.reason}.")
+        return
+    if row.needs:
+        line.conditions.append((shown, row))
+    if row.kind == "harmless":
+        line.warnings.append(f"{shown} has no effect here: {row.reason}.")
+        return
+    flag, *fixed = row.to
+    passed = [] if row.only else values
+    line.warnings.append(f"{shown} is read as {' '.join([*row.to, *passed])}{': ' + row.reason if row.reason else ''}.")
+    _give(line, known_flags()[flag], typed, flag, [*fixed, *passed])
+
+
+def _give(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
+    try:
+        line.given[field.dotted] = Given(_value(field, flag, values), typed)
+    except ValueError as error:
+        line.errors.append(f"{' '.join([typed, *values])} {error}.")
+
+
+def _value(field: Field, flag: str, values: list[str]) -> Any:
+    if field.is_bool:
+        on = field.convert(values or ["true"])
+        return on if flag == field.flag else not on
+    if not values:
+        raise ValueError(f"needs {'values' if field.arity != 1 else 'a value'}: it must be {field.expected}")
+    if values == ["None"] and (field.optional or field.arity == "*"):
+        return None if field.optional else ()
+    return field.convert(values)
+
+
+def _arity(flag: str) -> Arity:
+    if flag == "--config":
+        return 1
+    if flag in known_flags():
+        return known_flags()[flag].arity
+    found = rows(flag)
+    return found[0].arity if found else "*"
+
+
+def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
+    """The values at the head of `tokens` that belong to a flag which has `taken` of them already."""
+    values: list[str] = []
+    while tokens and not _is_flag(tokens[0]) and (arity == "*" or taken + len(values) < arity):
+        values.append(tokens.popleft())
+    return values
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("-") and len(token) > 1 and not re.match(r"-(\d|\.\d|inf$|nan$)", token)
+
+
+def _canonical(typed: str) -> str:
+    """`--hidden_size` is `--hidden-size`."""
+    return typed[:2] + typed[2:].replace("_", "-")
+
+
+def _stray(token: str, before: list[str]) -> str:
+    """The message for a value that follows no flag, or one flag's values too many."""
+    after = f" after {' '.join(before)}" if before else ""
+    attach = f"; write {before[0]}={token}" if len(before) == 1 and token.lower() in ("true", "false") else ""
+    return f"'{token}'{after} belongs to no flag{attach}."
+
+
+def _did_you_mean(flag: str) -> str:
+    known = list(known_flags())
+    begun = [name for name in known if name.startswith(flag)] if len(flag) > 4 else []
+    close = begun[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
+    return f"; perhaps you meant {' or '.join(close)}." if close else "; --help lists all flags."

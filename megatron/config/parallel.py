@@ -1,0 +1,30 @@
+"""How the model is spread over devices. Data parallelism takes what tensor and pipeline parallelism leave."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (https://arxiv.org/abs/1909.08053). Keep it inside a node."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into."""
+    pp_partition_method: str | None = None
+    """How layers are cut into stages: uniform, parameters, or type:REGEX (as in 'type:transformer|embedding')."""
+    sequence_parallel: bool = False
+    """Cut the sequence over the tensor-parallel ranks where activations would be replicated (https://arxiv.org/abs/2205.05198)."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): 1 optimizer states, 2 also gradients, 3 also parameters."""
+    sync_tp_duplicated_parameters: bool = False
+    """Repair parameters that are replicated over tensor-parallel ranks should they drift apart."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Communication library. Default: nccl with GPUs, gloo without."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer ends the run with an error that names the rank."""
+    deepspeed: bool = False
+    """Use DeepSpeed as the engine."""
+    deepspeed_config: str | None = None
+    """DeepSpeed's JSON configuration."""
+    local_rank: int | None = None
+    """Appended by old launchers; the environment's LOCAL_RANK is used when it is there."""

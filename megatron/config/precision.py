@@ -1,0 +1,21 @@
+"""Number formats and loss scaling. Master weights, moments and gradient accumulation are fp32 always."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    fp16: bool = False
+    """Compute in fp16, with loss scaling."""
+    bf16: bool = False
+    """Compute in bf16. Without --fp16 and --bf16: fp32."""
+    loss_scale: float | None = None
+    """Static loss scale for fp16. Default: dynamic."""
+    initial_loss_scale: float = 2.0**32
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Lowest value of the dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Iterations without overflow after which the dynamic scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are tolerated before the dynamic scale halves."""

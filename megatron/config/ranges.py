@@ -1,0 +1,78 @@
+"""What each number may be by itself.
+
+Invariant: every number of the configuration has a range; one without an entry here must be at least 1 (a whole number) or finite.
+"""
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.asked import Asked
+from megatron.config.fields import all_fields
+
+_POSITIVE = "(0, inf)"
+_NOT_NEGATIVE = "[0, inf)"
+_PROBABILITY = "[0, 1)"
+
+RANGES = {
+    "model.rotary_base": _POSITIVE,
+    "model.rotary_percent": "(0, 1]",
+    "model.layernorm_epsilon": _POSITIVE,
+    "model.hidden_dropout": _PROBABILITY,
+    "model.attention_dropout": _PROBABILITY,
+    "model.init_method_std": _POSITIVE,
+    "batch.seed": "[0, 4294967295]",  # what numpy.random.RandomState takes
+    "batch.eval_iters": _NOT_NEGATIVE,
+    "batch.exit_duration_in_mins": _POSITIVE,
+    "parallel.distributed_timeout_minutes": _POSITIVE,
+    "parallel.local_rank": "[-1, inf)",  # -1 is what some launchers pass for "none"
+    "optimizer.lr": _POSITIVE,
+    "optimizer.min_lr": _NOT_NEGATIVE,
+    "optimizer.lr_warmup_fraction": "[0, 1]",
+    "optimizer.lr_warmup_iters": _NOT_NEGATIVE,
+    "optimizer.lr_warmup_samples": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.adam_beta1": _PROBABILITY,
+    "optimizer.adam_beta2": _PROBABILITY,
+    "optimizer.adam_eps": _POSITIVE,
+    "optimizer.clip_grad": _NOT_NEGATIVE,
+    "precision.loss_scale": _POSITIVE,
+    "precision.initial_loss_scale": _POSITIVE,
+    "precision.min_loss_scale": _POSITIVE,
+    "data.num_workers": _NOT_NEGATIVE,
+    "data.valid_num_workers": _NOT_NEGATIVE,
+    "logging.peak_tflops_per_device": _POSITIVE,
+}
+"""Intervals in mathematical notation: [a, b) holds a but not b."""
+
+
+def range_errors(asked: Asked) -> Iterator[str]:
+    """A message for each number that is out of its range."""
+    for dotted, value in asked.values().items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        default = "[1, inf)" if all_fields()[dotted].annotation is int else "(-inf, inf)"
+        interval = RANGES.get(dotted, default)
+        if not _inside(value, interval):
+            yield f"{asked.given(dotted)} must be {_in_words(interval)}."
+
+
+def _inside(value: float, interval: str) -> bool:
+    low, high = _bounds(interval)
+    above = value >= low if interval.startswith("[") else value > low
+    below = value <= high if interval.endswith("]") else value < high
+    return above and below  # false for nan
+
+
+def _in_words(interval: str) -> str:
+    low, high = _bounds(interval)
+    if math.isfinite(high):
+        lower = "at least" if interval.startswith("[") else "above"
+        return f"{lower} {low:.10g} and {'at most' if interval.endswith(']') else 'below'} {high:.10g}"
+    if math.isfinite(low):
+        return f"at least {low:g}" if interval.startswith("[") else f"above {low:g}, and finite"
+    return "finite"
+
+
+def _bounds(interval: str) -> tuple[float, float]:
+    low, _, high = interval[1:-1].partition(", ")
+    return float(low), float(high)

@@ -1,0 +1,313 @@
+"""Rules that connect fields and need neither the number of processes nor a derived number; those that do are with the plan.
+
+Invariant: a rule raises nothing and reads nothing but the configuration; all of them run, and all failures are reported together.
+What a schedule itself refuses (ramp arithmetic, --min-lr above --lr, skip ranges) it says when the plan builds it, once.
+Source of the defaults and of what may be combined: Megatron-LM and Megatron-DeepSpeed.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from megatron.config.asked import Asked
+from megatron.config.fields import all_fields
+from megatron.config.ranges import range_errors
+from megatron.config.tree import Config
+
+Rule = Callable[[Asked], Iterator[str]]
+
+
+def check(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of all rules. `origin`: where each field came from, as in `LoadedConfig`; may be empty."""
+    asked = Asked(config, origin)
+    return _run(ERRORS, asked), _run(WARNINGS, asked)
+
+
+def _run(rules: tuple[Rule, ...], asked: Asked) -> list[str]:
+    return [message for rule in rules for message in rule(asked)]
+
+
+# ---- Errors --------------------------------------------------------------------------------------------------------------------
+
+
+def one_length(asked: Asked) -> Iterator[str]:
+    batch = asked.config.batch
+    if batch.train_iters is not None and batch.train_samples is not None:
+        yield f"{asked.given('batch.train_iters', 'batch.train_samples')} both say how long to train; give one of them."
+    if batch.train_iters is None and batch.train_samples is None and not batch.eval_only:
+        yield "how long to train is not said: give --train-iters or --train-samples (or --eval-only)."
+
+
+def one_unit_of_progress(asked: Asked) -> Iterator[str]:
+    """A run by samples has its learning rate by samples, a run by iterations by iterations."""
+    batch = asked.config.batch
+    if (batch.train_iters is None) == (batch.train_samples is None):
+        return
+    length, foreign, own = (
+        ("batch.train_iters", "samples", "iters") if batch.train_samples is None else ("batch.train_samples", "iters", "samples")
+    )
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        dotted = f"optimizer.{name}_{foreign}"
+        if asked[dotted]:
+            instead = all_fields()[f"optimizer.{name}_{own}"].flag
+            yield f"{asked.given(dotted)} does not go with {asked.given(length)}; use {instead}."
+
+
+def one_warmup(asked: Asked) -> Iterator[str]:
+    optimizer = asked.config.optimizer
+    if optimizer.lr_warmup_fraction is not None:
+        for dotted in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
+            if asked[dotted]:
+                yield f"{asked.given('optimizer.lr_warmup_fraction', dotted)} both say how long to warm up; give one of them."
+
+
+def lr_is_given(asked: Asked) -> Iterator[str]:
+    if asked.config.optimizer.lr is None and not asked.config.batch.eval_only:
+        yield "--lr is required: the peak learning rate, as in 6e-5."
+
+
+def one_batch_size_schedule(asked: Asked) -> Iterator[str]:
+    batch = asked.config.batch
+    if batch.rampup_batch_size is not None and batch.step_batch_size_schedule is not None:
+        yield f"{asked.given('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} exclude each other; give one of them."
+
+
+def one_source_of_the_schedule(asked: Asked) -> Iterator[str]:
+    optimizer = asked.config.optimizer
+    if optimizer.override_lr_scheduler and optimizer.use_checkpoint_lr_scheduler:
+        yield (
+            f"{asked.given('optimizer.override_lr_scheduler', 'optimizer.use_checkpoint_lr_scheduler')} exclude each other: the "
+            "schedule comes from here or from the checkpoint; give one of them."
+        )
+
+
+def one_precision(asked: Asked) -> Iterator[str]:
+    if asked.config.precision.fp16 and asked.config.precision.bf16:
+        yield f"{asked.given('precision.fp16', 'precision.bf16')} exclude each other; give one of them."
+
+
+def loss_scale_bounds(asked: Asked) -> Iterator[str]:
+    precision = asked.config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"{asked.given('precision.min_loss_scale')} must not exceed {asked.given('precision.initial_loss_scale')}, which the "
+            "dynamic loss scale begins with."
+        )
+
+
+def whole_heads(asked: Asked) -> Iterator[str]:
+    model = asked.config.model
+    if model.num_attention_heads < 1:
+        return
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"{asked.given('model.num_attention_heads')} must divide {asked.given('model.hidden_size')}; change one, or give the "
+            "width of a head by --kv-channels."
+        )
+    groups = model.num_query_groups
+    if groups is not None and groups >= 1 and model.num_attention_heads % groups:
+        divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
+        yield (
+            f"{asked.given('model.num_query_groups')} must divide {asked.given('model.num_attention_heads')}; use one of "
+            f"{', '.join(map(str, divisors))}."
+        )
+
+
+def rotary_pairs(asked: Asked) -> Iterator[str]:
+    """Rotary positions turn channels in pairs."""
+    model = asked.config.model
+    if model.position_embedding_type != "rotary" or model.num_attention_heads < 1 or not 0 < model.rotary_percent <= 1:
+        return
+    head = model.kv_channels if model.kv_channels is not None else model.hidden_size // model.num_attention_heads
+    rotated = int(head * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"{asked.given('model.rotary_percent')} of a head's {head} channels are {rotated}, but rotary positions turn pairs; "
+            "choose a head size or part that makes an even number of at least 2."
+        )
+
+
+def positions_for_the_sequence(asked: Asked) -> Iterator[str]:
+    model = asked.config.model
+    size = model.max_position_embeddings
+    if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
+        yield (
+            f"{asked.given('model.max_position_embeddings')} must be at least {asked.given('model.seq_length')}: each token of a "
+            "sample needs a position."
+        )
+
+
+def three_shares(asked: Asked) -> Iterator[str]:
+    text = asked.config.data.split
+    try:
+        shares = [float(share) for share in text.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
+        yield f"{asked.given('data.split')} must be three numbers, not negative and not all 0, as in 949,50,1."
+
+
+def weights_and_paths(asked: Asked) -> Iterator[str]:
+    values = asked.config.data.data_path
+    if len(values) < 2:
+        return
+    if len(values) % 2:
+        yield (
+            f"{asked.given('data.data_path')} has {len(values)} values, but a mixture is pairs: WEIGHT PATH WEIGHT PATH ... "
+            "(a single data set: PATH alone)."
+        )
+        return
+    for weight in values[::2]:
+        if not _is_weight(weight):
+            yield f"{asked.given('data.data_path')}: '{weight}' must be a weight, a number above 0, as in 0.7 PATH 0.3 PATH."
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def one_description_of_the_data(asked: Asked) -> Iterator[str]:
+    data = asked.config.data
+    for which in ("train", "valid", "test"):
+        paths, file = f"data.{which}_weighted_split_paths", f"data.{which}_weighted_split_paths_path"
+        if asked[paths] and asked[file] is not None:
+            yield f"{asked.given(paths, file)} both name the data; give one of them."
+        for dotted in (paths, file):
+            if data.data_path and asked[dotted]:
+                yield (
+                    f"{asked.given('data.data_path')} is divided by --split, {asked.given(dotted)} says the parts itself; "
+                    "give one of them."
+                )
+
+
+def folders_that_flags_need(asked: Asked) -> Iterator[str]:
+    checkpoint, batch = asked.config.checkpoint, asked.config.batch
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield f"{asked.given('checkpoint.save_interval')} needs --save: without it nothing would be saved."
+    wanting = {
+        "checkpoint.finetune": checkpoint.finetune,
+        "checkpoint.require_load": checkpoint.require_load,
+        "batch.eval_only": batch.eval_only,
+    }
+    for dotted, wanted in wanting.items():
+        if wanted and checkpoint.load is None:
+            yield f"{asked.given(dotted)} needs --load, the folder of the checkpoint."
+
+
+def one_manner_of_start(asked: Asked) -> Iterator[str]:
+    if asked.config.checkpoint.require_load and asked.config.checkpoint.allow_fresh_start:
+        yield f"{asked.given('checkpoint.require_load', 'checkpoint.allow_fresh_start')} exclude each other; give one of them."
+
+
+def deepspeed_recomputation(asked: Asked) -> Iterator[str]:
+    if asked.config.recompute.deepspeed_activation_checkpointing and not asked.config.parallel.deepspeed:
+        yield (
+            f"{asked.given('recompute.deepspeed_activation_checkpointing')} needs --deepspeed; --checkpoint-activations does the "
+            "same without it."
+        )
+
+
+# ---- Warnings: nothing is silently ignored -------------------------------------------------------------------------------------
+
+
+def ramp_by_iterations(asked: Asked) -> Iterator[str]:
+    batch = asked.config.batch
+    changing = "batch.rampup_batch_size" if batch.rampup_batch_size is not None else "batch.step_batch_size_schedule"
+    if batch.train_iters is not None and asked[changing] is not None:
+        yield (
+            f"{asked.given(changing)} with {asked.given('batch.train_iters')}: an iteration of the learning rate's warm-up and "
+            "decay counts as the final batch size, so that they last longer than they say; --train-samples and --lr-*-samples "
+            "are exact."
+        )
+
+
+def decay_by_tokens_wins(asked: Asked) -> Iterator[str]:
+    for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
+        if asked.config.optimizer.lr_decay_tokens is not None and asked[dotted] is not None:
+            yield f"{asked.given(dotted)} has no effect beside {asked.given('optimizer.lr_decay_tokens')}, which ends the decay."
+
+
+def wsd_without_its_style(asked: Asked) -> Iterator[str]:
+    if asked.config.optimizer.lr_decay_style != "WSD":
+        for name in ("iters", "samples", "style"):
+            dotted = f"optimizer.lr_wsd_decay_{name}"
+            if asked.differs(dotted):
+                yield f"{asked.given(dotted)} has no effect without --lr-decay-style WSD."
+
+
+def loss_scale_without_use(asked: Asked) -> Iterator[str]:
+    precision = asked.config.precision
+    if precision.fp16 and precision.loss_scale is not None and asked.config.parallel.deepspeed:
+        yield (
+            f"{asked.given('precision.loss_scale')} is not used: with --deepspeed the fp16 block of --deepspeed-config decides."
+        )
+    if not precision.fp16:
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if asked.differs(f"precision.{name}"):
+                yield f"{asked.given(f'precision.{name}')} has no effect without --fp16."
+
+
+def deepspeed_config_without_deepspeed(asked: Asked) -> Iterator[str]:
+    parallel = asked.config.parallel
+    if parallel.deepspeed_config is not None and not parallel.deepspeed:
+        yield f"{asked.given('parallel.deepspeed_config')} has no effect without --deepspeed."
+
+
+def save_without_interval(asked: Asked) -> Iterator[str]:
+    checkpoint = asked.config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None and not asked.config.batch.eval_only:
+        yield f"{asked.given('checkpoint.save')} without --save-interval saves only when training ends or is asked to stop."
+
+
+def tensorboard_without_folder(asked: Asked) -> Iterator[str]:
+    if asked.config.logging.tensorboard_dir is not None:
+        return
+    idle = [
+        field.dotted
+        for field in all_fields().values()
+        if field.group == "logging" and "tensorboard" in field.name and asked.differs(field.dotted)
+    ]
+    if idle:
+        yield f"{asked.given(*idle)} need --tensorboard-dir to have an effect."
+
+
+def rotary_settings_without_rotary(asked: Asked) -> Iterator[str]:
+    if asked.config.model.position_embedding_type != "rotary":
+        for dotted in ("model.rotary_percent", "model.rotary_base"):
+            if asked.differs(dotted):
+                yield f"{asked.given(dotted)} has no effect without --position-embedding-type rotary."
+
+
+ERRORS: tuple[Rule, ...] = (
+    range_errors,
+    one_length,
+    one_unit_of_progress,
+    one_warmup,
+    lr_is_given,
+    one_batch_size_schedule,
+    one_source_of_the_schedule,
+    one_precision,
+    loss_scale_bounds,
+    whole_heads,
+    rotary_pairs,
+    positions_for_the_sequence,
+    three_shares,
+    weights_and_paths,
+    one_description_of_the_data,
+    folders_that_flags_need,
+    one_manner_of_start,
+    deepspeed_recomputation,
+)
+
+WARNINGS: tuple[Rule, ...] = (
+    ramp_by_iterations,
+    decay_by_tokens_wins,
+    wsd_without_its_style,
+    loss_scale_without_use,
+    deepspeed_config_without_deepspeed,
+    save_without_interval,
+    tensorboard_without_folder,
+    rotary_settings_without_rotary,
+)

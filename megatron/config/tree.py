@@ -1,0 +1,29 @@
+"""The whole configuration: what was asked, frozen. Derived numbers live in `megatron.plan`, changing ones in `TrainState`."""
+
+from dataclasses import dataclass, field
+
+from megatron.config.batch import BatchConfig
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.recompute import RecomputeConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """Groups nest in YAML (`model: {hidden_size: 384}`) and are flat on the command line (`--hidden-size 384`)."""
+
+    model: ModelConfig
+    batch: BatchConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
