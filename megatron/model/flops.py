@@ -15,27 +15,7 @@ of the layers, not of the logits).
 
 from dataclasses import dataclass
 
-from megatron.config.model import ModelConfig
-
-
-def ffn_hidden_size(model: ModelConfig) -> int:
-    """Inner width f of the MLP: as given, or 4h."""
-    return model.ffn_hidden_size or 4 * model.hidden_size
-
-
-def head_dim(model: ModelConfig) -> int:
-    """Width d of an attention head: as given, or h / a."""
-    return model.kv_channels or model.hidden_size // model.num_attention_heads
-
-
-def num_query_groups(model: ModelConfig) -> int:
-    """Key/value heads: as given, or one for each attention head."""
-    return model.num_query_groups or model.num_attention_heads
-
-
-def max_position_embeddings(model: ModelConfig) -> int:
-    """Rows of the table of learned positions: as given, or s."""
-    return model.max_position_embeddings or model.seq_length
+from megatron.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -49,73 +29,71 @@ class _Widths:
     mlp_in: int  # outputs of the MLP's first linear: f, or 2f with a GLU
 
 
-def _widths(model: ModelConfig) -> _Widths:
-    f, d = ffn_hidden_size(model), head_dim(model)
+def _widths(shape: ModelShape) -> _Widths:
+    f = shape.ffn_hidden_size
     return _Widths(
-        h=model.hidden_size,
+        h=shape.config.hidden_size,
         f=f,
-        q=model.num_attention_heads * d,
-        k=num_query_groups(model) * d,
-        mlp_in=2 * f if model.glu_activation else f,
+        q=shape.config.num_attention_heads * shape.head_dim,
+        k=shape.query_groups * shape.head_dim,
+        mlp_in=2 * f if shape.config.glu_activation else f,
     )
 
 
 # Parameters
 
 
-def norm_parameters(model: ModelConfig) -> int:
+def norm_parameters(shape: ModelShape) -> int:
     """One norm: weight h, and for LayerNorm a bias h."""
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    return shape.config.hidden_size * (2 if shape.config.normalization == "LayerNorm" else 1)
 
 
-def layer_parameters(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+def layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """One transformer layer as one tensor-parallel rank holds it: 12 h^2 + 13 h for GPT-2 on one rank.
 
     Column-parallel weights and biases and row-parallel weights are cut by t; row-parallel biases and norms are on every rank.
     """
-    w, t = _widths(model), tensor_parallel_size
+    w, t = _widths(shape), tensor_parallel_size
     weights = w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h
-    column_biases, row_biases = ((w.q + 2 * w.k) + w.mlp_in, 2 * w.h) if model.add_bias_linear else (0, 0)
-    return (weights + column_biases) // t + row_biases + 2 * norm_parameters(model)
+    column_biases, row_biases = ((w.q + 2 * w.k) + w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
+    return (weights + column_biases) // t + row_biases + 2 * norm_parameters(shape)
 
 
-def word_embedding_parameters(model: ModelConfig, padded_vocab_size: int, tensor_parallel_size: int = 1) -> int:
+def word_embedding_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """The word embedding, or an untied output projection, as one tensor-parallel rank holds it: V h / t."""
-    return padded_vocab_size * model.hidden_size // tensor_parallel_size
+    return shape.padded_vocab_size * shape.config.hidden_size // tensor_parallel_size
 
 
-def first_stage_extra_parameters(model: ModelConfig) -> int:
-    """What the embedding has beside the words: learned positions and the embedding's norm."""
-    positions = max_position_embeddings(model) * model.hidden_size if model.position_embedding_type == "absolute" else 0
-    return positions + (norm_parameters(model) if model.embed_layernorm else 0)
+def first_stage_extra_parameters(shape: ModelShape) -> int:
+    """What the embedding has beside the words: learned positions, and its norm, which is a LayerNorm whatever the others are."""
+    h = shape.config.hidden_size
+    return shape.position_table_size * h + (2 * h if shape.config.embed_layernorm else 0)
 
 
-def parameter_count(model: ModelConfig, padded_vocab_size: int) -> int:
-    """All parameters, each once. The vocabulary is counted with its padding, as published numbers do (tr11-176B: 176,247,271,424);
+def parameter_count(shape: ModelShape) -> int:
+    """All parameters, each once. The vocabulary is counted with its padding, as published numbers do (tr11: 176,247,271,424);
     the padding's part is (padded - real) x h, twice that where the output projection is untied."""
-    words = word_embedding_parameters(model, padded_vocab_size) * (2 if model.untie_embeddings_and_output_weights else 1)
-    return words + first_stage_extra_parameters(model) + parameters_without_embeddings(model)
+    words = word_embedding_parameters(shape) * (2 if shape.config.untie_embeddings_and_output_weights else 1)
+    return words + first_stage_extra_parameters(shape) + parameters_without_embeddings(shape)
 
 
-def parameters_without_embeddings(model: ModelConfig) -> int:
-    """The layers and the final norm: what TensorBoard's "gigaflos (without embeddings)" axis is made of, as 6 x these x tokens."""
-    return model.num_layers * layer_parameters(model) + norm_parameters(model)
+def parameters_without_embeddings(shape: ModelShape) -> int:
+    """The layers and the final norm: 6 x these x tokens are TensorBoard's "gigaflos (without embeddings)"."""
+    return shape.config.num_layers * layer_parameters(shape) + norm_parameters(shape)
 
 
-def stage_parameters(
-    model: ModelConfig, padded_vocab_size: int, tensor_parallel_size: int, layers_per_stage: tuple[int, ...]
-) -> tuple[int, ...]:
+def stage_parameters(shape: ModelShape, tensor_parallel_size: int, layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
     """Parameters of one rank in each pipeline stage, before ZeRO shards them.
 
     The first stage has the embedding, the last the final norm and the output projection: where that is tied, a copy of the word
     embedding, so that the sum over stages exceeds `parameter_count` by it.
     """
-    per_layer = layer_parameters(model, tensor_parallel_size)
-    words = word_embedding_parameters(model, padded_vocab_size, tensor_parallel_size)
+    per_layer = layer_parameters(shape, tensor_parallel_size)
+    words = word_embedding_parameters(shape, tensor_parallel_size)
     stages = [layers * per_layer for layers in layers_per_stage]
-    stages[0] += words + first_stage_extra_parameters(model)
-    stages[-1] += norm_parameters(model)
-    if len(stages) > 1 or model.untie_embeddings_and_output_weights:
+    stages[0] += words + first_stage_extra_parameters(shape)
+    stages[-1] += norm_parameters(shape)
+    if len(stages) > 1 or shape.config.untie_embeddings_and_output_weights:
         stages[-1] += words
     return tuple(stages)
 
@@ -123,40 +101,36 @@ def stage_parameters(
 # FLOPs
 
 
-def forward_flops_per_token(model: ModelConfig, padded_vocab_size: int, seq_length: int | None = None) -> tuple[int, int]:
+def forward_flops_per_token(shape: ModelShape, seq_length: int | None = None) -> tuple[int, int]:
     """(all layers, logits): matrix products of one token's forward pass.
 
     `seq_length`: the present one, for curriculum learning; default s. Scores and their weighted sum cost 2 s q each.
     """
-    w, s = _widths(model), seq_length or model.seq_length
+    w, s = _widths(shape), seq_length or shape.config.seq_length
     per_layer = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h) + 4 * s * w.q
-    return model.num_layers * per_layer, 2 * w.h * padded_vocab_size
+    return shape.config.num_layers * per_layer, 2 * w.h * shape.padded_vocab_size
 
 
-def model_flops_per_token(model: ModelConfig, padded_vocab_size: int, seq_length: int | None = None) -> int:
+def model_flops_per_token(shape: ModelShape, seq_length: int | None = None) -> int:
     """Forward and backward of one token; what MFU is measured in."""
-    layers, logits = forward_flops_per_token(model, padded_vocab_size, seq_length)
+    layers, logits = forward_flops_per_token(shape, seq_length)
     return 3 * (layers + logits)
 
 
-def hardware_flops_per_token(
-    model: ModelConfig, padded_vocab_size: int, seq_length: int | None = None, *, recompute: bool = False
-) -> int:
+def hardware_flops_per_token(shape: ModelShape, seq_length: int | None = None, *, recompute: bool = False) -> int:
     """`model_flops_per_token` and, with full activation recomputation, the layers' second forward; what Megatron's log prints."""
-    layers, logits = forward_flops_per_token(model, padded_vocab_size, seq_length)
+    layers, logits = forward_flops_per_token(shape, seq_length)
     return (4 if recompute else 3) * layers + 3 * logits
 
 
-def iteration_flops(
-    model: ModelConfig, padded_vocab_size: int, batch_size: int, seq_length: int | None = None, *, recompute: bool = False
-) -> int:
+def iteration_flops(shape: ModelShape, batch_size: int, seq_length: int | None = None, *, recompute: bool = False) -> int:
     """Hardware FLOPs of one iteration over all ranks; model FLOPs with recompute=False. `batch_size` in samples.
 
     For GPT-2's shape this is 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) with recomputation, and 72 and V/(12 l h) in place of 96 and
     V/(16 l h) without (2104.04473).
     """
-    tokens = batch_size * (seq_length or model.seq_length)
-    return tokens * hardware_flops_per_token(model, padded_vocab_size, seq_length, recompute=recompute)
+    tokens = batch_size * (seq_length or shape.config.seq_length)
+    return tokens * hardware_flops_per_token(shape, seq_length, recompute=recompute)
 
 
 def tflops_per_device(flops: int, seconds: float, world_size: int) -> float:
@@ -207,7 +181,7 @@ def parameter_memory_per_rank(rank_parameters: int, *, half: bool, data_parallel
 
 
 def layer_activation_bytes(
-    model: ModelConfig,
+    shape: ModelShape,
     micro_batch_size: int,
     tensor_parallel_size: int = 1,
     *,
@@ -220,17 +194,23 @@ def layer_activation_bytes(
     For GPT-2's shape in half precision: s b h (10 + 24/t), or s b h 34/t with sequence parallelism, and 5 a s^2 b / t more where
     the attention scores are kept, that is without a flash kernel (2205.05198, equations 1, 2 and 4; table 2).
     """
-    w, t, value = _widths(model), tensor_parallel_size, 2 if half else 4
-    replicated = value * 4 * w.h + (2 * w.h if model.hidden_dropout else 0)  # inputs of norms and column-parallel linears; masks
+    w, t, value = _widths(shape), tensor_parallel_size, 2 if half else 4
+    replicated = value * 4 * w.h + (
+        2 * w.h if shape.config.hidden_dropout else 0
+    )  # inputs of norms and column-parallel linears; masks
     cut = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
     if scores_kept:
-        cut += model.num_attention_heads * model.seq_length * (2 * value + 1 if model.attention_dropout else value)
+        cut += (
+            shape.config.num_attention_heads
+            * shape.config.seq_length
+            * (2 * value + 1 if shape.config.attention_dropout else value)
+        )
     per_token = replicated // (t if sequence_parallel else 1) + cut // t
-    return model.seq_length * micro_batch_size * per_token
+    return shape.config.seq_length * micro_batch_size * per_token
 
 
 def layer_input_bytes(
-    model: ModelConfig,
+    shape: ModelShape,
     micro_batch_size: int,
     tensor_parallel_size: int = 1,
     *,
@@ -238,10 +218,10 @@ def layer_input_bytes(
     half: bool = True,
 ) -> int:
     """All that full recomputation keeps of a layer for one microbatch: its input, 2 s b h in half precision (2205.05198, 5)."""
-    values = model.seq_length * micro_batch_size * model.hidden_size
+    values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
     return (2 if half else 4) * values // (tensor_parallel_size if sequence_parallel else 1)
 
 
-def logits_bytes(model: ModelConfig, padded_vocab_size: int, micro_batch_size: int, tensor_parallel_size: int = 1) -> int:
+def logits_bytes(shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1) -> int:
     """The last stage's fp32 logits of one microbatch: 4 s b V / t (2205.05198, 4.3)."""
-    return 4 * model.seq_length * micro_batch_size * padded_vocab_size // tensor_parallel_size
+    return 4 * shape.config.seq_length * micro_batch_size * shape.padded_vocab_size // tensor_parallel_size

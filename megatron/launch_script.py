@@ -1,0 +1,254 @@
+"""The training command in a Slurm or shell script, read as text: nothing is run.
+
+Invariant: what comes out is what the shell would pass to the training script, as far as assignments in the script itself tell:
+VAR=..., export, +=, arrays, "$VAR", ${VAR}, ${VAR:-default}, line continuations, bash -c "... $CMD". Branches are not followed:
+the last assignment above the command wins. What only the environment knows stays as written and is listed as unresolved.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+TRAINING_SCRIPT = re.compile(r"pretrain_\w+\.py$")
+ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly|then|else|do)\s+)*([A-Za-z_]\w*)(\+?)=")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^}]*))?\})")
+HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+OPERATORS = frozenset("|&;<>")
+SILENT_COMMANDS = ("echo", "printf")
+
+
+@dataclass(frozen=True)
+class LaunchScript:
+    """`arguments` of the training script, the world that the script asks for (None where it does not say), and the names of
+    variables that the arguments use but the script does not set."""
+
+    arguments: tuple[str, ...]
+    nodes: int | None
+    devices_per_node: int | None
+    unresolved: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int | None:
+        """Processes: one for each device of each node; None where the script does not say."""
+        return None if self.devices_per_node is None else (self.nodes or 1) * self.devices_per_node
+
+
+def read_launch_script(path: Path) -> LaunchScript:
+    """Find the training command in the script at `path`.
+
+    Raises ConfigError where the file cannot be read, a quote is not closed, or no pretrain_*.py is started.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
+    shell = _Shell(str(path))
+    nodes, devices = _slurm_request(text)
+    for name, value in (("SLURM_NNODES", nodes), ("SLURM_JOB_NUM_NODES", nodes), ("SLURM_GPUS_ON_NODE", devices)):
+        if value is not None:
+            shell.variables[name] = str(value)
+    found = parse_command(shell.training_command(text))
+    unresolved = tuple(sorted({*found.unresolved, *shell.dropped}))
+    return LaunchScript(found.arguments, nodes or found.nodes, devices or found.devices_per_node, unresolved)
+
+
+def parse_command(words: Sequence[str]) -> LaunchScript:
+    """Take a command line apart: launcher, training script, arguments. Without a training script all words are its arguments."""
+    script = next((i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)), -1)
+    launcher, arguments = list(words[: max(0, script)]), tuple(words[script + 1 :])
+    unresolved = {first or second for word in arguments for first, second, *_ in VARIABLE.findall(word)}
+    return LaunchScript(
+        arguments=arguments,
+        nodes=_launcher_option(launcher, "nnodes"),
+        devices_per_node=_launcher_option(launcher, "nproc-per-node"),
+        unresolved=tuple(sorted(unresolved)),
+    )
+
+
+def _slurm_request(text: str) -> tuple[int | None, int | None]:
+    """(nodes, devices of each) of the #SBATCH lines."""
+    options: dict[str, str] = {}
+    for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
+        for name, value in re.findall(r"(--[\w-]+|-N)[=\s]\s*(\S+)", line):
+            options[name.lstrip("-")] = value
+    nodes = _last_number(options.get("nodes") or options.get("N"))
+    devices = _last_number(options.get("gpus-per-node"))
+    if devices is None and "gpu" in options.get("gres", ""):
+        devices = _last_number(options["gres"])
+    tasks, each = _last_number(options.get("ntasks-per-node")), _last_number(options.get("gpus-per-task"))
+    if devices is None and tasks is not None and each is not None:
+        devices = tasks * each
+    return nodes, devices
+
+
+def _last_number(text: str | None) -> int | None:
+    """8 of '8', 'gpu:8', 'gpu:a100:8' and '4-8'; None of anything else."""
+    match = re.search(r"(?:^|[:-])(\d+)$", text or "")
+    return int(match[1]) if match else None
+
+
+def _launcher_option(words: list[str], name: str) -> int | None:
+    """The integer value of torchrun's --NAME, in its spellings with dashes or underscores, with '=' or a space."""
+    for i, word in enumerate(words):
+        option, _, value = word.replace("_", "-").partition("=")
+        if option == f"--{name}":
+            return _last_number(value or " ".join(words[i + 1 : i + 2]))
+    return None
+
+
+@dataclass
+class _Shell:
+    """The assignments read so far. Values are the shell's strings; an array is kept quoted for `shlex.split`."""
+
+    source: str
+    variables: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+    def training_command(self, text: str) -> list[str]:
+        """Words of the first command that starts a training script, launcher included; else of an assignment that holds one."""
+        in_assignment: list[str] = []
+        for statement in self._statements(text):
+            rest = statement
+            while match := ASSIGNMENT.match(rest):
+                value, rest = self._assigned_value(rest[match.end() :])
+                self.variables[match[1]] = (self.variables.get(match[1], "") + " " if match[2] else "") + value
+                if not in_assignment or match[1] == "CMD":
+                    in_assignment = _from_training_script([value]) or in_assignment
+            words = self._words(rest)
+            if words and words[0] not in SILENT_COMMANDS and (command := _from_training_script(words)):
+                return command
+        if not in_assignment:
+            raise ConfigError(
+                f"{self.source} starts no training script: expected a command with pretrain_gpt.py and its arguments."
+            )
+        return in_assignment
+
+    def _statements(self, text: str) -> Iterator[str]:
+        """Commands between newlines and semicolons, continuations joined, comments and here-documents left out."""
+        text = text.replace("\\\n", " ")
+        start = i = 0
+        quote, depth, heredoc = "", 0, ""
+        while i <= len(text):
+            char = text[i] if i < len(text) else "\n"
+            if quote:
+                if char == "\\" and quote == '"':
+                    i += 1
+                elif char == quote:
+                    quote = ""
+                elif i == len(text):
+                    raise ConfigError(
+                        f"{self.source}: a {quote} is not closed; the statement begins with {text[start : start + 40]!r}."
+                    )
+            elif char in "'\"":
+                quote = char
+            elif char == "\\":
+                i += 1
+            elif char == "#" and (i == 0 or text[i - 1] in " \t\n;("):
+                end = text.find("\n", i)
+                text = text[:i] + (text[end:] if end >= 0 else "")
+                continue
+            elif char in "()":
+                depth = max(0, depth + (1 if char == "(" else -1))
+            elif char == "<" and (match := HEREDOC.match(text, i)):
+                heredoc = match[2]
+            elif text.startswith(("&&", "||"), i) and not depth:
+                yield text[start:i].strip()
+                start = i = i + 2
+                continue
+            elif char == "\n" or (char == ";" and not depth):
+                if not depth or i == len(text):
+                    yield text[start:i].strip()
+                    start = i + 1
+                if char == "\n" and heredoc:
+                    end_line = re.compile(rf"^\s*{heredoc}\s*$", re.MULTILINE).search(text, i)
+                    start = i = end_line.end() if end_line else len(text)
+                    heredoc = ""
+                    continue
+            i += 1
+
+    def _assigned_value(self, text: str) -> tuple[str, str]:
+        """(value, what follows it) of the text after 'NAME='."""
+        if text.startswith("("):
+            inside, _, rest = text[1:].rpartition(")")
+            return " ".join(shlex.quote(word) for word in self._words(inside)), rest
+        end = _end_of_word(text)
+        return self._unquoted(text[:end]), text[end:].lstrip()
+
+    def _words(self, text: str) -> list[str]:
+        """The words that the shell would make of `text`, up to a pipe, redirection or other operator."""
+        words: list[str] = []
+        while text := text.lstrip():
+            if text[0] in OPERATORS or re.match(r"\d+[<>]", text):
+                break
+            end = _end_of_word(text)
+            after_flag = bool(words) and words[-1].startswith("--") and "=" not in words[-1]
+            words += self._expanded_word(text[:end], after_flag)
+            text = text[end:]
+        return words
+
+    def _expanded_word(self, raw: str, after_flag: bool) -> list[str]:
+        """One raw word expanded; an unquoted variable alone splits into words, and into none where it is unset."""
+        match = VARIABLE.fullmatch(raw.strip('"'))
+        name = match and (match[1] or match[2])
+        if match and (match[3] or not raw.startswith('"')):
+            if name in self.variables or match[4] is not None:
+                return self._split(self.variables.get(name or "", match[4] or ""))
+            if not after_flag:
+                self.dropped.append(name or "")
+                return []
+        return [self._unquoted(raw)]
+
+    def _split(self, value: str) -> list[str]:
+        try:
+            return shlex.split(value)
+        except ValueError:
+            return value.split()
+
+    def _unquoted(self, raw: str) -> str:
+        """One raw word with its quotes removed and its variables expanded, but for those in single quotes."""
+        parts = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[^'\"]+", raw, re.DOTALL)
+        return "".join(part[1:-1] if part[0] == "'" else self._expanded(part.strip('"')) for part in parts)
+
+    def _expanded(self, text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            if match[0].startswith("\\"):
+                return match[0][1:]
+            name, default = match[1] or match[2], match[4]
+            return self.variables.get(name, match[0] if default is None else default)
+
+        return re.sub(r"\\[\s\S]|" + VARIABLE.pattern, value, text)
+
+
+def _end_of_word(text: str) -> int:
+    """Index of the first blank or operator of `text` outside quotes, backticks and $( )."""
+    i, quote, depth = 0, "", 0
+    while i < len(text):
+        char = text[i]
+        if char == "\\" and quote != "'":
+            i += 1
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"`":
+            quote = char
+        elif char == "(":
+            depth += 1
+        elif char == ")":
+            depth = max(0, depth - 1)
+        elif not depth and (char.isspace() or char in OPERATORS):
+            return i
+        i += 1
+    return i
+
+
+def _from_training_script(words: list[str]) -> list[str]:
+    """`words` if they start a training script; a word that is itself a command line, as after bash -c, is taken apart."""
+    for word in words:
+        if TRAINING_SCRIPT.search(word):
+            return words
+        if re.search(r"pretrain_\w+\.py\s", word):
+            return _Shell("")._words(word)
+    return []

@@ -1,0 +1,292 @@
+"""From what was asked to what will run: every derived number, and everything that is wrong with it.
+
+Invariant: a plan is a function of the configuration, the number of processes and the position in the data; it needs no process
+group and no device, and it always comes back whole: failures are collected in `errors`, all of them, not raised one by one.
+"""
+
+import re
+from dataclasses import dataclass
+
+from megatron.config.asked import Asked
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules import check
+from megatron.config.tree import Config
+from megatron.errors import ConfigError, LayoutError
+from megatron.model import flops
+from megatron.model.shape import ModelShape
+from megatron.plan_rules import (
+    Report,
+    check_batch_sizes,
+    check_curriculum,
+    check_grid,
+    check_tensor_parallel,
+    countable,
+    warn_of_files,
+    warn_of_pipeline,
+    warn_of_shape,
+)
+from megatron.schedule.batch_size import (
+    BatchSizeSchedule,
+    ConstantBatchSize,
+    RampupBatchSize,
+    iterations_for_samples,
+    parse_step_schedule,
+    samples_of_iterations,
+)
+from megatron.schedule.curriculum import Curriculum
+from megatron.schedule.lr import LRSchedule
+from megatron.schedule.progress import Forecast
+from megatron.schedule.skip import SkipRange, parse_ranges
+from megatron.tokenizer import padded_vocab_size, vocab_size_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that follows from the configuration and the world. Where `errors` is not empty, numbers may be stand-ins.
+
+    `parameters` and `stage_parameters` count the padded vocabulary, as published numbers do; `stage_parameters` are those of one
+    rank, by pipeline stage. `train_iters` and `train_samples` are the end by iterations or samples; --train-tokens may come
+    first.
+    """
+
+    config: Config
+    world_size: int
+    data_parallel_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    shape: ModelShape
+    parameters: int
+    layers_per_stage: tuple[int, ...]
+    stage_parameters: tuple[int, ...]
+    batch_size: BatchSizeSchedule
+    train_iters: int
+    train_samples: int
+    lr_schedule: LRSchedule
+    curriculum: Curriculum | None
+    skip_ranges: tuple[SkipRange, ...]
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Inner width of the MLP."""
+        return self.shape.ffn_hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.shape.head_dim
+
+    @property
+    def num_query_groups(self) -> int:
+        """Key/value heads."""
+        return self.shape.query_groups
+
+    def num_microbatches(self, batch_size: int) -> int:
+        """Microbatches that each data-parallel rank takes for a global batch of `batch_size` samples.
+
+        Raises LayoutError where that is no whole number.
+        """
+        micro = self.config.batch.micro_batch_size
+        share = micro * self.data_parallel_size
+        if batch_size % share:
+            raise LayoutError(
+                f"batch size {batch_size} must be divisible by micro-batch size {micro} x data-parallel size "
+                f"{self.data_parallel_size} = {share}; change the batch sizes or the number of processes."
+            )
+        return batch_size // share
+
+    def forecast(self) -> Forecast:
+        """The counters and the learning rate at any iteration of an undisturbed run."""
+        seq_length = self.config.model.seq_length
+        return Forecast(self.batch_size, self.lr_schedule, seq_length, self.curriculum, self.skip_ranges)
+
+    def raise_on_errors(self) -> None:
+        """Raise one ConfigError that lists all of `errors`, if there are any."""
+        if len(self.errors) == 1:
+            raise ConfigError(self.errors[0])
+        if self.errors:
+            raise ConfigError("\n  - ".join([f"{len(self.errors)} errors in the configuration:", *self.errors]))
+
+
+def resolve(
+    config: Config,
+    world_size: int,
+    origin: dict[str, str] | None = None,
+    *,
+    consumed_samples: int | None = 0,
+    curriculum: Curriculum | None = None,
+) -> Plan:
+    """The plan of `config` on `world_size` processes. Raises nothing for the user's mistakes: see `Plan.errors`.
+
+    `origin`: where each dotted field came from (`LoadedConfig.origin`), for the messages. `consumed_samples`: the position that
+    the run starts from; batch sizes that lie behind it need not fit. None: not known, as when a command line with --load is
+    planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: the sequence length's schedule, if there is one.
+    """
+    asked = config
+    errors, warnings = check(asked, origin or {})
+    report = Report(countable(Asked(asked, origin or {})), errors, warnings)
+    config = report.config
+    tensor = config.parallel.tensor_model_parallel_size
+
+    grid_fits = check_grid(world_size, report)
+    replica = tensor * config.parallel.pipeline_model_parallel_size
+    data_parallel_size = max(1, world_size // replica)
+
+    vocab_size = report.attempt(lambda: _vocab_size(report), 0)
+    padded = report.attempt(lambda: _padded_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
+    shape = ModelShape(config.model, vocab_size, padded)
+    check_tensor_parallel(shape, report)
+    one_stage: tuple[int, ...] = (config.model.num_layers,)
+    stages = report.attempt(lambda: layers_per_stage(shape, config.parallel), one_stage)
+
+    stand_in: BatchSizeSchedule = ConstantBatchSize(config.batch.global_batch_size or data_parallel_size)
+    batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size), stand_in)
+    if grid_fits:
+        check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
+    train_iters, train_samples = _train_end(batch_size, report)
+    lr_schedule = report.attempt(
+        lambda: _lr_schedule(config, batch_size.final, train_iters, train_samples), LRSchedule(0.0, 0.0, "constant", 0, 1)
+    )
+    skip_ranges = _skip_ranges(train_iters, report)
+
+    check_curriculum(curriculum, report)
+    warn_of_shape(shape, report)
+    warn_of_pipeline(stages, batch_size, data_parallel_size, report)
+    warn_of_files(report)
+    return Plan(
+        config=asked,
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        shape=shape,
+        parameters=flops.parameter_count(shape),
+        layers_per_stage=stages,
+        stage_parameters=flops.stage_parameters(shape, tensor, stages),
+        batch_size=batch_size,
+        train_iters=train_iters,
+        train_samples=train_samples,
+        lr_schedule=lr_schedule,
+        curriculum=curriculum,
+        skip_ranges=skip_ranges,
+        errors=tuple(dict.fromkeys(report.errors)),
+        warnings=tuple(dict.fromkeys(report.warnings)),
+    )
+
+
+def _vocab_size(report: Report) -> int:
+    size, warning = vocab_size_of(report.config.tokenizer)
+    if warning:
+        report.warnings.append(warning)
+    return size
+
+
+def _padded_vocab_size(config: Config, vocab_size: int) -> int:
+    tokenizer, tensor = config.tokenizer, config.parallel.tensor_model_parallel_size
+    return padded_vocab_size(vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to)
+
+
+def layers_per_stage(shape: ModelShape, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Transformer layers of each pipeline stage, cut where the running weight is nearest to an even share.
+
+    The weights are those of --pp-partition-method: uniform counts layers, 'type:transformer|embedding' also counts the embedding
+    and the output projection as one layer each, parameters counts parameters. Every stage has at least one layer.
+
+    Raises ConfigError on more stages than layers or an unknown method.
+    """
+    layers, stages = shape.config.num_layers, parallel.pipeline_model_parallel_size
+    if stages > layers:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages} must not exceed --num-layers {layers}: each stage needs a layer."
+        )
+    ends = _weight_of_ends(shape, parallel.pp_partition_method or "uniform")
+    share = (layers + 2 * ends) / stages
+    cuts = [0]
+    for stage in range(1, stages):
+        nearest = round(stage * share - ends)
+        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - stage)))
+    return tuple(end - begin for begin, end in zip(cuts, [*cuts[1:], layers], strict=True))
+
+
+def _weight_of_ends(shape: ModelShape, method: str) -> float:
+    """What the embedding, and the output projection, weigh in the cut, in layers."""
+    method = method.lower()
+    if method == "parameters":
+        return flops.word_embedding_parameters(shape) / flops.layer_parameters(shape)
+    if method.startswith("type:"):
+        try:
+            return 1.0 if re.search(method.removeprefix("type:"), "embedding") else 0.0
+        except re.error as failure:
+            raise ConfigError(f"--pp-partition-method {method}: {failure}; write it as in type:transformer|embedding.") from None
+    if method == "uniform":
+        return 0.0
+    raise ConfigError(f"--pp-partition-method {method} is unknown; use uniform, parameters or type:REGEX.")
+
+
+def _batch_size(report: Report, data_parallel_size: int) -> BatchSizeSchedule:
+    batch = report.config.batch
+    if batch.step_batch_size_schedule is not None:
+        steps = parse_step_schedule(batch.step_batch_size_schedule)
+        if batch.global_batch_size not in (None, steps.final):
+            report.errors.append(
+                f"{report.given('batch.global_batch_size')} contradicts {report.given('batch.step_batch_size_schedule')}, which "
+                f"ends with {steps.final}; leave --global-batch-size out."
+            )
+        return steps
+    if batch.rampup_batch_size is None:
+        return ConstantBatchSize(
+            batch.micro_batch_size * data_parallel_size if batch.global_batch_size is None else batch.global_batch_size
+        )
+    if batch.global_batch_size is None:
+        raise ConfigError(f"{report.given('batch.rampup_batch_size')} needs --global-batch-size, the size that it ends with.")
+    return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
+
+
+def _train_end(schedule: BatchSizeSchedule, report: Report) -> tuple[int, int]:
+    """(iterations, samples) of the whole run; (0, 0) where none are asked for."""
+    batch, seq_length = report.config.batch, report.config.model.seq_length
+    if batch.train_samples is None:
+        iterations = batch.train_iters or 0
+        return iterations, samples_of_iterations(schedule, iterations, seq_length)
+    iterations = iterations_for_samples(schedule, batch.train_samples, seq_length)
+    if iterations < 1:
+        report.errors.append(
+            f"{report.given('batch.train_samples')} makes no whole batch; give at least the first one's {schedule.at(0, 0)}."
+        )
+    return iterations, batch.train_samples
+
+
+def _lr_schedule(config: Config, global_batch_size: int, train_iters: int, train_samples: int) -> LRSchedule:
+    """Iterations count as `global_batch_size` (the final one) samples each, as in Megatron-LM."""
+    optimizer, batch = config.optimizer, config.batch
+
+    def in_samples(samples: int | None, iterations: int | None) -> int | None:
+        return samples if samples is not None else None if iterations is None else iterations * global_batch_size
+
+    whole = train_samples if batch.train_samples is not None else train_iters * global_batch_size
+    decay = in_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
+    decay = max(1, whole) if decay is None else decay
+    warmup: float = in_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    return LRSchedule(
+        max_lr=optimizer.lr or 0.0,
+        min_lr=optimizer.min_lr if optimizer.lr is not None else 0.0,
+        style=optimizer.lr_decay_style,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        decay_tokens=optimizer.lr_decay_tokens,
+        wsd_decay_steps=in_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters),
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
+    )
+
+
+def _skip_ranges(train_iters: int, report: Report) -> tuple[SkipRange, ...]:
+    none: tuple[SkipRange, ...] = ()
+    ranges = report.attempt(lambda: parse_ranges(report.config.batch.skip_train_iteration_range), none)
+    if ranges and ranges[-1][1] >= train_iters > 0:
+        report.warnings.append(
+            f"{report.given('batch.skip_train_iteration_range')} reaches the end of training at iteration {train_iters}."
+        )
+    return ranges

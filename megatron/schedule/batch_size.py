@@ -1,0 +1,209 @@
+"""Global batch size as a function of progress: constant, ramp-up, or steps.
+
+Invariant: a size depends on the consumed samples and tokens alone, so a resumed run continues with the size of the
+uninterrupted one. It is evaluated before each step, on what has been consumed until then.
+Source: Megatron-LM's --rampup-batch-size and --step-batch-size-schedule.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from megatron.errors import ConfigError
+
+Unit = Literal["samples", "tokens"]
+
+TOKENS_PER_SUFFIX = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class ConstantBatchSize:
+    """The same `size` (samples) in every iteration."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"--global-batch-size {self.size} must be at least 1.")
+
+    @property
+    def final(self) -> int:
+        """The size that the schedule ends with, samples."""
+        return self.size
+
+    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+        """Size of the next iteration, samples."""
+        return self.size
+
+    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+        """The distinct sizes from here on, in order."""
+        yield self.size
+
+
+@dataclass(frozen=True)
+class RampupBatchSize:
+    """From `start` in even steps of `increment` over `ramp_samples` samples to `size`; all in samples."""
+
+    start: int
+    increment: int
+    ramp_samples: int
+    size: int
+
+    def __post_init__(self) -> None:
+        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} with --global-batch-size {self.size}"
+        if min(self.start, self.increment, self.ramp_samples) < 1:
+            raise ConfigError(f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag out for no ramp.")
+        if self.start > self.size:
+            raise ConfigError(f"{given}: START must not exceed the global batch size; use at most {self.size}.")
+        if (self.size - self.start) % self.increment:
+            fits = self.size - (self.size - self.start) // self.increment * self.increment
+            raise ConfigError(
+                f"{given}: INCREMENT must divide {self.size} - {self.start} = {self.size - self.start}; START {fits} would fit."
+            )
+
+    @property
+    def final(self) -> int:
+        """The size that the schedule ends with, samples."""
+        return self.size
+
+    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+        """Size of the next iteration, samples. The division is a floating one: the edges of the ramp's steps depend on it."""
+        increments = (self.size - self.start) // self.increment
+        if consumed_samples > self.ramp_samples or increments == 0:
+            return self.size
+        return self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
+
+    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+        """The distinct sizes that iterations from here on will have, in order."""
+        last = None
+        while consumed_samples <= self.ramp_samples:
+            size = self.at(consumed_samples, consumed_tokens)
+            if size != last:
+                yield size
+                last = size
+            consumed_samples += size
+        if last != self.size:
+            yield self.size
+
+
+@dataclass(frozen=True)
+class StepBatchSize:
+    """Batch sizes that hold from a threshold on: `steps` of (threshold, unit of the threshold, size in samples), in order."""
+
+    steps: tuple[tuple[int, Unit, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps or self.steps[0][0] != 0:
+            raise ConfigError("--step-batch-size-schedule must begin with the threshold 0, as in '0:768 250B:1536'.")
+        for (threshold, unit, size), (after, after_unit, _) in pairwise(self.steps):
+            if (unit == after_unit or threshold == 0) and after <= threshold:
+                raise ConfigError(
+                    f"--step-batch-size-schedule: thresholds must rise, but {after} {after_unit} follows {threshold} {unit}; "
+                    f"sort them, and give each threshold one batch size (here {size} would never be used)."
+                )
+        if any(size < 1 for _, _, size in self.steps):
+            raise ConfigError(f"--step-batch-size-schedule: each batch size must be at least 1; given {self.sizes}.")
+
+    @property
+    def sizes(self) -> list[int]:
+        """All sizes in order, samples."""
+        return [size for _, _, size in self.steps]
+
+    @property
+    def final(self) -> int:
+        """The size that the schedule ends with, samples."""
+        return self.steps[-1][2]
+
+    def _reached(self, consumed_samples: int, consumed_tokens: int) -> int:
+        """Index of the last step whose threshold has been reached."""
+        progress = {"samples": consumed_samples, "tokens": consumed_tokens}
+        return max(i for i, (threshold, unit, _) in enumerate(self.steps) if progress[unit] >= threshold)
+
+    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+        """Size of the next iteration, samples."""
+        return self.steps[self._reached(consumed_samples, consumed_tokens)][2]
+
+    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+        """The distinct sizes from here on, in order."""
+        last = None
+        for size in self.sizes[self._reached(consumed_samples, consumed_tokens) :]:
+            if size != last:
+                yield size
+                last = size
+
+    def iterations_to_next(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> int | None:
+        """Iterations of the present size until a later threshold is reached; None in the last step. `seq_length` in tokens."""
+        reached = self._reached(consumed_samples, consumed_tokens)
+        samples_left = [
+            threshold - consumed_samples if unit == "samples" else -(-(threshold - consumed_tokens) // seq_length)
+            for threshold, unit, _ in self.steps[reached + 1 :]
+        ]
+        if not samples_left:
+            return None
+        return -(-min(samples_left) // self.steps[reached][2])
+
+
+BatchSizeSchedule = ConstantBatchSize | RampupBatchSize | StepBatchSize
+
+
+def parse_step_schedule(text: str) -> StepBatchSize:
+    """Read '0:768 250B:1536': thresholds in samples or, with suffix K, M, B (10^9) or T, in tokens.
+
+    Raises ConfigError on anything else.
+    """
+    return StepBatchSize(tuple(_parse_step(entry, text) for entry in text.split()))
+
+
+def _parse_step(entry: str, text: str) -> tuple[int, Unit, int]:
+    threshold_text, _, size_text = entry.partition(":")
+    suffix = threshold_text[-1:].upper()
+    try:
+        if suffix in TOKENS_PER_SUFFIX:
+            tokens = float(threshold_text[:-1]) * TOKENS_PER_SUFFIX[suffix]
+            return round(tokens), "tokens", int(size_text)
+        return int(threshold_text), "samples", int(size_text)
+    except ValueError:
+        raise ConfigError(
+            f"--step-batch-size-schedule '{text}': '{entry}' is not THRESHOLD:SIZE with a threshold in samples (1000000) "
+            "or in tokens (250B, 1.5T), as in '0:768 250B:1536'."
+        ) from None
+
+
+def iterations_for_samples(
+    schedule: BatchSizeSchedule, train_samples: int, seq_length: int, consumed_samples: int = 0, consumed_tokens: int = 0
+) -> int:
+    """Iterations from (consumed_samples, consumed_tokens) until no whole batch fits into `train_samples` any more.
+
+    `seq_length`: tokens a sample. The last, partial batch is dropped, as in Megatron-LM.
+    """
+    iterations = 0
+    while True:
+        size = schedule.at(consumed_samples, consumed_tokens)
+        room = (train_samples - consumed_samples) // size
+        if room <= 0:
+            return iterations
+        steps = min(room, _iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length) or room)
+        iterations += steps
+        consumed_samples += steps * size
+        consumed_tokens += steps * size * seq_length
+
+
+def samples_of_iterations(schedule: BatchSizeSchedule, train_iters: int, seq_length: int) -> int:
+    """Samples that the first `train_iters` iterations consume; `seq_length`: tokens a sample."""
+    samples = 0
+    while train_iters > 0:
+        tokens = samples * seq_length
+        steps = min(train_iters, _iterations_of_size(schedule, samples, tokens, seq_length) or train_iters)
+        samples += steps * schedule.at(samples, tokens)
+        train_iters -= steps
+    return samples
+
+
+def _iterations_of_size(schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int) -> int | None:
+    """A number of coming iterations that surely have the present size (a ramp: one at a time); None where it stays for good."""
+    if isinstance(schedule, StepBatchSize):
+        return schedule.iterations_to_next(consumed_samples, consumed_tokens, seq_length)
+    if isinstance(schedule, RampupBatchSize) and consumed_samples <= schedule.ramp_samples:
+        return 1
+    return None

@@ -1,0 +1,129 @@
+"""Curriculum learning: the sequence length as a function of the iteration.
+
+Invariant: the length depends on the 1-based number of the iteration about to run alone, and never exceeds `max_difficulty`.
+Sources: https://arxiv.org/abs/2108.06084; the schedules of DeepSpeed's "curriculum_learning" block, whose names are kept.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from megatron.errors import ConfigError
+
+CurriculumStyle = Literal["fixed_linear", "fixed_root", "fixed_discrete"]
+
+TENSOR_CORE_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Sequence lengths in tokens, steps in iterations.
+
+    fixed_linear and fixed_root grow from `min_difficulty` to `max_difficulty` over `total_curriculum_step` in multiples of
+    `difficulty_step`; fixed_root with (step / total) ** (1 / root_degree). fixed_discrete has `difficulties[i]` until iteration
+    `max_steps[i]`, and the last one from then on.
+
+    Raises ConfigError where the numbers make no schedule.
+    """
+
+    style: CurriculumStyle
+    min_difficulty: int
+    max_difficulty: int
+    total_curriculum_step: int | None = None
+    difficulty_step: int | None = None
+    root_degree: int | None = None
+    difficulties: tuple[int, ...] = ()
+    max_steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.style not in ("fixed_linear", "fixed_root", "fixed_discrete"):
+            raise ConfigError(
+                f"curriculum_learning: schedule_type '{self.style}' is unknown; use fixed_linear, fixed_root or fixed_discrete."
+            )
+        if not 1 <= self.min_difficulty <= self.max_difficulty:
+            raise ConfigError(
+                f"curriculum_learning: min_difficulty {self.min_difficulty} must be at least 1 and at most max_difficulty "
+                f"{self.max_difficulty}."
+            )
+        if self.style == "fixed_discrete":
+            self._check_discrete()
+        else:
+            self._check_growing()
+
+    def _check_growing(self) -> None:
+        needed = {"total_curriculum_step": self.total_curriculum_step, "difficulty_step": self.difficulty_step}
+        if self.style == "fixed_root":
+            needed["root_degree"] = self.root_degree
+        bad = [f"{name} {value}" for name, value in needed.items() if value is None or value < 1]
+        if bad:
+            raise ConfigError(
+                f"curriculum_learning: {self.style} needs {' and '.join(needed)}, each at least 1; given {', '.join(bad)}."
+            )
+
+    def _check_discrete(self) -> None:
+        rising = all(a < b for a, b in pairwise(self.max_steps))
+        if len(self.max_steps) != len(self.difficulties) - 1 or not rising:
+            raise ConfigError(
+                "curriculum_learning: fixed_discrete needs a list `difficulty` and a rising list `max_step` that is one shorter "
+                f"(the last difficulty has no end); given {len(self.difficulties)} difficulties, max_step {list(self.max_steps)}."
+            )
+        outside = [d for d in self.difficulties if not self.min_difficulty <= d <= self.max_difficulty]
+        if outside:
+            raise ConfigError(
+                f"curriculum_learning: difficulty {outside} must be between min_difficulty {self.min_difficulty} and "
+                f"max_difficulty {self.max_difficulty}."
+            )
+
+    def at(self, step: int) -> int:
+        """Sequence length in tokens of iteration `step` (1-based, the one about to run)."""
+        if self.style == "fixed_discrete":
+            return self.difficulties[bisect_left(self.max_steps, step)]
+        assert self.total_curriculum_step is not None, "checked at construction"
+        assert self.difficulty_step is not None, "checked at construction"
+        span = self.max_difficulty - self.min_difficulty
+        if self.style == "fixed_linear":
+            length = self.min_difficulty + span * step // self.total_curriculum_step
+        else:
+            assert self.root_degree is not None, "checked at construction"
+            length = math.floor(self.min_difficulty + span * (step / self.total_curriculum_step) ** (1 / self.root_degree))
+        length -= length % self.difficulty_step
+        least = -(-self.min_difficulty // self.difficulty_step) * self.difficulty_step
+        return min(max(length, least), self.max_difficulty)
+
+    def warnings(self) -> list[str]:
+        """Lengths that Tensor Cores are slow on."""
+        lengths = [("min_difficulty", self.min_difficulty), ("difficulty_step", self.difficulty_step)]
+        lengths += [("difficulty", length) for length in self.difficulties]
+        return [
+            f"curriculum_learning: {name} {length} is not a multiple of {TENSOR_CORE_MULTIPLE}: slow on Tensor Cores."
+            for name, length in lengths
+            if length is not None and length % TENSOR_CORE_MULTIPLE
+        ]
+
+
+def curriculum_from_deepspeed(block: Mapping[str, Any]) -> Curriculum | None:
+    """Read the "curriculum_learning" block of a DeepSpeed configuration; None where it is not enabled.
+
+    Raises ConfigError on a missing key, an unknown schedule, or a curriculum of something else than the sequence length.
+    """
+    if not block.get("enabled", False):
+        return None
+    if block.get("curriculum_type", "seqlen") != "seqlen":
+        raise ConfigError(f"curriculum_learning: curriculum_type '{block['curriculum_type']}' is unknown; only seqlen is.")
+    missing = [key for key in ("schedule_type", "min_difficulty", "max_difficulty") if key not in block]
+    if missing:
+        raise ConfigError(f"curriculum_learning: {', '.join(missing)} missing; add them, in tokens (schedule_type: a name).")
+    schedule = block.get("schedule_config", {})
+    return Curriculum(
+        style=block["schedule_type"],
+        min_difficulty=block["min_difficulty"],
+        max_difficulty=block["max_difficulty"],
+        total_curriculum_step=schedule.get("total_curriculum_step"),
+        difficulty_step=schedule.get("difficulty_step"),
+        root_degree=schedule.get("root_degree"),
+        difficulties=tuple(schedule.get("difficulty", ())),
+        max_steps=tuple(schedule.get("max_step", ())),
+    )

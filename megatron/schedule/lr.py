@@ -1,0 +1,138 @@
+"""Learning rate as a function of progress: linear warm-up, then constant, linear, cosine, or WSD.
+
+Invariant: steps are samples of *applied* iterations (`lr_samples`), so a skipped iteration does not move the rate. A step uses
+the rate of the state before it (the first warm-up step has rate 0); the log line shows the rate after it.
+Sources: Megatron-LM's parameter scheduler; decay by tokens https://arxiv.org/abs/2108.06084; WSD https://arxiv.org/abs/2404.06395.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron.errors import ConfigError
+
+DecayStyle = Literal["constant", "linear", "cosine", "WSD"]
+WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+
+FIELD_NAMES = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "style": "--lr-decay-style",
+    "warmup_steps": "warm-up in samples (--lr-warmup-samples, -iters or -fraction)",
+    "decay_steps": "decay in samples (--lr-decay-samples or -iters)",
+    "decay_tokens": "--lr-decay-tokens",
+    "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
+    "wsd_decay_style": "--lr-wsd-decay-style",
+}
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """The whole schedule; plain numbers, so that `dataclasses.asdict` and `LRSchedule(**d)` take it to JSON and back.
+
+    Steps are in samples: `warmup_steps` (not an integer where it is a fraction of the decay), `decay_steps` (the end of the
+    decay, counted from the start of training), `wsd_decay_steps` (length of WSD's final decay). `decay_tokens`, if given, ends
+    the decay in tokens instead of `decay_steps`; warm-up stays in samples.
+
+    Raises ConfigError where the numbers make no schedule.
+    """
+
+    max_lr: float
+    min_lr: float
+    style: DecayStyle
+    warmup_steps: float
+    decay_steps: int
+    decay_tokens: int | None = None
+    wsd_decay_steps: int | None = None
+    wsd_decay_style: WSDDecayStyle = "exponential"
+
+    def __post_init__(self) -> None:
+        problems = [*self._range_problems(), *self._wsd_problems()]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _range_problems(self) -> list[str]:
+        problems = []
+        if not 0 <= self.min_lr <= self.max_lr:
+            problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.max_lr}.")
+        if self.warmup_steps < 0:
+            problems.append(f"the learning rate's warm-up of {self.warmup_steps} samples must not be negative; 0 turns it off.")
+        if self.decay_steps < 1:
+            problems.append(f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 or later.")
+        elif self.decay_tokens is None and self.warmup_steps >= self.decay_steps:
+            problems.append(
+                f"the learning rate's warm-up of {self.warmup_steps} samples must be shorter than its decay, which ends at "
+                f"{self.decay_steps} samples (an iteration counts as the global batch size); shorten --lr-warmup-* or lengthen "
+                "--lr-decay-*."
+            )
+        if self.decay_tokens is not None and self.decay_tokens < 1:
+            problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
+        return problems
+
+    def _wsd_problems(self) -> list[str]:
+        if self.style != "WSD":
+            return []
+        if self.decay_tokens is not None:
+            return ["--lr-decay-style WSD counts samples; leave out --lr-decay-tokens."]
+        if self.wsd_decay_steps is None:
+            return ["--lr-decay-style WSD needs the length of its final decay: --lr-wsd-decay-samples or -iters."]
+        if not 1 <= self.wsd_decay_steps <= self.decay_steps:
+            return [
+                f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or -iters) must be at least 1 and "
+                f"at most the whole schedule's {self.decay_steps}."
+            ]
+        return []
+
+    def at(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
+        """The rate for a state whose applied steps took `lr_samples` samples and `lr_tokens` tokens.
+
+        `warmup_tokens`: the tokens at the end of warm-up (`warmup_tokens_after`); used with `decay_tokens` only.
+        """
+        if self.warmup_steps > 0 and lr_samples <= self.warmup_steps:
+            return self.max_lr * lr_samples / self.warmup_steps
+        if self.style == "constant":
+            return self.max_lr
+        if self.decay_tokens is None:
+            done, start, end = float(lr_samples), float(self.warmup_steps), self.decay_steps
+        else:
+            done, start, end = float(lr_tokens), float(warmup_tokens), self.decay_tokens
+        if done > end or start >= end:
+            return self.min_lr
+        if self.style == "WSD":
+            coefficient = self._wsd_coefficient(lr_samples)
+        elif self.style == "linear":
+            coefficient = 1.0 - (done - start) / (end - start)
+        else:
+            coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
+        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
+
+    def _wsd_coefficient(self, lr_samples: int) -> float:
+        """Part of (max_lr - min_lr) that is left: 1 until the final decay, 0 at its end."""
+        assert self.wsd_decay_steps is not None, "checked at construction"
+        into_decay = lr_samples - (self.decay_steps - self.wsd_decay_steps)
+        if into_decay <= 0:
+            return 1.0
+        ratio = into_decay / self.wsd_decay_steps
+        shapes = {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * 0.5**ratio - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }
+        return shapes[self.wsd_decay_style]
+
+    def warmup_tokens_after(self, lr_samples: int, lr_tokens: int, warmup_tokens: int) -> int:
+        """The state's `warmup_tokens` once a step has brought it to (lr_samples, lr_tokens); call it after every applied step.
+
+        It is the token count of the first state at or past the end of warm-up. Warm-up hardly ever ends exactly on a batch's
+        edge: a test for equality would miss it, and the decay would then count from token 0.
+        """
+        if self.warmup_steps == 0 or lr_samples < self.warmup_steps:
+            return 0
+        return warmup_tokens or lr_tokens
+
+
+def differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
+    """What differs, one entry a parameter, by flag name; empty when the two agree."""
+    pairs = [(f.name, getattr(here, f.name), getattr(checkpoint, f.name)) for f in fields(LRSchedule)]
+    return [f"{FIELD_NAMES[name]}: {ours} here, {theirs} in the checkpoint" for name, ours, theirs in pairs if ours != theirs]

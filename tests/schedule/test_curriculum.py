@@ -1,0 +1,90 @@
+"""Sequence lengths of curriculum learning."""
+
+import dataclasses
+import math
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.schedule.curriculum import Curriculum, curriculum_from_deepspeed
+
+LINEAR = Curriculum("fixed_linear", min_difficulty=64, max_difficulty=2048, total_curriculum_step=36_000, difficulty_step=8)
+DEEPSPEED = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 64,
+    "max_difficulty": 2048,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 36000, "difficulty_step": 8},
+}
+
+
+def test_linear_growth_in_multiples_of_the_step():
+    assert [LINEAR.at(step) for step in (1, 145, 146, 18_000, 35_999, 36_000, 10**6)] == [64, 64, 72, 1056, 2040, 2048, 2048]
+    lengths = [LINEAR.at(step) for step in range(1, 36_001)]
+    assert lengths == sorted(lengths)
+    assert lengths == [64 + 1984 * step // 36_000 // 8 * 8 for step in range(1, 36_001)]
+
+
+def test_never_below_the_first_multiple_that_reaches_the_minimum():
+    schedule = dataclasses.replace(LINEAR, min_difficulty=60)
+    assert schedule.at(1) == 64
+    assert dataclasses.replace(LINEAR, max_difficulty=2044).at(36_000) == 2040
+    assert dataclasses.replace(LINEAR, max_difficulty=2044).at(40_000) == 2044
+    assert Curriculum("fixed_linear", 3, 5, 10, 8).at(1) == 5  # the maximum wins
+
+
+def test_root_growth():
+    schedule = dataclasses.replace(LINEAR, style="fixed_root", root_degree=2)
+    for step in (1, 100, 9_000, 36_000):
+        length = math.floor(64 + 1984 * math.sqrt(step / 36_000))
+        assert schedule.at(step) == length - length % 8
+    assert schedule.at(9_000) == 1056  # half of the way after a quarter of the time
+    assert schedule.at(36_000) == 2048
+
+
+def test_discrete_growth():
+    schedule = Curriculum("fixed_discrete", 64, 2048, difficulties=(64, 512, 2048), max_steps=(10, 20))
+    assert [schedule.at(step) for step in (1, 10, 11, 20, 21, 10**6)] == [64, 64, 512, 512, 2048, 2048]
+
+
+def test_odd_lengths_are_a_warning():
+    assert LINEAR.warnings() == []
+    warnings = dataclasses.replace(LINEAR, min_difficulty=60, difficulty_step=4).warnings()
+    assert len(warnings) == 2
+    assert "min_difficulty 60 is not a multiple of 8" in warnings[0]
+    assert "difficulty 12" in Curriculum("fixed_discrete", 8, 16, difficulties=(12, 16), max_steps=(5,)).warnings()[0]
+
+
+def test_deepspeed_block():
+    assert curriculum_from_deepspeed(DEEPSPEED) == LINEAR
+    assert curriculum_from_deepspeed({**DEEPSPEED, "enabled": False}) is None
+    assert curriculum_from_deepspeed({}) is None
+    discrete = {**DEEPSPEED, "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [64, 2048], "max_step": [5]}}
+    assert curriculum_from_deepspeed(discrete).at(6) == 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"style": "fixed_cubic"}, "'fixed_cubic' is unknown; use fixed_linear, fixed_root or fixed_discrete"),
+        ({"min_difficulty": 4096}, "min_difficulty 4096 must be at least 1 and at most max_difficulty 2048"),
+        ({"min_difficulty": 0}, "min_difficulty 0"),
+        ({"total_curriculum_step": None}, "fixed_linear needs total_curriculum_step and difficulty_step"),
+        ({"difficulty_step": 0}, "given difficulty_step 0"),
+        ({"style": "fixed_root"}, "given root_degree None"),
+        ({"style": "fixed_discrete"}, "given 0 difficulties"),
+        ({"style": "fixed_discrete", "difficulties": (64, 128, 256), "max_steps": (9, 5)}, "rising list"),
+        ({"style": "fixed_discrete", "difficulties": (64, 4096), "max_steps": (9,)}, "must be between min_difficulty"),
+    ],
+)
+def test_impossible_schedules_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(LINEAR, **changes)
+
+
+def test_foreign_deepspeed_blocks_are_refused():
+    with pytest.raises(ConfigError, match="curriculum_type 'rarity' is unknown"):
+        curriculum_from_deepspeed({**DEEPSPEED, "curriculum_type": "rarity"})
+    with pytest.raises(ConfigError, match="schedule_type, max_difficulty missing"):
+        curriculum_from_deepspeed({"enabled": True, "min_difficulty": 8})

@@ -1,0 +1,336 @@
+"""Plans of the published runs, and every way in which a plan can fail."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.batch import BatchConfig
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.tree import Config
+from megatron.errors import ConfigError, LayoutError
+from megatron.plan import Plan, resolve
+from megatron.schedule.batch_size import ConstantBatchSize
+from megatron.schedule.curriculum import Curriculum
+
+BASE = Config(
+    model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=128),
+    batch=BatchConfig(micro_batch_size=2, global_batch_size=16, train_iters=100),
+    optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=10),
+    tokenizer=TokenizerConfig(vocab_size=1000),
+)
+
+
+def with_changes(**groups: dict) -> Config:
+    """BASE with fields changed: with_changes(model={"seq_length": 64})."""
+    return dataclasses.replace(
+        BASE, **{group: dataclasses.replace(getattr(BASE, group), **changes) for group, changes in groups.items()}
+    )
+
+
+def errors_of(world_size: int, origin: dict[str, str] | None = None, **groups: dict) -> str:
+    return "\n".join(resolve(with_changes(**groups), world_size, origin).errors)
+
+
+def warnings_of(world_size: int, **groups: dict) -> str:
+    plan = resolve(with_changes(**groups), world_size)
+    assert plan.errors == ()
+    return "\n".join(plan.warnings)
+
+
+def test_derived_numbers():
+    plan = resolve(with_changes(parallel={"tensor_model_parallel_size": 2}), 8)
+    assert plan.errors == ()
+    assert (plan.data_parallel_size, plan.vocab_size, plan.padded_vocab_size) == (4, 1000, 1024)
+    assert (plan.ffn_hidden_size, plan.head_dim, plan.num_query_groups) == (1024, 64, 4)
+    assert plan.num_microbatches(16) == 2
+    assert (plan.train_iters, plan.train_samples) == (100, 1600)
+    assert plan.batch_size == ConstantBatchSize(16)
+    assert (plan.lr_schedule.warmup_steps, plan.lr_schedule.decay_steps) == (160, 1600)
+    assert plan.parameters == 4 * (12 * 256**2 + 13 * 256) + 1024 * 256 + 128 * 256 + 2 * 256
+    plan.raise_on_errors()
+
+
+def test_absent_batch_size_is_one_microbatch_for_each_rank():
+    plan = resolve(with_changes(batch={"global_batch_size": None}), 4)
+    assert plan.batch_size.final == 8
+    assert plan.num_microbatches(8) == 1
+
+
+def test_a_batch_that_is_no_whole_number_of_microbatches_is_refused():
+    with pytest.raises(LayoutError, match="batch size 12 must be divisible by micro-batch size 2 x data-parallel size 4 = 8"):
+        resolve(BASE, 4).num_microbatches(12)
+
+
+@pytest.mark.parametrize(("world", "start"), [(6, "4 or 8"), (3, "4"), (0, "4")])
+def test_world_that_the_layout_does_not_divide(world, start):
+    errors = errors_of(world, parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    assert errors == (
+        f"--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 must divide the number of processes, {world}; "
+        f"start {start} processes."
+    )
+
+
+def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
+    origin = {"parallel.tensor_model_parallel_size": "run.yaml:9", "model.num_attention_heads": "--num-attention-heads"}
+    errors = errors_of(
+        3, origin, model={"num_attention_heads": 16}, batch={"global_batch_size": 6}, parallel={"tensor_model_parallel_size": 3}
+    )
+    assert "--tensor-model-parallel-size 3 (run.yaml:9) must divide --num-attention-heads 16; use 1, 2, 4, 8 or 16." in errors
+    assert "--tensor-model-parallel-size 3 (run.yaml:9) must divide --ffn-hidden-size 1024 (by default); use 1, 2, 4" in errors
+    assert "--num-query-groups" not in errors
+    narrow = {"ffn_hidden_size": 1002, "num_attention_heads": 4}
+    assert "must divide --ffn-hidden-size 1002; use 1 or 2." in errors_of(
+        4, model=narrow, parallel={"tensor_model_parallel_size": 4}
+    )
+    grouped = errors_of(4, model={"num_query_groups": 2}, parallel={"tensor_model_parallel_size": 4})
+    assert grouped == "--tensor-model-parallel-size 4 must divide --num-query-groups 2; use 1 or 2."
+
+
+def test_sequence_parallel():
+    parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 4}
+    assert "--tensor-model-parallel-size 4 must divide --seq-length 126" in errors_of(
+        4, model={"seq_length": 126}, parallel=parallel
+    )
+    assert "no effect at --tensor-model-parallel-size 1" in warnings_of(1, parallel={"sequence_parallel": True})
+
+
+def test_batch_size_that_the_ranks_cannot_share():
+    assert errors_of(3) == (
+        "--global-batch-size 16 must be divisible by --micro-batch-size 2 x data-parallel size 3 = 6; use 12 or 18."
+    )
+
+
+def test_first_batch_size_of_the_ramp_that_does_not_fit_is_named():
+    batch = {"rampup_batch_size": (8, 4, 64), "global_batch_size": 24}
+    errors = errors_of(4, batch=batch)
+    assert (
+        "--rampup-batch-size 8 4 64: batch size 12 must be divisible by --micro-batch-size 2 x data-parallel size 4 = 8" in errors
+    )
+    assert "batch size 20" not in errors
+
+
+def test_batch_sizes_that_lie_behind_a_resume_do_not_matter():
+    config = with_changes(batch={"rampup_batch_size": (8, 8, 64), "global_batch_size": 32})
+    assert "batch size 8 must" in resolve(config, 8).errors[0]
+    assert "batch size 24 must" in resolve(config, 8, consumed_samples=30).errors[0]
+    assert resolve(config, 8, consumed_samples=65).errors == ()
+
+
+def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
+    ramp = with_changes(batch={"rampup_batch_size": (8, 8, 64), "global_batch_size": 32})
+    plan = resolve(ramp, 8, consumed_samples=None)  # 8 samples do not fit 16, so the run began on fewer processes
+    assert plan.errors == ()
+    assert "this can only be a resume past batch size 24" in "\n".join(plan.warnings)
+    assert "batch size 24 must" in resolve(ramp, 4 * 2, consumed_samples=30).errors[0]
+    start = with_changes(batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": 24})
+    assert "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]  # it may well have begun here
+    end = with_changes(batch={"rampup_batch_size": (8, 12, 64), "global_batch_size": 20})
+    assert "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]  # and it cannot end here
+
+
+def test_step_schedule():
+    batch = {"step_batch_size_schedule": "0:16 1B:36", "global_batch_size": None}
+    assert "0:16 1B:36: batch size 36 must be divisible by" in errors_of(8, batch=batch)
+    plan = resolve(with_changes(batch={**batch, "step_batch_size_schedule": "0:16 800:32"}), 8)
+    assert plan.errors == ()
+    assert (plan.train_iters, plan.train_samples) == (100, 16 * 50 + 32 * 50)
+    contradiction = errors_of(8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": "0:16 1B:32"})
+    assert "--global-batch-size 64 contradicts --step-batch-size-schedule 0:16 1B:32, which ends with 32" in contradiction
+    assert "is not THRESHOLD:SIZE" in errors_of(8, batch={**batch, "step_batch_size_schedule": "0:16 x"})
+
+
+def test_ramp_without_an_end():
+    errors = errors_of(1, batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": None})
+    assert "--rampup-batch-size 8 4 64 needs --global-batch-size" in errors
+
+
+def test_training_by_samples():
+    samples = {"train_iters": None, "train_samples": 1000}
+    optimizer = {"lr_warmup_iters": 0, "lr_warmup_samples": 100, "lr_decay_samples": 900}
+    plan = resolve(with_changes(batch=samples, optimizer=optimizer), 1)
+    assert plan.errors == ()
+    assert (plan.train_iters, plan.train_samples) == (62, 1000)
+    assert (plan.lr_schedule.warmup_steps, plan.lr_schedule.decay_steps) == (100, 900)
+    none = errors_of(1, batch={**samples, "train_samples": 15}, optimizer=optimizer)
+    assert "--train-samples 15 makes no whole batch; give at least the first one's 16" in none
+
+
+def test_warm_up_as_a_part_of_the_decay():
+    plan = resolve(with_changes(optimizer={"lr_warmup_iters": 0, "lr_warmup_fraction": 0.05}), 1)
+    assert plan.lr_schedule.warmup_steps == 0.05 * 1600
+    assert plan.forecast().at([5])[0].lr == 1e-3
+
+
+def test_wsd_and_token_schedules_reach_the_plan():
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "linear"}
+    plan = resolve(with_changes(optimizer=wsd), 1)
+    assert (plan.lr_schedule.wsd_decay_steps, plan.lr_schedule.wsd_decay_style) == (320, "linear")
+    assert plan.forecast().at([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
+    tokens = resolve(with_changes(optimizer={"lr_decay_tokens": 150_000}, batch={"train_tokens": 150_000}), 1)
+    assert tokens.lr_schedule.decay_tokens == 150_000
+    assert tokens.forecast().at([100])[0].lr == 1e-4
+
+
+def test_learning_rate_that_makes_no_schedule():
+    assert "must be shorter than its decay" in errors_of(1, optimizer={"lr_warmup_iters": 100})
+
+
+def test_vocabulary():
+    assert resolve(with_changes(tokenizer={"pad_vocab_size_to": 1100}), 1).padded_vocab_size == 1100
+    assert "--pad-vocab-size-to 900" in errors_of(1, tokenizer={"pad_vocab_size_to": 900})
+    assert "--pad-vocab-size-to 1001" in errors_of(
+        2, tokenizer={"pad_vocab_size_to": 1001}, parallel={"tensor_model_parallel_size": 2}
+    )
+    assert "50257" in warnings_of(1, tokenizer={"vocab_size": None})
+    absent = {"vocab_size": None, "tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "nowhere/at-all"}
+    assert "nowhere/at-all" in errors_of(1, tokenizer=absent)
+
+
+def test_pipeline_stages():
+    def stages(**parallel) -> tuple[int, ...]:
+        config = with_changes(model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4, **parallel})
+        return resolve(config, 4).layers_per_stage
+
+    assert sum(stages()) == 30
+    assert sorted(stages()) == [7, 7, 8, 8]
+    assert stages(pp_partition_method="type:transformer|embedding") == (7, 8, 8, 7)
+    assert stages(pp_partition_method="parameters") == (7, 8, 8, 7)  # the embedding weighs a third of a layer
+    assert "num-layers 30 over" in warnings_of(4, model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4})
+    assert "--pipeline-model-parallel-size 8 must not exceed --num-layers 4" in errors_of(
+        8, parallel={"pipeline_model_parallel_size": 8}
+    )
+    for method, text in (("type:(", "write it as in type:transformer"), ("by-hand", "use uniform, parameters or type:REGEX")):
+        assert text in errors_of(2, parallel={"pipeline_model_parallel_size": 2, "pp_partition_method": method})
+
+
+def test_a_heavy_embedding_takes_layers_off_the_outer_stages():
+    config = with_changes(
+        model={"num_layers": 12, "hidden_size": 512},
+        tokenizer={"vocab_size": 12_288},
+        parallel={"pipeline_model_parallel_size": 4, "pp_partition_method": "parameters"},
+    )
+    plan = resolve(config, 4)
+    assert plan.layers_per_stage == (2, 4, 4, 2)
+    assert max(plan.stage_parameters) < 1.2 * min(plan.stage_parameters)
+
+
+def test_shapes_that_are_likely_a_slip_are_warnings():
+    assert resolve(BASE, 1).warnings == ()
+    assert "head size 32" in warnings_of(1, model={"num_attention_heads": 8})
+    assert "--ffn-hidden-size 512 is not 4 x --hidden-size 256 = 1024" in warnings_of(1, model={"ffn_hidden_size": 512})
+    assert warnings_of(1, model={"ffn_hidden_size": 704, "glu_activation": "swiglu"}) == ""
+    assert "--ffn-hidden-size 704 (8/3 x hidden size)" in warnings_of(1, model={"glu_activation": "swiglu"})
+    assert "= 512 is an unusual ratio" in warnings_of(
+        1, model={"num_layers": 32, "hidden_size": 16384, "num_attention_heads": 128}
+    )
+    assert "= 8 is an unusual ratio" in warnings_of(1, model={"num_layers": 32})
+
+
+def test_few_microbatches_make_a_bubble():
+    warnings = warnings_of(4, parallel={"pipeline_model_parallel_size": 4}, batch={"global_batch_size": 4})
+    assert "batch size 4 makes 2 microbatches for 4 pipeline stages: stages stand idle for 60% of the time" in warnings
+
+
+def test_skip_ranges():
+    plan = resolve(with_changes(batch={"skip_train_iteration_range": ("20-30", "10-25")}), 1)
+    assert plan.skip_ranges == ((10, 30),)
+    assert plan.forecast().at([40])[0].lr_samples == 19 * 16
+    assert "'20' is not FIRST-LAST" in errors_of(1, batch={"skip_train_iteration_range": ("20",)})
+    assert "reaches the end of training at iteration 100" in warnings_of(1, batch={"skip_train_iteration_range": ("90-100",)})
+
+
+def test_curriculum():
+    curriculum = Curriculum("fixed_linear", 12, 128, total_curriculum_step=50, difficulty_step=4)
+    tokens = {"batch": {"train_tokens": 10**6}, "optimizer": {"lr_decay_tokens": 10**6}}
+    plan = resolve(with_changes(**tokens), 1, curriculum=curriculum)
+    assert plan.errors == ()
+    assert sum("multiple of 8" in warning for warning in plan.warnings) == 2
+    assert plan.forecast().at([1, 50])[0].consumed_tokens == 16 * 12
+    alone = resolve(with_changes(batch={"rampup_batch_size": (8, 8, 64)}), 1, curriculum=curriculum).errors
+    assert "leave out --rampup-batch-size" in alone[0]
+    assert "give --train-tokens and --lr-decay-tokens" in alone[1]
+    long = dataclasses.replace(curriculum, max_difficulty=256)
+    assert "max_difficulty 256 must not exceed --seq-length 128" in resolve(with_changes(**tokens), 1, curriculum=long).errors[0]
+    cut = with_changes(
+        **tokens, parallel={"sequence_parallel": True, "tensor_model_parallel_size": 8}, model={"num_attention_heads": 8}
+    )
+    assert (
+        "must divide every sequence length, but they are multiples of 4 only" in resolve(cut, 8, curriculum=curriculum).errors[0]
+    )
+
+
+def test_absent_deepspeed_configuration_is_a_warning(tmp_path: Path):
+    parallel = {"deepspeed": True, "deepspeed_config": str(tmp_path / "ds.json")}
+    assert "ds.json is not there" in warnings_of(1, parallel=parallel)
+    (tmp_path / "ds.json").write_text("{}")
+    assert "ds.json" not in warnings_of(1, parallel=parallel)
+
+
+def test_sizes_below_one_are_errors_and_the_plan_still_comes_back():
+    plan = resolve(
+        with_changes(
+            model={"num_layers": 0, "num_attention_heads": 0, "seq_length": -1},
+            batch={"micro_batch_size": 0, "global_batch_size": 0},
+            parallel={"tensor_model_parallel_size": 0, "pipeline_model_parallel_size": -2},
+        ),
+        4,
+    )
+    text = "\n".join(plan.errors)
+    for given in ("num-layers 0", "num-attention-heads 0", "seq-length -1", "micro-batch-size 0", "global-batch-size 0"):
+        assert f"--{given} must be at least 1" in text
+    assert plan.config.model.num_layers == 0
+
+
+def test_all_failures_are_reported_together():
+    plan = resolve(
+        with_changes(
+            model={"num_attention_heads": 4, "num_query_groups": 1},
+            batch={"skip_train_iteration_range": ("x",), "global_batch_size": 15},
+            parallel={"tensor_model_parallel_size": 2},
+            tokenizer={"pad_vocab_size_to": 10},
+            optimizer={"lr_warmup_iters": 1000},
+        ),
+        8,
+    )
+    assert len(plan.errors) == 5
+    with pytest.raises(ConfigError, match="5 errors in the configuration:") as failure:
+        plan.raise_on_errors()
+    assert all(error in str(failure.value) for error in plan.errors)
+    with pytest.raises(ConfigError, match=r"^--global-batch-size 16 must"):
+        resolve(BASE, 3).raise_on_errors()
+
+
+def published(run: str) -> tuple[dict, Plan]:
+    """A published run's facts and its plan on the world that it ran on."""
+    from megatron.config.cli import load_config
+
+    record = json.loads((Path(__file__).parent / "fixtures" / "published_runs" / f"{run}.json").read_text())
+    loaded = load_config(record["arguments"])
+    world = record["facts"]["nodes"] * record["facts"]["gpus_per_node"]
+    return record["facts"], resolve(loaded.config, world, loaded.origin, consumed_samples=None)
+
+
+@pytest.mark.parametrize("run", ["tr1-13B", "tr8-104B", "tr11-176B-ml"])
+def test_published_runs_resolve_unchanged(run):
+    facts, plan = published(run)
+    assert plan.errors == ()
+    assert plan.data_parallel_size == facts["data"]
+    assert plan.train_iters == facts.get("train_iters", plan.train_iters)
+    assert plan.parameters == facts.get("parameters", plan.parameters)
+    assert any("ds_config.0.json" in warning for warning in plan.warnings)
+
+
+def test_published_oddities_are_warnings():
+    assert any("head size 145" in warning for warning in published("tr8-104B")[1].warnings)
+    assert any("4 microbatches for 32 pipeline stages" in warning for warning in published("tr8-104B")[1].warnings)
+    assert any("can only be a resume past batch size 1008" in warning for warning in published("tr1-13B")[1].warnings)
+
+
+def test_stages_of_tr11():
+    plan = published("tr11-176B-ml")[1]
+    assert plan.layers_per_stage == (5, *[6] * 10, 5)  # 72 layers with the embedding and the output projection, 6 a stage
+    assert plan.padded_vocab_size == 250_880

@@ -1,0 +1,188 @@
+"""tools/plan.py from its command line."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "tests" / "fixtures" / "published_runs"
+SMALL = shlex.split(
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
+    "--train-iters 100 --lr 1e-3 --vocab-size 1000"
+)
+KEYS = {"parameters", "data_parallel_size", "train_iters", "at", "errors", "warnings"}
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict:
+    assert plan.main(["--json", *argv]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def published(run: str) -> tuple[list[str], str]:
+    record = json.loads((RUNS / f"{run}.json").read_text())
+    return record["arguments"], str(record["facts"]["nodes"] * record["facts"]["gpus_per_node"])
+
+
+@pytest.mark.parametrize("separator", [["--"], []], ids=["with --", "without --"])
+def test_tr11(capsys, separator):
+    arguments, world = published("tr11-176B-ml")
+    result = as_json(capsys, "--world-size", world, "--at", "12695", "31214", *separator, *arguments)
+    assert set(result) >= KEYS
+    assert result["errors"] == []
+    assert (result["parameters"], result["data_parallel_size"], result["train_iters"]) == (176_247_271_424, 8, 115_311)
+    first, second = result["at"]
+    assert set(first) == {"iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"}
+    assert (first["iteration"], first["consumed_samples"], first["global_batch_size"]) == (12_695, 9_841_584, 2048)
+    assert first["consumed_tokens"] == 9_841_584 * 2048
+    assert (f"{first['lr']:.3E}", f"{second['lr']:.3E}") == ("5.969E-05", "5.279E-05")
+    assert second["consumed_samples"] == 47_768_496
+
+
+def test_tr1(capsys):
+    arguments, world = published("tr1-13B")
+    result = as_json(capsys, "--world-size", world, "--at", "29020", "33240", "43680", "--", *arguments)
+    assert result["errors"] == []
+    assert (result["data_parallel_size"], result["train_iters"]) == (64, 311_541)
+    assert [state["consumed_samples"] for state in result["at"]] == [10_698_064, 15_019_344, 25_709_904]
+
+
+def test_tr8(capsys):
+    arguments, world = published("tr8-104B")
+    result = as_json(capsys, f"--world-size={world}", *arguments)
+    assert result["errors"] == []
+    assert result["data_parallel_size"] == 4
+    assert any("145" in warning for warning in result["warnings"])
+
+
+def test_position_of_a_resume(capsys):
+    arguments, world = published("tr1-13B")
+    assert (
+        "batch size 16 must" in as_json(capsys, "--consumed-samples", "0", "--world-size", world, *arguments, code=2)["errors"][0]
+    )
+    behind = as_json(capsys, "--consumed-samples", "5_000_001", "--world-size", world, *arguments)
+    assert not any("resume" in warning for warning in behind["warnings"])
+
+
+def test_a_run_that_loads_nothing_starts_at_its_first_batch(capsys):
+    ramp = [*SMALL, "--rampup-batch-size", "2", "2", "100"]
+    assert "batch size 2 must" in as_json(capsys, "--world-size", "8", *ramp, code=2)["errors"][0]
+    assert as_json(capsys, "--world-size", "8", *ramp, "--load", "somewhere")["errors"] == []
+
+
+def test_text_for_people(capsys):
+    arguments, world = published("tr11-176B-ml")
+    assert plan.main(["--world-size", world, "--at", "45000", "--", *arguments]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "176,247,271,424",
+        "384 processes = 4 tensor x 12 pipeline x 8 data",
+        "192 (12), 208 (13), 224 (14), ... 113 more ..., 2048 (128)",
+        "115,311",
+        "450,560,000,000",
+        "3,172.45",  # 18 bytes x 176B
+        "4.298E-05",
+        "warning: ",
+    ):
+        assert part in text
+    assert "error: " not in text
+
+
+def test_errors_are_printed_and_counted(capsys):
+    argv = ["--world-size", "6", *SMALL, "--tensor-model-parallel-size", "3", "--skip-train-iteration-range", "5"]
+    assert plan.main(argv) == 2
+    text = capsys.readouterr().out
+    assert "error: --tensor-model-parallel-size 3 must divide --num-attention-heads 4; use 1, 2 or 4." in text
+    assert "error: --skip-train-iteration-range '5' is not FIRST-LAST" in text
+    result = as_json(capsys, *argv, code=2)
+    assert len(result["errors"]) >= 3
+
+
+def test_a_command_line_that_cannot_be_read(capsys):
+    assert plan.main([*SMALL, "--num-layerz", "3"]) == 2
+    assert "--num-layerz" in capsys.readouterr().err
+    result = as_json(capsys, *SMALL, "--num-layerz", "3", "--sedd", "1", code=2)
+    assert len(result["errors"]) == 2
+    assert result["parameters"] is None
+
+
+def test_yaml_with_flags_on_top(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, seq_length: 128}\n"
+        "batch: {micro_batch_size: 2, global_batch_size: 16, train_iters: 100}\n"
+        "optimizer: {lr: 1e-3}\n"
+        "tokenizer: {vocab_size: 1000}\n"
+        "parallel:\n"
+        "  tensor_model_parallel_size: 3\n"
+    )
+    result = as_json(capsys, "--world-size", "3", "--config", str(path), code=2)
+    assert "--tensor-model-parallel-size 3 (run.yaml:6) must divide" in result["errors"][0].replace(f"{tmp_path}/", "")
+    for argv in (["--config", str(path)], [str(path)]):
+        result = as_json(capsys, *argv, "--tensor-model-parallel-size", "2", "--world-size", "4")
+        assert (result["errors"], result["data_parallel_size"]) == ([], 2)
+
+
+def test_slurm_script(capsys):
+    script = str(ROOT / "tests" / "fixtures" / "slurm" / "gpt-350M.slurm")
+    result = as_json(capsys, script, "--at", "1000")
+    assert result["errors"] == []
+    assert (result["world_size"], result["data_parallel_size"]) == (32, 4)
+    assert any("$SCRATCH" in warning for warning in result["warnings"])
+    assert as_json(capsys, script, "--world-size", "64")["data_parallel_size"] == 8
+    assert as_json(capsys, script, "--pipeline-model-parallel-size", "1")["data_parallel_size"] == 16
+
+
+def test_world_of_the_launcher_and_of_nobody(capsys):
+    assert as_json(capsys, "torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *SMALL)["data_parallel_size"] == 4
+    result = as_json(capsys, *SMALL, "--tensor-model-parallel-size", "2")
+    assert (result["world_size"], result["data_parallel_size"]) == (2, 1)
+    assert any("--world-size is not given" in warning for warning in result["warnings"])
+
+
+def test_forecast_past_the_end_is_a_warning(capsys):
+    result = as_json(capsys, "--world-size", "1", "--at", "0", "101", "--", *SMALL)
+    assert [state["consumed_samples"] for state in result["at"]] == [0, 1616]
+    assert any("training has iterations 1 to 100" in warning for warning in result["warnings"])
+
+
+def test_curriculum_of_a_deepspeed_configuration(capsys, tmp_path):
+    schedule = {"total_curriculum_step": 50, "difficulty_step": 8}
+    block = {
+        "enabled": True,
+        "schedule_type": "fixed_linear",
+        "min_difficulty": 16,
+        "max_difficulty": 128,
+        "schedule_config": schedule,
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"curriculum_learning": block}))
+    more = ["--deepspeed", "--deepspeed_config", str(path), "--train-tokens", "150_000", "--lr-decay-tokens", "150_000"]
+    result = as_json(capsys, "--world-size", "1", "--at", "1", "50", "--", *SMALL, *more)
+    assert result["errors"] == []
+    assert result["at"][0]["consumed_tokens"] == 16 * 16
+    assert result["at"][1]["consumed_tokens"] < 50 * 16 * 128
+    assert plan.main(["--world-size", "1", "--", *SMALL, *more]) == 0
+    assert "ends by tokens" in capsys.readouterr().out
+    for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not list")):
+        path.write_text(content)
+        assert message in as_json(capsys, "--world-size", "1", "--", *SMALL, *more, code=2)["errors"][0]
+
+
+def test_as_a_script():
+    done = subprocess.run(
+        [sys.executable, "tools/plan.py", "--world-size", "2", "--json", *SMALL],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["data_parallel_size"] == 2

@@ -1,0 +1,323 @@
+"""What a training command would do, before any machine is taken: size, grid, batches, end, memory, FLOPs, errors and warnings.
+
+    python tools/plan.py --world-size 384 --at 12695 31214 -- <arguments of pretrain_gpt.py>
+    python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
+    python tools/plan.py train/my-run/my-run.slurm
+
+A script is read as text, never run. Exit code: 0, or 2 if the plan has errors.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megatron.config.cli import load_config
+from megatron.config.tree import Config
+from megatron.errors import ConfigError, MegatronError
+from megatron.launch_script import LaunchScript, parse_command, read_launch_script
+from megatron.model import flops
+from megatron.plan import Plan, resolve
+from megatron.schedule.curriculum import Curriculum, curriculum_from_deepspeed
+from megatron.schedule.progress import Progress
+
+SHOWN_SIZES = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """All other arguments are pretrain_gpt.py's, with or without '--' before them; a .slurm, .sh or .yaml file may come first."""
+
+    world_size: int | None = None
+    """Number of processes (devices). Default: what the script or launcher asks for, else one replica of the model."""
+    at: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ITER ...")] = field(default=())
+    """Iterations whose state is forecast: samples, tokens, batch size, and learning rate as the iteration's log line shows it."""
+    consumed_samples: int | None = None
+    """Position of the resume that is planned: batch sizes of a ramp that lie behind it need not fit. Default: the start of
+    training, or unknown where the command has --load."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The training arguments, the world that comes with them, and remarks on how they were read."""
+
+    arguments: tuple[str, ...]
+    world_size: int | None
+    warnings: tuple[str, ...] = ()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan of `argv` (default: the command line). Returns the exit code."""
+    own, training = split_arguments(sys.argv[1:] if argv is None else argv)
+    options = tyro.cli(Options, args=own, prog="plan.py", description=__doc__)
+    try:
+        return _plan(options, training)
+    except MegatronError as failure:
+        if options.json:
+            empty: dict[str, Any] = {
+                "parameters": None,
+                "data_parallel_size": None,
+                "train_iters": None,
+                "at": [],
+                "warnings": [],
+            }
+            head, *listed = str(failure).split("\n  - ")
+            print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+
+
+def _plan(options: Options, training: list[str]) -> int:
+    source = read_source(training)
+    loaded = load_config(list(source.arguments), prog="plan.py")
+    parallel, warnings = loaded.config.parallel, [*source.warnings, *loaded.warnings]
+    world_size = options.world_size if options.world_size is not None else source.world_size
+    if world_size is None:
+        world_size = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+        warnings.append(f"--world-size is not given: planned for one replica of the model, {world_size} processes.")
+    position = options.consumed_samples
+    if position is None and loaded.config.checkpoint.load is None:
+        position = 0
+    curriculum = read_curriculum(loaded.config)
+    plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position, curriculum=curriculum)
+    late = [iteration for iteration in options.at if not 0 <= iteration <= plan.train_iters]
+    if late:
+        warnings.append(f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}.")
+    at = plan.forecast().at(iteration for iteration in options.at if iteration >= 0)
+    warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
+    if options.json:
+        print(json.dumps(as_json(plan, at, warnings), indent=1))
+    else:
+        print("\n".join(as_text(plan, at, warnings)))
+    return 2 if plan.errors else 0
+
+
+def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(this tool's own arguments, the training command's): by name, or by '--'."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    own: list[str] = []
+    training: list[str] = []
+    words = argv[:end]
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0].replace("_", "-")
+        if name in ("--json", "--no-json", "--help", "-h"):
+            own.append(word)
+        elif name in ("--world-size", "--consumed-samples"):
+            own += [word] if "=" in word else [word, *words[:1]]
+            words = words if "=" in word else words[1:]
+        elif name == "--at":
+            values = word.partition("=")[2].replace(",", " ").split()
+            while words and re.fullmatch(r"\d[\d_]*", words[0]):
+                values.append(words.pop(0))
+            own += ["--at", *values]
+        else:
+            training.append(word)
+    return own, training + argv[end + 1 :]
+
+
+def read_source(training: list[str]) -> Source:
+    """Find the arguments of pretrain_gpt.py in a command line, or in the script or YAML file that it begins with.
+
+    Raises ConfigError where the file cannot be read or has no training command.
+    """
+    first = Path(training[0]) if training and not training[0].startswith("-") else None
+    if first is not None and first.suffix in (".yaml", ".yml"):
+        return Source(("--config", *training), None)
+    if first is None or first.suffix not in (".slurm", ".sh", ".sbatch", ".bash"):
+        return _source(parse_command(training), ())
+    return _source(read_launch_script(first), tuple(training[1:]))
+
+
+def _source(command: LaunchScript, further: tuple[str, ...]) -> Source:
+    unset = ", ".join(f"${name}" for name in command.unresolved)
+    warnings = (f"left as written, for nothing here sets them: {unset}.",) if unset else ()
+    return Source((*command.arguments, *further), command.world_size, warnings)
+
+
+def read_curriculum(config: Config) -> Curriculum | None:
+    """The curriculum of the DeepSpeed configuration, if there is one and the file is at hand.
+
+    Raises ConfigError where the file is no JSON object.
+    """
+    path = Path(config.parallel.deepspeed_config or "")
+    if not config.parallel.deepspeed or not path.is_file():
+        return None
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as failure:
+        raise ConfigError(f"--deepspeed-config {path} is not JSON: {failure}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--deepspeed-config {path} must hold a JSON object, not {type(settings).__name__}.")
+    return curriculum_from_deepspeed(settings.get("curriculum_learning", {}))
+
+
+def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, Any]:
+    """The plan as plain data; memory in bytes, FLOPs in units."""
+    tokens = plan.config.model.seq_length
+    shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
+    return {
+        "parameters": plan.parameters,
+        "parameters_per_rank": max(plan.stage_parameters),
+        "world_size": plan.world_size,
+        "data_parallel_size": plan.data_parallel_size,
+        "layers_per_stage": list(plan.layers_per_stage),
+        "padded_vocab_size": plan.padded_vocab_size,
+        "train_iters": plan.train_iters,
+        "train_samples": plan.train_samples,
+        "train_tokens": plan.config.batch.train_tokens or plan.train_samples * tokens,
+        "at": [{name: getattr(progress, name) for name in shown} for progress in at],
+        "memory_bytes": memory(plan),
+        "flops": flops_of(plan),
+        "errors": list(plan.errors),
+        "warnings": warnings,
+    }
+
+
+def memory(plan: Plan) -> dict[str, Any]:
+    """Bytes: the rule by part over the whole model and on the fullest rank, and an estimate of that rank's activations."""
+    config = plan.config
+    half = config.precision.bf16 or config.precision.fp16
+    whole = flops.parameter_memory(plan.parameters, half=half)
+    rank = flops.parameter_memory_per_rank(
+        max(plan.stage_parameters),
+        half=half,
+        data_parallel_size=plan.data_parallel_size,
+        zero_stage=config.parallel.zero_stage,
+    )
+    return {
+        "model": {**vars(whole), "total": whole.total},
+        "rank": {**vars(rank), "total": rank.total},
+        "activations": activations(plan, recompute=False, scores_kept=False),
+        "activations_with_scores": activations(plan, recompute=False, scores_kept=True),
+        "activations_recomputed": activations(plan, recompute=True, scores_kept=False),
+    }
+
+
+def activations(plan: Plan, *, recompute: bool, scores_kept: bool) -> int:
+    """Estimate for the fuller of the first stage, which keeps a microbatch for each stage, and the last, which has the logits."""
+    parallel, batch = plan.config.parallel, plan.config.batch
+    tensor, micro = max(1, parallel.tensor_model_parallel_size), batch.micro_batch_size
+    half = plan.config.precision.bf16 or plan.config.precision.fp16
+    sharing = {"sequence_parallel": parallel.sequence_parallel, "half": half}
+    layer = flops.layer_activation_bytes(plan.shape, micro, tensor, scores_kept=scores_kept, **sharing)
+    kept = flops.layer_input_bytes(plan.shape, micro, tensor, **sharing) if recompute else layer
+    working = layer if recompute else 0
+    microbatches = max(1, plan.batch_size.final // max(1, micro * plan.data_parallel_size))
+    in_flight = min(len(plan.layers_per_stage), microbatches)
+    first = plan.layers_per_stage[0] * in_flight * kept + working
+    last = plan.layers_per_stage[-1] * kept + working + flops.logits_bytes(plan.shape, micro, tensor)
+    return max(first, last)
+
+
+def flops_of(plan: Plan) -> dict[str, int]:
+    """FLOPs at the full sequence length and the final batch size; see megatron/model/flops.py for the two conventions."""
+    shape, recompute = plan.shape, plan.config.recompute.checkpoint_activations
+    per_token = flops.model_flops_per_token(shape)
+    return {
+        "model_per_token": per_token,
+        "hardware_per_token": flops.hardware_flops_per_token(shape, recompute=recompute),
+        "hardware_per_iteration": flops.iteration_flops(shape, plan.batch_size.final, recompute=recompute),
+        "model_whole_run": per_token * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
+    }
+
+
+def as_text(plan: Plan, at: list[Progress], warnings: list[str]) -> list[str]:
+    """The plan for people, a line an entry."""
+    lines = [*_model_lines(plan), *_training_lines(plan), *_memory_lines(plan), *_flops_lines(plan)]
+    if at:
+        lines += ["", f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'learning rate':>14}"]
+    lines += [
+        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} {p.global_batch_size:>6} {p.lr:>14.3E}" for p in at
+    ]
+    lines += ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
+    lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
+    return lines
+
+
+def _row(label: str, text: str) -> str:
+    return f"{label:<22}{text}"
+
+
+def _model_lines(plan: Plan) -> list[str]:
+    parallel, fullest = plan.config.parallel, max(plan.stage_parameters)
+    return [
+        _row(
+            "parameters",
+            f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} ({plan.vocab_size:,} real)",
+        ),
+        _row("  on a rank", f"{fullest:,} at most (stage {plan.stage_parameters.index(fullest)}), before ZeRO"),
+        _row(
+            "grid",
+            f"{plan.world_size} processes = {parallel.tensor_model_parallel_size} tensor x "
+            f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} data; ZeRO {parallel.zero_stage}",
+        ),
+        _row("layers by stage", " ".join(map(str, plan.layers_per_stage))),
+        _row(
+            "attention",
+            f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, {plan.num_query_groups} key/value groups",
+        ),
+        _row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
+    ]
+
+
+def _training_lines(plan: Plan) -> list[str]:
+    batch, seq_length = plan.config.batch, plan.config.model.seq_length
+    share = batch.micro_batch_size * plan.data_parallel_size
+    sizes = [f"{size} ({size / share:g})" for size in plan.batch_size.upcoming(0, 0, seq_length)]
+    if len(sizes) > SHOWN_SIZES:
+        sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
+    lines = [
+        _row("batch (microbatches)", ", ".join(sizes)),
+        _row("iterations", f"{plan.train_iters:,}"),
+        _row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
+        _row("tokens", f"{plan.train_samples * seq_length:,}"),
+    ]
+    if batch.train_tokens is not None:
+        last = plan.forecast().iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
+        lines.append(_row("ends by tokens", f"{batch.train_tokens:,} tokens or the end above: iteration {last:,}"))
+    lr = plan.lr_schedule
+    end = f"{lr.decay_steps:,} samples" if lr.decay_tokens is None else f"{lr.decay_tokens:,} tokens"
+    lines.append(
+        _row(
+            "learning rate", f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}"
+        )
+    )
+    return lines
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    memory_bytes = memory(plan)
+    lines = [_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   by the rule of 18 bytes a parameter (16 in fp32)")]
+    for part in ("master_weights", "half_weights", "optimizer_states", "gradients", "total"):
+        model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
+        lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
+    plain, scores, again = (
+        memory_bytes[key] / 1e9 for key in ("activations", "activations_with_scores", "activations_recomputed")
+    )
+    lines.append(
+        _row("  activations", f"{'about':>12}{plain:>12,.2f}   ({scores:,.2f} without a flash kernel, {again:,.2f} recomputed)")
+    )
+    return lines
+
+
+def _flops_lines(plan: Plan) -> list[str]:
+    counts, recompute = flops_of(plan), plan.config.recompute.checkpoint_activations
+    return [
+        _row("FLOPs a token", f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware"),
+        _row(
+            "FLOPs an iteration",
+            f"{counts['hardware_per_iteration']:.4e} hardware, {'with' if recompute else 'no'} recomputation",
+        ),
+        _row("FLOPs of the run", f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted as full)"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
