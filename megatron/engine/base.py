@@ -1,11 +1,20 @@
 """What an engine is: it executes a step. It holds no counter of the run; the loop gives it batch and learning rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.data.batches import Microbatch
 from megatron.parallel.chunk import Chunk
+
+PhaseTimers = Callable[[str], AbstractContextManager[None]]
+"""Entered around `forward-backward` and `optimizer`."""
+
+
+def no_timers(phase: str) -> AbstractContextManager[None]:
+    """For who does not ask where the time goes."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
-from megatron.engine.base import StepResult
+from megatron.engine.base import PhaseTimers, StepResult, no_timers
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.sharding import Zero, shard_offset
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
-from megatron.model.shape import ModelShape
 from megatron.parallel.chunk import Chunk
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -51,8 +50,9 @@ def refuse_unsupported(plan: Plan) -> None:
 class NativeEngine:
     """See `engine/base.py`. Builds the model on the meta device, shards it, then draws the weights that this rank holds."""
 
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = no_timers) -> None:
         refuse_unsupported(plan)
+        self._timers = timers
         config = plan.config
         self._mesh = mesh
         self._clip = config.optimizer.clip_grad
@@ -62,9 +62,8 @@ class NativeEngine:
         self._streams = RandomStreams(
             config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor
         )
-        shape = ModelShape(config.model, plan.vocab_size, plan.padded_vocab_size)
         with torch.device("meta"):
-            self.model = GPT(shape, mesh.tensor_parallel, self._streams)
+            self.model = GPT(plan.shape, mesh.tensor_parallel, self._streams)
         specs: dict[str, ParameterSpec] = {name: p.spec for name, p in self.model.named_parameters()}  # type: ignore[attr-defined]
         self._zero = self._shard()
         if self._zero is None:
@@ -75,7 +74,7 @@ class NativeEngine:
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
         for chunk in self.chunks(optimizer=False):
-            initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, shape, config.batch.seed)
+            initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, plan.shape, config.batch.seed)
         self._refresh_model()
 
     # -- construction ---------------------------------------------------------------------------------------------------------
@@ -114,6 +113,15 @@ class NativeEngine:
     def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         self.model.train()
+        with self._timers("forward-backward"):
+            self._forward_backward(microbatches, iteration, total)
+        with self._timers("optimizer"):
+            result = self._apply_gradients(total, lr)
+            self.model.zero_grad(set_to_none=True)
+        return result
+
+    def _forward_backward(self, microbatches: Sequence[Microbatch], iteration: int, total: Tensor) -> None:
+        """Gradients of the whole batch into the parameters, its mean loss on this rank into `total`."""
         for number, microbatch in enumerate(microbatches):
             if self._zero is not None:
                 self._zero.before_backward(last=number == len(microbatches) - 1)
@@ -121,9 +129,6 @@ class NativeEngine:
             loss = self._loss(microbatch) / len(microbatches)
             loss.backward()
             total += loss.detach()
-        result = self._apply_gradients(total, lr)
-        self.model.zero_grad(set_to_none=True)
-        return result
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)

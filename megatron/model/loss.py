@@ -82,14 +82,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
-            target = logits.gather(1, local[part, None])[:, 0] * here[part] if real else logits.new_zeros(logits.shape[0])
-            log_sum = torch.logsumexp(logits, dim=1)  # -inf where a rank holds padding only
+            if real:
+                target = logits.gather(1, local[part, None])[:, 0] * here[part]
+                top = logits.amax(dim=1)
+                shares = logits.sub_(top[:, None]).exp_()
+                log_sum = shares.sum(dim=1).log_().add_(top)
+            else:  # nothing but padding on this rank
+                target = top = logits.new_zeros(logits.shape[0])
+                shares, log_sum = logits, logits.new_full((logits.shape[0],), float("-inf"))
             log_sum, target = _combine(log_sum, target, tp)
             losses = log_sum - target
             loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
             if grad_logits is None or grad_hidden is None:
                 continue
-            gradient = logits.sub_(log_sum[:, None]).exp_()  # softmax
+            gradient = shares.mul_(torch.exp(top - log_sum)[:, None])  # softmax over the whole vocabulary
             if real:
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:

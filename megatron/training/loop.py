@@ -94,7 +94,7 @@ def train_iteration(run: Run) -> None:
 def count_step(plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int) -> None:
     """What a step's outcome does to the counters."""
     tokens = batch_size * seq_length
-    layers, _ = forward_flops_per_token(plan.config.model, plan.padded_vocab_size, seq_length)
+    layers, _ = forward_flops_per_token(plan.shape, seq_length)
     state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)

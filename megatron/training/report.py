@@ -93,13 +93,8 @@ class Reporter:
         if not self._speaks:
             return
         config = self._plan.config
-        flops = iteration_flops(
-            config.model,
-            self._plan.padded_vocab_size,
-            step.batch_size,
-            seq_length=step.seq_length,
-            recompute=config.recompute.checkpoint_activations,
-        )
+        recompute = config.recompute.checkpoint_activations
+        flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length, recompute=recompute)
         one = _Interval()
         for interval in (one, self._interval):
             tokens = step.batch_size * step.seq_length

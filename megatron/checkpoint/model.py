@@ -1,0 +1,35 @@
+"""A checkpoint as a whole model in one process: for generating text, export and tests; no engine, no process group."""
+
+import json
+
+import torch
+
+from megatron.checkpoint.load import Checkpoint
+from megatron.config.cli import from_yaml
+from megatron.model.gpt import GPT
+from megatron.model.shape import ModelShape
+from megatron.parallel.chunk import Chunk
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import RandomStreams
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GPT:
+    """The model in fp32 and evaluation mode, on the CPU by default.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not whole.
+    """
+    device = device or torch.device("cpu")
+    config = from_yaml(checkpoint.config_yaml)
+    index = json.loads((checkpoint.folder / "index.json").read_text())
+    vocab_size = index["weight/embedding.word.weight"]["shape"][0]
+    with torch.device("meta"):
+        model = GPT(ModelShape(config.model, vocab_size, vocab_size), TensorParallel(), RandomStreams(0, device))
+    specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    model.to_empty(device=device)
+    chunks = [
+        Chunk("weight", name, specs[name].shape, (0,) * parameter.dim(), parameter.data, owner=True)
+        for name, parameter in model.named_parameters()
+    ]
+    checkpoint.load_into(chunks)
+    return model.eval()

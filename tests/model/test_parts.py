@@ -1,0 +1,157 @@
+"""Each switch of the model against its formula."""
+
+import math
+
+import pytest
+import torch
+from builders import build, some_tokens, tiny_config
+
+from megatron.model.init import normal_box
+from megatron.model.mlp import choose_activation
+from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.positions import alibi_bias, alibi_slopes, rotary_table, rotate
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+
+
+@pytest.mark.parametrize(
+    ("glu", "formula"),
+    [
+        ("swiglu", lambda x: x / (1 + torch.exp(-x))),
+        ("geglu", lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))),
+        ("reglu", lambda x: x.clamp(min=0)),
+        ("liglu", lambda x: x),
+    ],
+)
+def test_glu(glu: str, formula) -> None:  # noqa: ANN001
+    """down(act(gate x) * up x), with the weights of the module itself."""
+    mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).blocks["0"].mlp
+    x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
+    expected = (formula(x @ mlp.gate.weight.t()) * (x @ mlp.up.weight.t())) @ mlp.down.weight.t()
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gelu_forms() -> None:
+    x = torch.linspace(-4, 4, 101)
+    tanh_form = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    erf_form = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    torch.testing.assert_close(choose_activation(None, True)(x), tanh_form)
+    torch.testing.assert_close(choose_activation(None, False)(x), erf_form)
+    assert not torch.allclose(tanh_form, erf_form, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [8, 4])
+def test_rotary_is_a_complex_rotation(dim: int) -> None:
+    """Channel pair (i, i + dim/2) as one complex number, times exp(i position frequency); channels beyond dim are untouched."""
+    x = torch.randn(6, 2, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
+    cos, sin = rotary_table(6, dim, 10000.0, torch.device("cpu"))
+    pairs = torch.complex(x[..., : dim // 2], x[..., dim // 2 : dim])
+    angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).view(6, 1, 1, 1, -1)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat((turned.real, turned.imag, x[..., dim:]), dim=-1)
+    torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rotary_backward() -> None:
+    x = torch.randn(4, 1, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = (t.double() for t in rotary_table(4, 8, 10000.0, torch.device("cpu")))
+    assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin), (x,))
+
+
+def test_alibi_slopes_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(16) == pytest.approx([2 ** (-i / 2) for i in range(1, 17)])
+    # Between powers of two: those of 8 heads, then every other one of 16 heads.
+    assert alibi_slopes(12) == pytest.approx([2.0**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+
+
+def test_alibi_bias() -> None:
+    bias = alibi_bias(range(1, 3), 4, 5, torch.device("cpu"), torch.float32)
+    assert bias.shape == (1, 2, 5, 5)
+    for head, slope in enumerate(alibi_slopes(4)[1:3]):
+        for query in range(5):
+            for key in range(5):
+                expected = slope * (key - query) if key <= query else -math.inf
+                assert bias[0, head, query, key].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(7, 3, 64, generator=generator) * 3 + 100).to(dtype)
+    weight, bias = torch.randn(64, generator=generator), torch.randn(64, generator=generator)
+    layer, rms = LayerNorm(64, 1e-5, TensorParallel()), RMSNorm(64, 1e-5, TensorParallel())
+    for norm in (layer, rms):
+        norm.weight.data.copy_(weight)
+        norm.to(dtype)
+    layer.bias.data.copy_(bias)
+    exact = x.double()
+    centred = exact - exact.mean(-1, keepdim=True)
+    by_layer = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * weight + bias
+    by_rms = exact / torch.sqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight
+    # 100 + 3 sigma in bf16 has steps of 0.5: only statistics in fp32 keep the deviation.
+    bound = 2e-5 if dtype == torch.float32 else 0.03
+    assert (layer(x).double() - by_layer).abs().max() < bound * by_layer.abs().max()
+    assert (rms(x).double() - by_rms).abs().max() < bound * by_rms.abs().max()
+    assert layer(x).dtype == rms(x).dtype == dtype
+
+
+def test_rms_norm_backward() -> None:
+    x = torch.randn(5, 2, 16, requires_grad=True)
+    norm = RMSNorm(16, 1e-5, TensorParallel())
+    norm.weight.data.normal_()
+    reference = (x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight).square().sum()
+    expected = torch.autograd.grad(reference, (x, norm.weight))
+    ours = torch.autograd.grad(norm(x).square().sum(), (x, norm.weight))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_init_std_formulas() -> None:
+    def std(value: object, hidden: int) -> float:
+        return ModelShape(tiny_config(hidden_size=hidden, init_method_std=value, kv_channels=8), 10, 10).init_std
+
+    assert std("small", 11600) == pytest.approx(0.00587220219514703)  # the 104B
+    assert std("megatron", 20480) == pytest.approx(math.sqrt(1 / (3 * 20480)))  # the 530B
+    assert std(0.02, 11600) == 0.02
+    assert ModelShape(tiny_config(num_layers=32, init_method_std=0.02), 10, 10).output_init_std == 0.02 / math.sqrt(64)
+
+
+def test_initial_weights_have_their_distribution() -> None:
+    model = build(tiny_config(hidden_size=128, num_layers=4, embed_layernorm=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            std = 0.02 / math.sqrt(8) if name.endswith(("out.weight", "down.weight")) else 0.02
+            real = parameter[:101] if name == "embedding.word.weight" else parameter
+            assert real.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(real.mean().item()) < 5 * std / math.sqrt(real.numel()), name
+
+
+def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
+    whole = normal_box(1, "w", (4000, 300), (0, 0), (4000, 300))
+    for offset, shape in (((0, 0), (1000, 300)), ((3333, 0), (667, 300)), ((0, 75), (4000, 75)), ((870, 100), (10, 3)), ((4000, 0), (0, 300))):
+        part = normal_box(1, "w", (4000, 300), offset, shape)
+        rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        assert (part == whole[rows, columns]).all()
+    assert (normal_box(1, "v", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
+    assert (normal_box(2, "w", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
+
+
+def test_dropout_is_off_in_evaluation_and_derived_in_training() -> None:
+    model = build(tiny_config(hidden_dropout=0.2, attention_dropout=0.2))
+    tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
+
+    def loss(iteration: int, microbatch: int) -> float:
+        model.streams.begin(iteration, microbatch)
+        torch.rand(iteration + microbatch)  # whatever else drew numbers
+        return model(tokens, labels).item()
+
+    model.train()
+    assert loss(1, 0) == loss(1, 0)
+    assert len({loss(1, 0), loss(2, 0), loss(1, 1)}) == 3
+    model.eval()
+    assert loss(1, 0) == loss(2, 1)
