@@ -15,7 +15,7 @@ from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
 from megatron.training.exits import die_with_launcher
 from megatron.training.loop import train
-from megatron.training.resume import choose_schedule, starting_state
+from megatron.training.resume import choose_schedule, choose_skip_ranges, starting_state
 from megatron.training.setup import build_run, check_runnable, join_ranks, leave, leave_with_error, world_of_launcher
 
 
@@ -37,10 +37,10 @@ def pretrain(loaded: LoadedConfig) -> None:
     state = starting_state(checkpoint, config)
     plan = resolve(config, world.size, loaded.origin, consumed_samples=state.consumed_samples)
     check_runnable(plan)
-    plan = choose_schedule(plan, state)
+    plan, notes = choose_skip_ranges(choose_schedule(plan, state), state)
     mesh = join_ranks(plan, world)
     check_agreement(config, state.iteration, mesh)
-    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings])
+    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings, *notes])
     try:
         if config.batch.eval_only:
             evaluate_only(run)

@@ -44,6 +44,17 @@ def choose_schedule(plan: Plan, state: TrainState) -> Plan:
     )
 
 
+def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
+    """The command line's ranges hold where it gives any, else the checkpoint's; the plan with them, and what to say of it."""
+    saved = tuple((first, last) for first, last in state.skip_ranges)
+    ahead = [f"{first}-{last}" for first, last in saved if last > state.iteration]
+    if not ahead or plan.skip_ranges == saved:
+        return plan, []
+    if plan.skip_ranges:
+        return plan, [f"--skip-train-iteration-range replaces the checkpoint's {' '.join(ahead)}"]
+    return replace(plan, skip_ranges=saved), [f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"]
+
+
 def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
     """Fill the engine from a checkpoint of any layout.
 

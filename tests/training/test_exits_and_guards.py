@@ -1,0 +1,245 @@
+"""Reasons to stop, NaN losses, evaluation, and errors before anything is trained."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from process_pool import PerRank, ProcessPool, pretrain, succeed
+from runs import Runner
+
+from megatron.data.indexed import IndexedDatasetWriter
+from megatron.errors import TrainingError
+from megatron.observe.log_line import parse_validation_log_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_exit_interval_saves_and_leaves(run: Runner) -> None:
+    output = run("--exit-interval 3")
+    assert "successfully saved checkpoint at iteration       3 to" in output
+    assert "exiting program at iteration 3" in output
+    assert (run.folder / "latest").read_text() == "global_step3"
+    assert (run.folder / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_exit_duration(run: Runner) -> None:
+    output = run("--exit-duration-in-mins 0.00001")
+    assert "exiting program after" in output
+    assert sorted(run.losses()) == [1]
+
+
+def test_kill_switch(run: Runner, tmp_path: Path) -> None:
+    switch = tmp_path / "kill"
+    run("--exit-interval 2")
+    switch.touch()
+    error = run.error(f"--kill-switch-path {switch}")
+    assert f"Detected kill switch at {switch}" in error
+    assert sorted(run.losses()) == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, str(ROOT / "pretrain_gpt.py"), *run.argv("--train-iters 100000")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        assert process.stdout is not None
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "iteration        3/" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest, _ = process.communicate(timeout=60)
+        watchdog.cancel()
+    output = "".join(lines) + rest
+    assert "received a signal to stop; exiting program at iteration" in output
+    last = int((run.folder / "latest_checkpointed_iteration.txt").read_text())
+    assert last >= 3
+    assert max(run.losses()) == last
+    if ranks == 1:
+        assert process.returncode == 0
+
+
+def test_eval_and_named_validation_sets(run: Runner) -> None:
+    parts = [f"--{which}-weighted-split-paths" for which in ("train", "valid")]
+    data = run.data
+    argv = [
+        *run.argv("--eval-interval 5 --eval-iters 2"),
+        *(parts[0], f"train: 1 0:0.8 {data}"),
+        *(parts[1], f"left: 1 0.8:0.9 {data}", f"right: 1 0.9:1 {data}"),
+    ]
+    at = argv.index("--data-path")
+    del argv[at : at + 2]
+    output = succeed(run.pool.run(1, pretrain, argv))
+    found = [entry for entry in map(parse_validation_log_line, output.splitlines()) if entry]
+    assert [(entry["name"], entry["iteration"]) for entry in found] == [("left", 5), ("right", 5), ("left", 10), ("right", 10)]
+    assert found[0]["lm_loss"] != found[1]["lm_loss"]
+
+
+def test_eval_only_trains_nothing_and_is_repeatable(run: Runner) -> None:
+    run("--exit-interval 5 --eval-iters 2 --split 80,10,10")
+    weights = (run.folder / "global_step5" / "rank_00000.safetensors").read_bytes()
+    first, second = (run("--eval-only --eval-iters 2 --split 80,10,10") for _ in range(2))
+    lines = [line for line in first.splitlines() if "loss at iteration 5" in line]
+    assert [line.split(" loss")[0].strip() for line in lines] == ["validation", "test"]
+    assert all(line in second for line in lines)
+    assert (run.folder / "global_step5" / "rank_00000.safetensors").read_bytes() == weights
+    assert sorted(run.losses_of_training()) == [1, 2, 3, 4, 5]
+
+
+def test_evaluation_leaves_training_as_it_was(run: Runner, other: Runner) -> None:
+    run("--eval-interval 2 --eval-iters 3 --split 80,10,10")
+    other("--split 80,10,10")
+    assert run.losses() == other.losses()
+
+
+def test_evaluation_goes_on_where_it_stood_after_a_resume(run: Runner, other: Runner) -> None:
+    flags = "--eval-interval 2 --eval-iters 1 --split 50,45,5"
+    run(flags)
+    other(f"{flags} --exit-interval 4")
+    other(flags)
+    validations = [[entry.get("validation") for entry in runner.metrics()] for runner in (run, other)]
+    assert validations[0] == validations[1]
+
+
+def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
+    """The main job, with a weight made infinite for these iterations by the outside world (a cosmic ray, say)."""
+    import pretrain_gpt
+    from megatron.config.cli import load_config
+    from megatron.engine.native import NativeEngine
+
+    original = NativeEngine.train_batch
+
+    def train_batch(self, microbatches, *, iteration, lr):  # noqa: ANN001, ANN202
+        weight = self.model.embedding.word.weight.data
+        before = weight.clone()
+        if iteration in poison:
+            weight.fill_(float("inf"))
+        result = original(self, microbatches, iteration=iteration, lr=lr)
+        if iteration in poison:
+            weight.copy_(before)
+        return result
+
+    NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
+    try:
+        pretrain_gpt.pretrain(load_config(argv))
+    finally:
+        NativeEngine.train_batch = original  # type: ignore[method-assign]
+
+
+def test_a_nan_step_is_counted_and_never_trained_on(run: Runner, pool: ProcessPool) -> None:
+    output = succeed(pool.run(1, poisoned_pretrain, run.argv("--lr-decay-style linear --lr-decay-iters 20 --split 1,0,0"), [4, 5]))
+    line = next(line for line in output.splitlines() if " iteration        4/" in line)
+    assert "number of skipped iterations:   1 | number of nan iterations:   1" in line
+    metrics = {entry["iteration"]: entry for entry in run.metrics()}
+    assert metrics[4]["learning_rate"] == metrics[3]["learning_rate"]  # the rate waits for an applied step
+    assert metrics[4]["consumed_samples"] == metrics[3]["consumed_samples"] + 4  # the data does not
+    assert np.isfinite([metrics[i]["lm_loss"] for i in (6, 7, 8, 9, 10)]).all()
+
+
+def test_too_many_in_a_row_stop_the_run(run: Runner, pool: ProcessPool) -> None:
+    outcome = pool.run(1, poisoned_pretrain, run.argv("--max-nan-iterations 3"), list(range(3, 11)))[0]
+    assert outcome.kind == TrainingError.__name__
+    assert "3 iterations in a row up to 5" in str(outcome.error)
+    assert "--skip-train-iteration-range" in str(outcome.error)
+
+
+def test_one_rank_with_another_configuration_is_named(run: Runner, pool: ProcessPool) -> None:
+    commands = [run.argv(""), run.argv("--seed 99")]
+    outcomes = pool.run(2, pretrain, PerRank(commands))
+    for outcome in outcomes:
+        assert outcome.kind == "LayoutError"
+        assert "rank 1 on" in str(outcome.error)
+        assert "seed" in str(outcome.error)
+        assert "1234" in str(outcome.error)
+        assert "99" in str(outcome.error)
+
+
+BAD = {
+    "unknown flag": ("--hiden-size 32", "--hidden-size"),
+    "tensor size that does not divide": ("--tensor-model-parallel-size 3", "divi"),
+    "world that does not fit": ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
+    "batch that does not divide": ("--global-batch-size 5", "5"),
+    "ramp with a batch that does not divide": ("--global-batch-size 8 --rampup-batch-size 2 3 100", "5"),
+    "skip range": ("--skip-train-iteration-range 9", "FIRST-LAST"),
+    "skip range backwards": ("--skip-train-iteration-range 9-8", "FIRST-LAST"),
+    "fp16 with bf16": ("--fp16 --bf16", "--bf16"),
+    "missing data": ("--data-path /nowhere/corpus", "/nowhere/corpus"),
+    "missing YAML": ("--config /nowhere/run.yaml", "/nowhere/run.yaml"),
+    "corpus too small": ("--seq-length 2_000_000", "tokens"),
+    "token beyond the vocabulary": ("--vocab-size 3000", "3000"),
+    "pipeline": ("--num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_is_trained(case: str, run: Runner) -> None:
+    flags, mentions = BAD[case]
+    error = run.error(flags)
+    assert error.split(":")[0] in ("ConfigError", "DataError", "LayoutError"), error
+    assert mentions in error
+    assert not list(run.folder.glob("global_step*"))
+
+
+@pytest.mark.parametrize("damage", ["truncate bin", "truncate idx", "foreign idx", "no bin"])
+def test_damaged_data_is_named_with_sizes(damage: str, run: Runner, tmp_path: Path) -> None:
+    prefix = tmp_path / "damaged"
+    for ending in (".bin", ".idx"):
+        Path(f"{prefix}{ending}").write_bytes(Path(f"{run.data}{ending}").read_bytes())
+    what, ending = damage.split()[0], f".{damage.split()[1]}"
+    victim = Path(f"{prefix}{ending}")
+    if what == "truncate":
+        victim.write_bytes(victim.read_bytes()[:-100])
+    elif what == "foreign":
+        victim.write_bytes(b"PK\x03\x04 a zip file, say" * 20)
+    else:
+        victim.unlink()
+    error = run.error(f"--data-path {prefix}")
+    assert error.startswith("DataError")
+    assert "damaged" in error
+    if what == "truncate":
+        assert any(character.isdigit() for character in error)
+
+
+def test_a_late_bad_token_is_a_clear_error_too(run: Runner, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "late", np.uint16) as writer:
+        writer.add_document(np.zeros((1 << 20) + 10, np.uint16))  # beyond what is scanned at the start
+        writer.add_document(np.full(5000, 4999, np.uint16))
+        writer.finalize()
+    error = run.error(f"--data-path {tmp_path / 'late'} --vocab-size 100 --train-iters 8000 --split 1,0,0")
+    assert "4999" in error
+    assert "100" in error
+
+
+def test_traces_without_a_pointer(run: Runner) -> None:
+    run("--exit-interval 2")
+    (run.folder / "latest").unlink()
+    (run.folder / "latest_checkpointed_iteration.txt").unlink()
+    error = run.error()
+    assert "global_step2" in error
+    assert "--allow-fresh-start" in error
+    (run.folder / "latest").write_text("global_step7")
+    assert "global_step7, which is not a finished checkpoint; there are: global_step2" in run.error()
+    (run.folder / "latest").write_text("the newest one")
+    assert "names no checkpoint" in run.error()
+    (run.folder / "latest").unlink()
+    run("--allow-fresh-start --exit-interval 1 --train-iters 1")
+    assert (run.folder / "latest").read_text() == "global_step1"
+
+
+def test_require_load(run: Runner) -> None:
+    assert "--require-load" in run.error("--require-load")
+
+
+def test_a_missing_pointer_in_a_clean_folder_starts_fresh(run: Runner) -> None:
+    assert f"Unable to find latest file at {run.folder}/latest" in run("--train-iters 1")
