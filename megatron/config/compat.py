@@ -91,7 +91,7 @@ TABLE: tuple[Row, ...] = (
     _harmless("--dataloader-type", "samples come in the order that the seed gives", arity=1, only=("single",)),
     _harmless("--mmap-warmup", "the operating system reads ahead"),
     _harmless("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
-    _renamed("--tokenizer-type", "--tokenizer-type", "PretrainedFromHF", arity=1, only=("HuggingFaceTokenizer",)),
+    _renamed("--tokenizer-type", "--tokenizer-type", "PretrainedFromHF", arity=1, only=("HuggingFaceTokenizer", "HFTokenizer")),
     _renamed("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
     _refused("--reset-position-ids", _MASKS),
     _refused("--reset-attention-mask", _MASKS),
@@ -114,7 +114,6 @@ TABLE: tuple[Row, ...] = (
     _harmless("--DDP-impl", "data parallelism has one implementation", arity=1, only=("local", "torch")),
     _harmless("--lazy-mpu-init", "process groups are built once, by the entry point", arity=1),
     _harmless("--use-contiguous-buffers-in-ddp", _MEMORY),
-    _harmless("--use-contiguous-buffers-in-local-ddp", _MEMORY),
     _harmless("--no-contiguous-buffers-in-local-ddp", _MEMORY),
     _harmless("--no-scatter-gather-tensors-in-pipeline", _OVERLAP),
     _harmless("--no-async-tensor-model-parallel-allreduce", _OVERLAP),
@@ -135,7 +134,8 @@ TABLE: tuple[Row, ...] = (
     _harmless("--contigious-checkpointing", _MEMORY),
     _harmless("--checkpoint-in-cpu", _MEMORY),
     _harmless("--synchronize-each-layer", _MEMORY),
-    # checkpoints
+    # stopping and checkpoints
+    _renamed("--eval-only", "--eval-only", arity=1, only=("True", "true", "1"), reason="a bare flag here"),
     _renamed("--exit-on-missing-checkpoint", "--require-load"),
     _harmless("--no-load-rng", _COUNTERS),
     _harmless("--no-save-rng", _COUNTERS),

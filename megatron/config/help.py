@@ -12,12 +12,12 @@ import tyro
 
 from megatron.config.fields import Field, all_fields, groups
 
-_DESCRIPTION = (
-    "Pretrain a GPT or Llama model. Flags may be spelled with hyphens or underscores; of a flag given twice the last wins. "
-    "Booleans are bare flags, each with a --no- form (--fp16, --no-fp16); --fp16=True and --fp16=False are read too. Numbers may "
-    "be grouped (6_000_000). None unsets a value. Flags win over the --config file, which nests the groups below, as in "
-    "`model: {hidden_size: 384}`."
-)
+DESCRIPTION = """Pretrain a GPT or Llama model.
+
+Flags may be spelled with hyphens or underscores; of a flag given twice the last wins.
+Booleans are bare flags, each with a --no- form (--fp16, --no-fp16); --fp16=True and --fp16=False
+are read too. Numbers may be grouped (6_000_000). None unsets a value. Flags win over the --config
+file, which nests the groups below, as in `model: {hidden_size: 384}`."""
 
 _MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
@@ -25,7 +25,7 @@ _MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 def print_help(prog: str | None = None) -> None:
     """Print the help text to stdout."""
     with contextlib.suppress(SystemExit):
-        tyro.cli(_help_class(), prog=prog, description=_DESCRIPTION, args=["--help"], config=_MARKERS)
+        tyro.cli(_help_class(), prog=prog, description=DESCRIPTION, args=["--help"], config=_MARKERS)
 
 
 def _help_class() -> type:
@@ -43,15 +43,19 @@ def _help_class() -> type:
 
 def _annotated(field: Field) -> Any:
     """The field's type with its text; for a boolean that is on, --help shows the form that turns it off."""
-    hint = "(required)" if field.required else _default(field)
+    metavar, text, hint = help_line(field)
     annotation = field.annotation | None if field.optional else field.annotation
-    metavar = None if field.is_bool else ("STR ..." if field.arity == "*" else field.spec.metavar)
-    return Annotated[annotation, tyro.conf.arg(help=field.doc, metavar=metavar, help_behavior_hint=hint)]
+    return Annotated[annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)]
 
 
-def _default(field: Field) -> str:
-    if field.default is None or field.default == ():
-        return ""
-    if field.is_bool:
-        return f"(default: {'on' if field.default else 'off'})"
-    return f"(default: {shlex.quote(f'{field.default}')})"
+def help_line(field: Field) -> tuple[str, str, str]:
+    """(what its values look like, its text, its default), as --help shows them; empty where there is nothing to show."""
+    metavar = "" if field.is_bool else "STR ..." if field.arity == "*" else field.spec.metavar
+    if field.required:
+        hint = "(required)"
+    elif field.default is None or field.default == ():
+        hint = ""
+    else:
+        shown = ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
+        hint = f"(default: {shown})"
+    return metavar, field.doc, hint

@@ -103,7 +103,7 @@ def _value(field: Field, flag: str, values: list[str]) -> Any:
         on = field.convert(values or ["true"])
         return on if flag == field.flag else not on
     if not values:
-        raise ValueError(f"needs {'values' if field.arity != 1 else 'a value'}: it must be {field.expected}")
+        raise ValueError("needs at least one value" if field.arity == "*" else f"needs a value; it must be {field.expected}")
     if values == ["None"] and (field.optional or field.arity == "*"):
         return None if field.optional else ()
     return field.convert(values)
@@ -112,10 +112,9 @@ def _value(field: Field, flag: str, values: list[str]) -> Any:
 def _arity(flag: str) -> Arity:
     if flag == "--config":
         return 1
-    if flag in known_flags():
-        return known_flags()[flag].arity
-    found = rows(flag)
-    return found[0].arity if found else "*"
+    if found := rows(flag):
+        return found[0].arity
+    return known_flags()[flag].arity if flag in known_flags() else "*"
 
 
 def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:

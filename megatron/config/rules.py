@@ -262,15 +262,10 @@ def save_without_interval(asked: Asked) -> Iterator[str]:
 
 
 def tensorboard_without_folder(asked: Asked) -> Iterator[str]:
-    if asked.config.logging.tensorboard_dir is not None:
-        return
-    idle = [
-        field.dotted
-        for field in all_fields().values()
-        if field.group == "logging" and "tensorboard" in field.name and asked.differs(field.dotted)
-    ]
-    if idle:
-        yield f"{asked.given(*idle)} need --tensorboard-dir to have an effect."
+    if asked.config.logging.tensorboard_dir is None:
+        for field in all_fields().values():
+            if field.group == "logging" and "tensorboard" in field.name and asked.differs(field.dotted):
+                yield f"{asked.given(field.dotted)} has no effect without --tensorboard-dir."
 
 
 def rotary_settings_without_rotary(asked: Asked) -> Iterator[str]:

@@ -1,0 +1,26 @@
+"""The shortest command line, configurations near it, and the command lines of published runs."""
+
+import json
+from pathlib import Path
+
+from megatron.config.cli import load_config
+from megatron.config.fields import build, flatten
+from megatron.config.tree import Config
+
+_REQUIRED = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 16, "micro-batch-size": 1}
+REQUIRED = [word for name, value in _REQUIRED.items() for word in (f"--{name}", str(value))]
+TRAINABLE = [*REQUIRED, "--train-iters", "10", "--lr", "1e-3"]
+PUBLISHED_RUNS = ("tr1-13B", "tr8-104B", "tr11-176B-ml")
+
+
+def published_arguments(run: str) -> list[str]:
+    """The command line of a published run, as it ran."""
+    file = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs" / f"{run}.json"
+    return list(json.loads(file.read_text())["arguments"])
+
+
+def config_with(**changes: object) -> Config:
+    """TRAINABLE with fields changed by bare name; a name is unique over the groups."""
+    values = flatten(load_config(TRAINABLE).config)
+    by_name = {dotted.partition(".")[2]: dotted for dotted in values}
+    return build(values | {by_name[name]: value for name, value in changes.items()})

@@ -1,0 +1,207 @@
+"""The command line: spellings, precedence, origins, and every way in which it can be wrong."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_arguments
+
+from megatron.config.cli import load_config
+from megatron.config.compat import rows
+from megatron.config.fields import all_fields
+from megatron.config.normalise import known_flags
+from megatron.config.rules import check
+from megatron.config.tree import Config
+from megatron.errors import ConfigError
+
+
+def load(*flags: str) -> Config:
+    return load_config([*REQUIRED, *flags]).config
+
+
+def error_of(*flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*REQUIRED, *flags])
+    return str(caught.value)
+
+
+def test_defaults_and_required_fields():
+    loaded = load_config(REQUIRED)
+    assert loaded.config.model.hidden_size == 64
+    assert loaded.config.optimizer.adam_beta2 == 0.999
+    assert set(loaded.origin) == set(all_fields())
+    given = {dotted: origin for dotted, origin in loaded.origin.items() if origin != "default"}
+    assert given == {
+        "model.num_layers": "--num-layers",
+        "model.hidden_size": "--hidden-size",
+        "model.num_attention_heads": "--num-attention-heads",
+        "model.seq_length": "--seq-length",
+        "batch.micro_batch_size": "--micro-batch-size",
+    }
+    assert loaded.warnings == []
+
+
+def test_argv_is_the_process_command_line_by_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *REQUIRED, "--seed", "7"])
+    assert load_config().config.batch.seed == 7
+
+
+def test_all_missing_fields_are_named_together():
+    with pytest.raises(ConfigError, match="4 errors in the configuration") as caught:
+        load_config(["--num-layers", "2"])
+    text = str(caught.value)
+    for flag in ("--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"):
+        assert f"{flag} is required" in text
+    assert "--num-layers" not in text
+    assert "model.hidden_size in the --config file" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("--train-samples 6_000_000", "batch.train_samples", 6_000_000),
+        ("--train_samples=6_000_000", "batch.train_samples", 6_000_000),
+        ("--deepspeed_config ds.json", "parallel.deepspeed_config", "ds.json"),
+        ("--deepspeed-config ds.json", "parallel.deepspeed_config", "ds.json"),
+        ("--local-rank=3", "parallel.local_rank", 3),
+        ("--local_rank=3", "parallel.local_rank", 3),
+        ("--local_rank 3", "parallel.local_rank", 3),
+        ("--fp16", "precision.fp16", True),
+        ("--no-fp16", "precision.fp16", False),
+        ("--fp16=True", "precision.fp16", True),
+        ("--fp16=false", "precision.fp16", False),
+        ("--no-bias-gelu-fusion", "model.bias_gelu_fusion", False),
+        ("--no_bias_gelu_fusion=True", "model.bias_gelu_fusion", False),
+        ("--no-bias-gelu-fusion=False", "model.bias_gelu_fusion", True),
+        ("--save_optim=False", "checkpoint.save_optim", False),
+        ("--rampup-batch-size 192 16 9_765_625", "batch.rampup_batch_size", (192, 16, 9_765_625)),
+        ("--rampup-batch-size=192 16 9_765_625", "batch.rampup_batch_size", (192, 16, 9_765_625)),
+        ("--data-path 0.5 a 0.5 b", "data.data_path", ("0.5", "a", "0.5", "b")),
+        ("--data-path -1 a .5 b", "data.data_path", ("-1", "a", ".5", "b")),
+        ("--pp-partition-method type:transformer|embedding", "parallel.pp_partition_method", "type:transformer|embedding"),
+        ("--vocab-file=--odd", "tokenizer.vocab_file", "--odd"),
+        ("--vocab-file=a=b", "tokenizer.vocab_file", "a=b"),
+        ("--init-method-std small", "model.init_method_std", "small"),
+        ("--init-method-std 6e-3", "model.init_method_std", 0.006),
+        ("--zero-stage 3", "parallel.zero_stage", 3),
+        ("--lr 6e-5", "optimizer.lr", 6e-5),
+        ("--loss-scale 12", "precision.loss_scale", 12.0),
+        ("--glu-activation None", "model.glu_activation", None),
+        ("--skip-train-iteration-range None", "batch.skip_train_iteration_range", ()),
+    ],
+)
+def test_spellings(flags: str, field: str, value: object):
+    group, _, name = field.partition(".")
+    found = getattr(getattr(load(*flags.split()), group), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value", "origin"),
+    [
+        ("--seed 1 --lr 1 --seed 2", "batch.seed", 2, "--seed"),
+        ("--fp16 --no-fp16", "precision.fp16", False, "--no-fp16"),
+        ("--no-fp16 --fp16", "precision.fp16", True, "--fp16"),
+        ("--fp16 --fp16=False", "precision.fp16", False, "--fp16"),
+        ("--data-path a --data-path 1 b 2 c", "data.data_path", ("1", "b", "2", "c"), "--data-path"),
+        ("--data-path 1 b 2 c --data_path a", "data.data_path", ("a",), "--data_path"),
+        ("--rampup-batch-size 1 2 3 --rampup-batch-size 4 5 6", "batch.rampup_batch_size", (4, 5, 6), "--rampup-batch-size"),
+        ("--glu-activation geglu --swiglu", "model.glu_activation", "swiglu", "--swiglu"),
+        ("--swiglu --glu-activation geglu", "model.glu_activation", "geglu", "--glu-activation"),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: object, origin: str):
+    loaded = load_config([*REQUIRED, *flags.split()])
+    group, _, name = field.partition(".")
+    assert getattr(getattr(loaded.config, group), name) == value
+    assert loaded.origin[field] == origin
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hiden-size 3", "unknown flag --hiden-size; perhaps you meant --hidden-size"),
+        ("--num-lay 3", "unknown flag --num-lay; perhaps you meant --num-layers."),
+        ("--qwertyuiop", "unknown flag --qwertyuiop; --help lists all flags."),
+        ("-x", "unknown flag -x; --help lists all flags."),
+        ("--fp16 True", "'True' after --fp16 belongs to no flag; write --fp16=True."),
+        ("--seed 1 2", "'2' after --seed 1 belongs to no flag."),
+        ("--seed", "--seed needs a value; it must be a whole number"),
+        ("--seed --lr 1", "--seed needs a value; it must be a whole number"),
+        ("--seed 1.5", "--seed 1.5 must be a whole number (as in 2048 or 6_000_000)."),
+        ("--lr fast", "--lr fast must be a number (as in 0.1 or 6e-5)."),
+        ("--zero-stage 4", "--zero-stage 4 must be one of 0, 1, 2, 3."),
+        ("--init-method-std tiny", "--init-method-std tiny must be a number (as in 0.1 or 6e-5), or one of small, megatron."),
+        ("--rampup-batch-size 1 2", "--rampup-batch-size 1 2 must be 3 values, each a whole number"),
+        ("--data-path", "--data-path needs at least one value."),
+        ("--seed None", "--seed None must be a whole number"),
+        ("--fp16=maybe", "--fp16 maybe must be true or false."),
+        ("--config", "--config needs the name of a YAML file."),
+    ],
+)
+def test_bad_command_lines(flags: str, message: str):
+    assert error_of(*flags.split()).startswith(message)
+
+
+def test_stray_value_at_the_start():
+    with pytest.raises(ConfigError, match=r"^'train' belongs to no flag\.$"):
+        load_config(["train", *REQUIRED])
+
+
+def test_an_unknown_flag_takes_its_values_with_it():
+    assert error_of("--qwertyuiop", "1", "2").count("\n") == 0
+
+
+def test_all_errors_are_reported_together():
+    text = error_of("--qwertyuiop", "--lr", "fast", "--seed", "1", "2", "--config", "/absent.yaml")
+    assert text.startswith("4 errors in the configuration:\n  - ")
+    for part in ("--qwertyuiop", "--lr fast", "'2' after --seed 1", "/absent.yaml cannot be read: No such file"):
+        assert part in text
+
+
+def test_help_prints_and_leaves(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--bogus", "--help"], prog="pretrain_gpt.py")
+    assert caught.value.code == 0
+    assert "usage: pretrain_gpt.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", PUBLISHED_RUNS)
+def test_published_runs_parse_unchanged(run: str):
+    arguments = published_arguments(run)
+    loaded = load_config(arguments)
+    expected = {"tr11-176B-ml": ["--abort-on-unmet-fused-kernel-constraints"]}.get(run, [])
+    assert [warning.split()[0] for warning in loaded.warnings] == expected
+    assert check(loaded.config, loaded.origin)[0] == []
+    # what plain tyro makes of the same flags
+    ours = [word for word in arguments if word in known_flags() or not rows(word)]
+    assert loaded.config == tyro.cli(Config, args=ours, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def test_flags_win_over_the_file(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  num_layers: 8\n  hidden_size: 128\nbatch: {seed: 5, eval_iters: 7}\n")
+    loaded = load_config([*TRAINABLE[4:], "--num-layers", "3", "--config", str(file), "--seed", "6"])
+    assert (loaded.config.model.num_layers, loaded.config.model.hidden_size) == (3, 128)
+    assert (loaded.config.batch.seed, loaded.config.batch.eval_iters) == (6, 7)
+    assert loaded.origin["model.num_layers"] == "--num-layers"
+    assert loaded.origin["model.hidden_size"] == f"{file}:3"
+    assert loaded.origin["batch.seed"] == "--seed"
+    assert loaded.origin["batch.eval_iters"] == f"{file}:4"
+    assert loaded.origin["batch.micro_batch_size"] == "--micro-batch-size"
+    assert loaded.origin["batch.eval_interval"] == "default"
+
+
+def test_the_configuration_is_frozen():
+    config = load()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.num_layers = 3  # type: ignore[misc]
+
+
+def test_reading_the_configuration_does_not_import_torch():
+    code = "import sys; from megatron.config.cli import load_config; load_config(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, *REQUIRED], check=True, cwd=Path(__file__).resolve().parents[2])

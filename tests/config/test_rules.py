@@ -1,0 +1,166 @@
+"""Each rule fails for what it is there for, says what was given, and is silent otherwise."""
+
+import pytest
+from config.minimal import PUBLISHED_RUNS, TRAINABLE, config_with, published_arguments
+
+from megatron.config.asked import Asked
+from megatron.config.cli import load_config
+from megatron.config.fields import all_fields
+from megatron.config.ranges import RANGES
+from megatron.config.rules import ERRORS, WARNINGS, check
+
+FAILURES: list[tuple[dict[str, object], str]] = [
+    ({"train_samples": 5}, "--train-iters 10 and --train-samples 5 both say how long"),
+    ({"train_iters": None}, "give --train-iters or --train-samples"),
+    ({"lr_decay_samples": 5}, "--lr-decay-samples 5 does not go with --train-iters 10; use --lr-decay-iters."),
+    ({"lr_warmup_samples": 5}, "--lr-warmup-samples 5 does not go with --train-iters 10; use --lr-warmup-iters."),
+    (
+        {"train_iters": None, "train_samples": 9, "lr_wsd_decay_iters": 5},
+        "--lr-wsd-decay-iters 5 does not go with --train-samples 9; use --lr-wsd-decay-samples.",
+    ),
+    ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both"),
+    ({"lr": None}, "--lr is required"),
+    (
+        {"rampup_batch_size": (1, 1, 5), "step_batch_size_schedule": "0:1"},
+        "--rampup-batch-size 1 1 5 and --step-batch-size-schedule 0:1 exclude each other",
+    ),
+    (
+        {"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True},
+        "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
+    ),
+    ({"fp16": True, "bf16": True}, "--fp16 and --bf16 exclude each other; give one of them."),
+    ({"initial_loss_scale": 2.0, "min_loss_scale": 4.0}, "--min-loss-scale 4.0 must not exceed --initial-loss-scale 2.0"),
+    ({"num_attention_heads": 5}, "--num-attention-heads 5 must divide --hidden-size 64"),
+    ({"num_query_groups": 3}, "--num-query-groups 3 must divide --num-attention-heads 4; use one of 1, 2, 4."),
+    (
+        {"position_embedding_type": "rotary", "rotary_percent": 0.2},
+        "--rotary-percent 0.2 of a head's 16 channels are 3, but rotary positions turn pairs",
+    ),
+    ({"position_embedding_type": "rotary", "kv_channels": 5}, "of a head's 5 channels are 5"),
+    ({"max_position_embeddings": 8}, "--max-position-embeddings 8 must be at least --seq-length 16"),
+    ({"split": "1,2,3,4"}, "--split 1,2,3,4 must be three numbers"),
+    ({"split": "1,-2,3"}, "--split 1,-2,3 must be"),
+    ({"split": "0,0,0"}, "--split 0,0,0 must be"),
+    ({"split": "a"}, "--split a must be"),
+    ({"split": "nan"}, "--split nan must be"),
+    ({"data_path": ("1", "a", "b")}, "--data-path 1 a b has 3 values, but a mixture is pairs"),
+    ({"data_path": ("1", "a", "b", "2")}, "'b' must be a weight"),
+    ({"data_path": ("0", "a", "1", "b")}, "'0' must be a weight, a number above 0"),
+    (
+        {"data_path": ("a",), "train_weighted_split_paths": ("t: 1 0:1 a",)},
+        "--data-path a is divided by --split, --train-weighted-split-paths t: 1 0:1 a says the parts itself",
+    ),
+    (
+        {"valid_weighted_split_paths": ("v",), "valid_weighted_split_paths_path": "f"},
+        "--valid-weighted-split-paths v and --valid-weighted-split-paths-path f both name the data",
+    ),
+    ({"save_interval": 5}, "--save-interval 5 needs --save: without it nothing would be saved."),
+    ({"eval_only": True}, "--eval-only needs --load"),
+    ({"require_load": True}, "--require-load needs --load"),
+    ({"finetune": True}, "--finetune needs --load"),
+    (
+        {"require_load": True, "allow_fresh_start": True, "load": "x"},
+        "--require-load and --allow-fresh-start exclude each other",
+    ),
+    ({"deepspeed_activation_checkpointing": True}, "--deepspeed-activation-checkpointing needs --deepspeed"),
+    ({"hidden_dropout": 1.0}, "--hidden-dropout 1.0 must be at least 0 and below 1."),
+    ({"rotary_percent": 0.0}, "--rotary-percent 0.0 must be above 0 and at most 1."),
+    ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be at least 0 and at most 1."),
+    ({"clip_grad": -1.0}, "--clip-grad -1.0 must be at least 0."),
+    ({"lr": float("nan")}, "--lr nan must be above 0, and finite."),
+    ({"lr": float("inf")}, "--lr inf must be above 0, and finite."),
+    ({"num_layers": 0}, "--num-layers 0 must be at least 1."),
+    ({"num_attention_heads": 0}, "--num-attention-heads 0 must be at least 1."),
+    ({"exit_interval": 0}, "--exit-interval 0 must be at least 1."),
+    ({"train_tokens": -5}, "--train-tokens -5 must be at least 1."),
+    ({"seed": 2**32}, "--seed 4294967296 must be at least 0 and at most 4294967295."),
+    ({"init_method_std": 0.0}, "--init-method-std 0.0 must be above 0"),
+]
+
+REMARKS: list[tuple[dict[str, object], str]] = [
+    ({"rampup_batch_size": (1, 1, 5)}, "--rampup-batch-size 1 1 5 with --train-iters 10: an iteration of the learning rate's"),
+    ({"step_batch_size_schedule": "0:1 5:2"}, "--step-batch-size-schedule 0:1 5:2 with --train-iters 10"),
+    (
+        {"lr_decay_tokens": 99, "lr_decay_iters": 5},
+        "--lr-decay-iters 5 has no effect beside --lr-decay-tokens 99",
+    ),
+    ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD."),
+    ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
+    ({"hysteresis": 3}, "--hysteresis 3 has no effect without --fp16."),
+    ({"loss_scale": 12.0, "fp16": True, "deepspeed": True}, "--loss-scale 12.0 is not used: with --deepspeed the fp16 block"),
+    ({"deepspeed_config": "ds.json"}, "--deepspeed-config ds.json has no effect without --deepspeed."),
+    ({"save": "x"}, "--save x without --save-interval saves only when training ends"),
+    ({"log_timers_to_tensorboard": True}, "--log-timers-to-tensorboard has no effect without --tensorboard-dir."),
+    ({"log_loss_scale_to_tensorboard": False}, "--no-log-loss-scale-to-tensorboard has no effect without"),
+    ({"rotary_base": 5.0}, "--rotary-base 5.0 has no effect without --position-embedding-type rotary."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), FAILURES, ids=lambda case: str(case)[:50])
+def test_failures(changes: dict[str, object], message: str):
+    errors, _ = check(config_with(**changes), {})
+    assert len([error for error in errors if message in error]) == 1, errors
+    assert all(error.endswith(".") for error in errors)
+
+
+@pytest.mark.parametrize(("changes", "message"), REMARKS, ids=lambda case: str(case)[:50])
+def test_warnings(changes: dict[str, object], message: str):
+    errors, warnings = check(config_with(**changes), {})
+    assert errors == []
+    assert len([warning for warning in warnings if message in warning]) == 1, warnings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eval_only": True, "train_iters": None, "lr": None, "load": "x"},
+        {"train_iters": None, "train_samples": 9, "lr_decay_samples": 5, "lr_warmup_samples": 1},
+        {"num_attention_heads": 5, "kv_channels": 16},
+        {"position_embedding_type": "alibi", "max_position_embeddings": 8},
+        {"position_embedding_type": "rotary", "rotary_percent": 0.25},
+        {"data_path": ("a",)},
+        {"data_path": ("0.3", "a", "1e1", "b")},
+        {"split": "1"},
+        {"split": "99,1,0"},
+        {"init_method_std": "small"},
+        {"zero_stage": 0},
+        {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0.0, "clip_grad": 0.0},
+        {"local_rank": -1},
+    ],
+    ids=str,
+)
+def test_good_configurations(changes: dict[str, object]):
+    assert check(config_with(**changes), {}) == ([], [])
+
+
+def test_every_rule_has_a_case_that_enters_it():
+    asked = [Asked(config_with(**changes), {}) for changes, _ in [*FAILURES, *REMARKS]]
+    for rule in (*ERRORS, *WARNINGS):
+        assert any(list(rule(case)) for case in asked), rule.__name__
+
+
+def test_ranges_are_of_numbers_that_exist():
+    for dotted in RANGES:
+        assert all_fields()[dotted].annotation is not str
+
+
+def test_all_failures_at_once_with_their_origin(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  num_query_groups: 3\nprecision: {bf16: true}\n")
+    loaded = load_config([*TRAINABLE, "--config", str(file), "--fp16", "--split", "x"])
+    errors, _ = check(loaded.config, loaded.origin)
+    assert errors == [
+        f"--fp16 and --bf16 ({file}:3) exclude each other; give one of them.",
+        f"--num-query-groups 3 ({file}:2) must divide --num-attention-heads 4; use one of 1, 2, 4.",
+        "--split x must be three numbers, not negative and not all 0, as in 949,50,1.",
+    ]
+
+
+@pytest.mark.parametrize("run", PUBLISHED_RUNS)
+def test_published_runs_break_no_rule(run: str):
+    loaded = load_config(published_arguments(run))
+    errors, warnings = check(loaded.config, loaded.origin)
+    assert errors == []
+    unused = "--loss-scale 12.0 is not used: with --deepspeed the fp16 block of --deepspeed-config decides."
+    assert warnings == ([] if run == "tr11-176B-ml" else [unused])

@@ -1,0 +1,98 @@
+"""AdamW against torch's, the norm against fp64, and apex recognised by what it offers."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.engine.optimizer import AdamW, Master, count_zeros, find_apex, squared_norm
+from megatron.engine.sharding import shard_offset
+from megatron.parallel.layers import ParameterSpec
+
+
+def masters() -> list[Master]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (5, 3), "bias": (5,)}
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    return [Master(name, ParameterSpec(tuple(p.shape)), (0,) * p.dim(), p, p) for name, p in parameters.items()]
+
+
+def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
+    ours = masters()
+    config = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-6)
+    optimizer = AdamW(ours, config)
+    theirs = [nn.Parameter(m.weight.detach().clone()) for m in ours]
+    reference = torch.optim.AdamW(
+        [{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), eps=1e-6
+    )
+    for step in range(5):
+        rate = 0.1 / (step + 1)
+        for mine, his in zip(ours, theirs, strict=True):
+            mine.weight.grad = torch.randn(his.shape, generator=torch.Generator().manual_seed(step))
+            his.grad = mine.weight.grad.clone()
+        for group in reference.param_groups:
+            group["lr"] = rate
+        reference.step()
+        optimizer.step(rate)
+    for mine, his in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.weight, his, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(optimizer.moment(mine, "exp_avg_sq"), reference.state[his]["exp_avg_sq"])
+    assert optimizer.step_count == 5
+
+
+def test_a_reset_optimizer_is_a_fresh_one() -> None:
+    one, two = masters(), masters()
+    used, fresh = AdamW(one, OptimizerConfig()), AdamW(two, OptimizerConfig())
+    for master in one:
+        master.weight.grad = torch.ones_like(master.weight)
+    used.step(0.1)
+    used.reset()
+    for a, b in zip(one, two, strict=True):
+        a.weight.data.copy_(b.weight.data)
+        a.weight.grad = b.weight.grad = torch.full_like(a.weight, 0.3)
+    used.step(0.1)
+    fresh.step(0.1)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(one, two, strict=True))
+
+
+def test_the_norm_is_right_to_seven_digits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(5088, 64, generator=generator) ** 4 * 0.01, torch.randn(100, generator=generator)]
+    exact = sum(t.double().square().sum() for t in tensors)
+    assert squared_norm(tensors).item() == pytest.approx(float(exact), rel=1e-7)
+    assert squared_norm([]).item() == 0
+
+
+def test_zeros() -> None:
+    assert count_zeros([torch.tensor([0.0, 1.0, -0.0]), torch.zeros(2, 2)]).item() == 6
+    assert count_zeros([]).item() == 0
+
+
+def test_shards_are_fsdp2s() -> None:
+    for rows in (1, 3, 8, 10):
+        for ranks in (1, 2, 4):
+            chunks = torch.chunk(torch.arange(rows), ranks)
+            offsets = [int(chunk[0]) for chunk in chunks]
+            assert [shard_offset(rows, rank, ranks) for rank in range(len(chunks))] == offsets
+            assert all(shard_offset(rows, rank, ranks) == rows for rank in range(len(chunks), ranks))
+
+
+def test_apex_is_known_by_what_it_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
+    assert find_apex()[0] is None
+    toolkit = types.ModuleType("apex")  # PyPI's: a package without optimizers
+    toolkit.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", toolkit)
+    monkeypatch.delitem(sys.modules, "apex.optimizers")
+    found, reason = find_apex()
+    assert found is None
+    assert "not NVIDIA's" in reason
+    optimizers = types.ModuleType("apex.optimizers")
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    assert "no FusedAdam" in find_apex()[1]
+    optimizers.FusedAdam = torch.optim.AdamW  # type: ignore[attr-defined]
+    assert find_apex() == (torch.optim.AdamW, "NVIDIA apex is installed")

@@ -1,0 +1,126 @@
+"""Parallel layers, collectives and the loss on real processes, against their unsplit counterparts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from process_pool import ProcessPool, succeed
+
+from megatron.errors import LayoutError
+from megatron.parallel.grid import Grid, Place
+from megatron.parallel.mesh import choose_device, start_process_group
+from megatron.parallel.rng import mix
+
+
+def test_grid() -> None:
+    grid = Grid(pipeline=2, data=3, tensor=4)
+    places = [grid.place(rank) for rank in range(24)]
+    assert len(set(places)) == 24
+    assert [grid.rank(place) for place in places] == list(range(24))
+    assert places[0] == Place(0, 0, 0)
+    assert places[1] == Place(0, 0, 1)  # tensor-parallel ranks are neighbours
+    assert places[4] == Place(0, 1, 0)
+    assert places[12] == Place(1, 0, 0)
+    with pytest.raises(LayoutError, match="tensor-parallel size 0"):
+        Grid(1, 1, 0)
+
+
+def test_nccl_without_gpus_is_refused() -> None:
+    if choose_device(0).type == "cuda":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(LayoutError, match="--distributed-backend gloo"):
+        start_process_group("nccl", 1)
+
+
+def test_mix_is_a_hash() -> None:
+    values = {mix(a, b) & 0xFFFFFFFF for a in range(100) for b in range(100)}
+    assert len(values) > 9990
+    assert mix(1, 2) != mix(2, 1)
+
+
+def join(tensor: int, sequence_parallel: bool):  # noqa: ANN201
+    import os
+
+    from megatron.parallel.mesh import build_mesh
+
+    start_process_group("gloo", 1)
+    world = int(os.environ["WORLD_SIZE"])
+    return build_mesh(Grid(1, world // tensor, tensor), torch.device("cpu"), sequence_parallel=sequence_parallel)
+
+
+def check_linears(sequence_parallel: bool) -> None:
+    """Column then row parallel equals two plain linears, forward and backward."""
+    from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    tp = join(4, sequence_parallel).tensor_parallel
+    generator = torch.Generator().manual_seed(0)
+    up, down = torch.randn(24, 12, generator=generator), torch.randn(12, 24, generator=generator)
+    up_bias, down_bias = torch.randn(24, generator=generator), torch.randn(12, generator=generator)
+    x = torch.randn(8, 2, 12, generator=generator)
+    column, row = ColumnParallelLinear(12, 24, bias=True, tp=tp), RowParallelLinear(24, 12, bias=True, tp=tp)
+    own = slice(tp.rank * 6, tp.rank * 6 + 6)
+    for target, value in ((column.weight, up[own]), (column.bias, up_bias[own]), (row.weight, down[:, own]), (row.bias, down_bias)):
+        target.data.copy_(value)
+    positions = slice(tp.rank * 2, tp.rank * 2 + 2) if sequence_parallel else slice(None)
+    mine = x[positions].clone().requires_grad_()
+    out = row(torch.relu(column(mine)))
+    whole, up_reference = x.clone().requires_grad_(), up.clone().requires_grad_()
+    expected = F.linear(torch.relu(F.linear(whole, up_reference, up_bias)), down, down_bias)
+    torch.testing.assert_close(out, expected[positions], rtol=1e-4, atol=1e-4)
+    weights = torch.randn(expected.shape, generator=generator)
+    (out * weights[positions]).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(mine.grad, whole.grad[positions], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(column.weight.grad, up_reference.grad[own], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linears(sequence_parallel: bool, pool: ProcessPool) -> None:
+    succeed(pool.run(4, check_linears, sequence_parallel))
+
+
+def check_loss(vocab: int, padded: int) -> float:
+    """Loss and gradients over a cut, padded vocabulary equal F.cross_entropy over the real one."""
+    from megatron.model.loss import VocabSlice, cross_entropy
+    from megatron.parallel.collectives import copy_to_tensor_parallel
+
+    tp = join(4, False).tensor_parallel
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(padded, 16, generator=generator) * 3
+    hidden, labels = torch.randn(6, 2, 16, generator=generator), torch.randint(0, vocab, (6, 2), generator=generator)
+    mask = (torch.rand(6, 2, generator=generator) > 0.4).float()
+    rows = padded // 4
+    first = tp.rank * rows
+    mine, local = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
+    slice_ = VocabSlice(first, min(max(vocab - first, 0), rows))
+    loss = cross_entropy(copy_to_tensor_parallel(mine, tp), local, labels, slice_, tp, mask)
+    loss.backward()
+    whole, real = hidden.clone().requires_grad_(), weight[:vocab].clone().requires_grad_()
+    losses = F.cross_entropy(F.linear(whole, real).flatten(0, 1), labels.flatten(), reduction="none")
+    expected = (losses * mask.flatten()).sum() / mask.sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-4, atol=1e-6)
+    padding = F.pad(real.grad, (0, 0, 0, padded - vocab))
+    torch.testing.assert_close(local.grad, padding[first : first + rows], rtol=1e-4, atol=1e-6)
+    return loss.item()
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (61, 64), (40, 64), (10, 64)], ids=str)
+def test_loss(vocab: int, padded: int, pool: ProcessPool) -> None:
+    """Down to a vocabulary so small that three of four ranks hold nothing but padding."""
+    outcomes = pool.run(4, check_loss, vocab, padded)
+    succeed(outcomes)
+    assert len({outcome.value for outcome in outcomes}) == 1
+
+
+def check_wrong_world() -> None:
+    from megatron.parallel.mesh import build_mesh
+
+    start_process_group("gloo", 1)
+    build_mesh(Grid(1, 1, 4), torch.device("cpu"))
+
+
+def test_a_world_of_another_size_is_refused(pool: ProcessPool) -> None:
+    outcome = pool.run(2, check_wrong_world)[0]
+    assert outcome.kind == "LayoutError"
+    assert "2 ranks were started" in str(outcome.error)
