@@ -1,0 +1,159 @@
+// The three loops of the data path that Python is too slow for: where each sample begins, which data set of a mixture gives
+// the next sample, and copying a batch's tokens out of the memory-mapped corpus.
+//
+// Invariant: byte for byte the results of index_numpy.py. Compile with -ffp-contract=off, or the mixture may differ in ties.
+// All outputs are allocated by the caller (they may be memory-mapped files); the GIL is released while a loop runs.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+namespace py = pybind11;
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+// The arrays inside an .idx file follow a header of 34 bytes, so they are not aligned.
+template <typename T>
+static inline T load(const T* base, int64_t index) {
+    T value;
+    std::memcpy(&value, reinterpret_cast<const char*>(base) + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    return value;
+}
+
+// out[k] = (index into doc_idx, offset in that document) at which sample k begins; neighbours share one token.
+template <typename Doc, typename Out>
+static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx, int64_t seq_length, Array<Out>& out) {
+    const int32_t* size_of = sizes.data();
+    const Doc* documents = doc_idx.data();
+    const int64_t num_documents = doc_idx.shape(0);
+    const int64_t num_samples = out.shape(0) - 1;
+    Out* row = out.mutable_data();
+
+    py::gil_scoped_release unlocked;
+    int64_t document = 0;
+    int64_t offset = 0;
+    row[0] = 0;
+    row[1] = 0;
+    for (int64_t sample = 1; sample <= num_samples; ++sample) {
+        int64_t remaining = seq_length + 1;
+        while (remaining != 0) {
+            if (document >= num_documents) throw std::runtime_error("the documents end before the last sample");
+            const int64_t length = load(size_of, documents[document]) - offset;
+            remaining -= length;
+            if (remaining <= 0) {
+                offset += remaining + length - 1;
+                remaining = 0;
+            } else {
+                ++document;
+                offset = 0;
+            }
+        }
+        row[2 * sample] = static_cast<Out>(document);
+        row[2 * sample + 1] = static_cast<Out>(offset);
+    }
+}
+
+// At step k the data set whose share of max(k, 1) samples lags most behind its weight gives its next sample.
+template <typename Which>
+static void blending_indices(const Array<double>& weights, Array<Which>& dataset_index, Array<int64_t>& dataset_sample_index) {
+    const double* weight = weights.data();
+    const int64_t num_datasets = weights.shape(0);
+    const int64_t size = dataset_index.shape(0);
+    Which* which = dataset_index.mutable_data();
+    int64_t* sample = dataset_sample_index.mutable_data();
+
+    py::gil_scoped_release unlocked;
+    std::vector<int64_t> given(num_datasets, 0);
+    for (int64_t step = 0; step < size; ++step) {
+        const double wanted = step > 1 ? static_cast<double>(step) : 1.0;
+        int64_t chosen = 0;
+        double largest = weight[0] * wanted - static_cast<double>(given[0]);
+        for (int64_t i = 1; i < num_datasets; ++i) {
+            const double lag = weight[i] * wanted - static_cast<double>(given[i]);
+            if (lag > largest) {
+                largest = lag;
+                chosen = i;
+            }
+        }
+        which[step] = static_cast<Which>(chosen);
+        sample[step] = given[chosen]++;
+    }
+}
+
+// out[rows[k], :] = the tokens that begin at starts[k] = (index into doc_idx, offset) and run over document borders.
+template <typename Token, typename Doc>
+static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& pointers, const Array<int32_t>& sizes,
+                          const Array<Doc>& doc_idx, const Array<int64_t>& starts, const Array<int64_t>& rows, Array<int64_t>& out) {
+    const Token* token = tokens.data();
+    const int64_t* pointer_of = pointers.data();
+    const int32_t* size_of = sizes.data();
+    const Doc* documents = doc_idx.data();
+    const int64_t* start = starts.data();
+    const int64_t* row = rows.data();
+    const int64_t num_documents = doc_idx.shape(0);
+    const int64_t count = starts.shape(0);
+    const int64_t length = out.shape(1);
+    const int64_t num_rows = out.shape(0);
+    int64_t* base = out.mutable_data();
+
+    py::gil_scoped_release unlocked;
+    for (int64_t k = 0; k < count; ++k) {
+        if (row[k] < 0 || row[k] >= num_rows) throw std::runtime_error("row outside the output");
+        int64_t* to = base + row[k] * length;
+        int64_t* const end = to + length;
+        int64_t index = start[2 * k];
+        int64_t offset = start[2 * k + 1];
+        while (to < end) {
+            if (index >= num_documents) throw std::runtime_error("a sample reaches past the last document");
+            const int64_t document = documents[index];
+            const Token* from = token + load(pointer_of, document) / static_cast<int64_t>(sizeof(Token)) + offset;
+            int64_t part = load(size_of, document) - offset;
+            if (part > end - to) part = end - to;
+            for (int64_t i = 0; i < part; ++i) to[i] = static_cast<int64_t>(from[i]);
+            to += part > 0 ? part : 0;
+            ++index;
+            offset = 0;
+        }
+    }
+}
+
+// No argument is converted: an implicit copy of a memory-mapped array would cost its size in memory, and lose the output.
+template <typename Token, typename Doc>
+static void define_gather(py::module_& module) {
+    module.def("gather_tokens", &gather_tokens<Token, Doc>, py::arg("tokens").noconvert(), py::arg("pointers").noconvert(),
+               py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(), py::arg("starts").noconvert(),
+               py::arg("rows").noconvert(), py::arg("out").noconvert());
+}
+
+template <typename Doc>
+static void define_for_documents(py::module_& module) {
+    module.def("sample_index", &sample_index<Doc, int32_t>, py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(),
+               py::arg("seq_length"), py::arg("out").noconvert());
+    module.def("sample_index", &sample_index<Doc, int64_t>, py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(),
+               py::arg("seq_length"), py::arg("out").noconvert());
+    define_gather<uint8_t, Doc>(module);
+    define_gather<int8_t, Doc>(module);
+    define_gather<int16_t, Doc>(module);
+    define_gather<uint16_t, Doc>(module);
+    define_gather<int32_t, Doc>(module);
+    define_gather<int64_t, Doc>(module);
+}
+
+template <typename Which>
+static void define_blending(py::module_& module) {
+    module.def("blending_indices", &blending_indices<Which>, py::arg("weights").noconvert(), py::arg("dataset_index").noconvert(),
+               py::arg("dataset_sample_index").noconvert());
+}
+
+PYBIND11_MODULE(_index_helpers, module) {
+    module.doc() = "Sample index, blending indices and token gathering; see index_helpers.py.";
+    define_for_documents<int32_t>(module);
+    define_for_documents<int64_t>(module);
+    define_blending<uint8_t>(module);
+    define_blending<int32_t>(module);
+}

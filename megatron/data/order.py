@@ -1,0 +1,172 @@
+"""Sample orders that compose: a finite map position -> (data set, sample).
+
+Invariant: an order is a function of its JSON tree and the data set's fingerprint alone, whoever rebuilds it and when.
+
+    {"index": {"seed": S, "num_samples": N}}     the data set's own shuffled samples, made for N
+    {"cut": [START, STOP], "of": TREE}           a stretch of another order
+    {"permute": SEED, "of": TREE}                another order, shuffled by numpy.random.RandomState(SEED)
+    {"concat": [TREE, TREE, ...]}                one after the other
+
+Legend: k positions looked up at once; a leaf is a data set, by its place in `leaves`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.cache import Arrays, IndexCache
+from megatron.data.gpt_dataset import GPTDataset
+
+Tree = dict[str, Any]
+Places = tuple[NDArray[np.int64], NDArray[np.int64]]  # (leaf [k], sample of that leaf [k])
+
+
+class Order(Protocol):
+    @property
+    def leaves(self) -> list[GPTDataset]: ...
+
+    def __len__(self) -> int: ...
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        """Leaf and sample of each position; 0 <= position < len."""
+        ...
+
+
+class Indexed:
+    """All samples of one data set, in its own order."""
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self.leaves = [dataset]
+
+    def __len__(self) -> int:
+        return len(self.leaves[0])
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        return np.zeros_like(positions), positions
+
+
+class Cut:
+    """Positions [start, stop) of another order."""
+
+    def __init__(self, of: Order, start: int, stop: int) -> None:
+        assert 0 <= start <= stop <= len(of), f"cannot cut [{start}, {stop}) out of {len(of)}"
+        self.leaves, self._of, self._start, self._length = of.leaves, of, start, stop - start
+
+    def __len__(self) -> int:
+        return self._length
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        return self._of.lookup(positions + self._start)
+
+
+class Permuted:
+    """Another order, shuffled by a seed."""
+
+    def __init__(self, of: Order, seed: int, cache: IndexCache) -> None:
+        def build(arrays: Arrays) -> None:
+            arrays["order"][:] = np.arange(len(of))
+            np.random.RandomState(seed).shuffle(arrays["order"])
+
+        dtype: type = np.uint32 if len(of) < np.iinfo(np.uint32).max - 1 else np.int64
+        self.leaves, self._of = of.leaves, of
+        self._order = cache.open("permutation", {"seed": seed, "length": len(of)}, {"order": (dtype, (len(of),))}, build)["order"]
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        return self._of.lookup(self._order[positions].astype(np.int64))
+
+
+class _Several:
+    """Orders side by side: gathers each position's place from the order that it belongs to."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self.leaves = [leaf for order in orders for leaf in order.leaves]
+        self._orders = list(orders)
+        self._first_leaf = np.cumsum([0] + [len(order.leaves) for order in orders])
+
+    def _gather(self, which: NDArray, within: NDArray[np.int64]) -> Places:
+        leaves, samples = np.empty_like(within), np.empty_like(within)
+        for number in np.unique(which):
+            here = np.flatnonzero(which == number)
+            leaf, samples[here] = self._orders[number].lookup(within[here])
+            leaves[here] = leaf + self._first_leaf[number]
+        return leaves, samples
+
+
+class Concatenated(_Several):
+    """One order after the other."""
+
+    def __init__(self, orders: Sequence[Order]) -> None:
+        super().__init__(orders)
+        self._ends = np.cumsum([len(order) for order in orders])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        which = np.searchsorted(self._ends, positions, side="right")
+        begins = np.concatenate(([0], self._ends[:-1]))
+        return self._gather(which, positions - begins[which])
+
+
+class Blended(_Several):
+    """A mixture. It ends where its indices end, or before the first sample that one of its orders no longer has."""
+
+    def __init__(self, orders: Sequence[Order], dataset_index: NDArray, dataset_sample_index: NDArray[np.int64]) -> None:
+        super().__init__(orders)
+        self.dataset_index, self._sample = dataset_index, dataset_sample_index
+        self._length = len(dataset_index)
+        lengths = np.array([len(order) for order in orders])
+        for start in range(0, self._length, 1 << 22):
+            stop = start + (1 << 22)
+            missing = np.flatnonzero(dataset_sample_index[start:stop] >= lengths[dataset_index[start:stop]])
+            if len(missing):
+                self._length = start + int(missing[0])
+                break
+
+    def __len__(self) -> int:
+        return self._length
+
+    def lookup(self, positions: NDArray[np.int64]) -> Places:
+        return self._gather(self.dataset_index[positions], self._sample[positions])
+
+
+def index_tree(seed: int, num_samples: int) -> Tree:
+    return {"index": {"seed": seed, "num_samples": num_samples}}
+
+
+def seeds_of(tree: Tree) -> set[int]:
+    """Seeds of all indices in a tree."""
+    if "index" in tree:
+        return {tree["index"]["seed"]}
+    return set().union(*(seeds_of(branch) for branch in tree.get("concat", [tree.get("of")])))
+
+
+def realize(tree: Tree, open_index: Callable[[int, int], GPTDataset], cache: IndexCache) -> Order:
+    """The order that a tree describes; `open_index(seed, num_samples)` opens the data set's index."""
+    if "index" in tree:
+        return Indexed(open_index(tree["index"]["seed"], tree["index"]["num_samples"]))
+    if "concat" in tree:
+        return Concatenated([realize(branch, open_index, cache) for branch in tree["concat"]])
+    of = realize(tree["of"], open_index, cache)
+    if "cut" in tree:
+        return Cut(of, *tree["cut"])
+    return Permuted(of, tree["permute"], cache)
+
+
+def read(order: Order, positions: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """out[rows[i]] = the first out.shape[1] tokens of the sample at positions[i]; positions and rows are [k]."""
+    leaves, samples = order.lookup(positions)
+    for leaf in np.unique(leaves):
+        here = np.flatnonzero(leaves == leaf)
+        order.leaves[leaf].read(samples[here], rows[here], out)
+
+
+def locate(order: Order, position: int) -> tuple[GPTDataset, int]:
+    """Data set and sample of one position."""
+    leaves, samples = order.lookup(np.array([position], np.int64))
+    return order.leaves[int(leaves[0])], int(samples[0])

@@ -1,0 +1,131 @@
+"""C++ equals NumPy on random inputs, byte for byte; both equal a plain reading of the definition."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import index_helpers, index_numpy
+
+cpp = pytest.importorskip("megatron.data._index_helpers", reason="C++ INDEX HELPERS ARE NOT BUILT: nothing to compare NumPy with")
+
+corpora = st.tuples(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 1),
+    st.integers(1, 5),  # epochs
+    st.integers(0, 2**32 - 1),  # seed
+    st.integers(1, 20),  # sequence length
+)
+
+
+def unaligned(array):
+    """The same values at an odd address, as inside an .idx file."""
+    raw = np.zeros(array.nbytes + 2, np.uint8)
+    raw[2:] = array.view(np.uint8)
+    return np.frombuffer(raw.data, array.dtype, len(array), 2)
+
+
+def shuffled(sizes, epochs, seed, dtype):
+    doc_idx = np.tile(np.arange(len(sizes), dtype=dtype), epochs)
+    np.random.RandomState(seed).shuffle(doc_idx)
+    return doc_idx
+
+
+@settings(max_examples=200, deadline=None)
+@given(corpora, st.sampled_from([np.int32, np.int64]), st.sampled_from([np.int32, np.int64]))
+def test_sample_index(corpus, doc_type, out_type):
+    sizes, epochs, seed, seq_length = corpus
+    sizes = np.array(sizes, np.int32)
+    doc_idx = shuffled(sizes, epochs, seed, doc_type)
+    num_samples = (epochs * int(sizes.sum()) - 1) // seq_length
+    fast, slow = (np.full((num_samples + 1, 2), -1, out_type) for _ in range(2))
+    cpp.sample_index(unaligned(sizes), doc_idx, seq_length, fast)
+    index_numpy.sample_index(sizes, doc_idx, seq_length, slow)
+    assert fast.tobytes() == slow.tobytes()
+    owner = [(place, offset) for place, document in enumerate(doc_idx) for offset in range(sizes[document])]
+    assert [tuple(row) for row in fast[1:]] == owner[seq_length::seq_length][:num_samples]
+    assert tuple(fast[0]) == (0, 0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(corpora, st.integers(1, 4))
+def test_sample_index_in_chunks(corpus, chunk):
+    sizes, epochs, seed, seq_length = corpus
+    sizes = np.array(sizes, np.int32)
+    doc_idx = shuffled(sizes, epochs, seed, np.int32)
+    out, chunked = (np.zeros(((epochs * int(sizes.sum()) - 1) // seq_length + 1, 2), np.int32) for _ in range(2))
+    index_numpy.sample_index(sizes, doc_idx, seq_length, out)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(index_numpy, "_CHUNK", chunk)
+        index_numpy.sample_index(sizes, doc_idx, seq_length, chunked)
+    assert out.tobytes() == chunked.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7), st.integers(0, 300), st.sampled_from([np.uint8, np.int32]))
+def test_blending_indices(weights, size, which_type):
+    weights = np.array(weights)
+    weights /= weights.sum()
+    results = []
+    for module in (cpp, index_numpy):
+        which, sample = np.zeros(size, which_type), np.zeros(size, np.int64)
+        module.blending_indices(weights, which, sample)
+        results.append(which.tobytes() + sample.tobytes())
+    assert results[0] == results[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(corpora, st.sampled_from(["u1", "i1", "i2", "u2", "i4", "i8"]), st.sampled_from([np.int32, np.int64]), st.data())
+def test_gather_tokens(corpus, token_type, doc_type, data):
+    sizes, epochs, seed, seq_length = corpus
+    sizes = np.array(sizes, np.int32)
+    doc_idx = shuffled(sizes, epochs, seed, doc_type)
+    total = int(sizes.sum())
+    tokens = np.random.RandomState(seed).randint(0, 100, total).astype(token_type)
+    begins = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+    num_samples = (epochs * total - 1) // seq_length
+    if num_samples == 0:
+        return
+    index = np.zeros((num_samples + 1, 2), np.int32)
+    index_numpy.sample_index(sizes, doc_idx, seq_length, index)
+    samples = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), max_size=5)), np.int64)
+    rows = np.array(data.draw(st.permutations(range(len(samples)))), np.int64)
+    starts = index[samples].astype(np.int64)
+    pointers = begins * tokens.itemsize
+    fast, slow = (np.full((len(samples), seq_length + 1), -1, np.int64) for _ in range(2))
+    cpp.gather_tokens(tokens, unaligned(pointers), unaligned(sizes), doc_idx, starts, rows, fast)
+    index_numpy.gather_tokens(tokens, pointers, sizes, doc_idx, starts, rows, slow)
+    assert fast.tobytes() == slow.tobytes()
+    stream = np.concatenate([tokens[begins[d] : begins[d] + sizes[d]] for d in doc_idx]).astype(np.int64)
+    for sample, row in zip(samples, rows, strict=True):
+        assert fast[row].tolist() == stream[sample * seq_length : sample * seq_length + seq_length + 1].tolist()
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+def test_running_out_of_documents_is_an_error_not_a_crash(module):
+    sizes, doc_idx = np.array([3, 4], np.int32), np.array([0, 1], np.int32)
+    with pytest.raises(RuntimeError, match="end before the last sample"):
+        module.sample_index(sizes, doc_idx, 5, np.zeros((9, 2), np.int32))
+    out, tokens = np.zeros((1, 8), np.int64), np.zeros(7, np.uint16)
+    with pytest.raises(RuntimeError, match="past the last document"):
+        module.gather_tokens(tokens, np.array([0, 6]), sizes, doc_idx, np.array([[0, 0]]), np.array([0]), out)
+
+
+def test_a_row_outside_the_output_is_an_error_not_a_crash():
+    sizes, doc_idx, tokens = np.array([9], np.int32), np.array([0], np.int32), np.zeros(9, np.uint16)
+    with pytest.raises(RuntimeError, match="row outside the output"):
+        cpp.gather_tokens(tokens, np.array([0]), sizes, doc_idx, np.array([[0, 0]]), np.array([1]), np.zeros((1, 8), np.int64))
+
+
+def test_the_slow_choice_is_said():
+    assert index_helpers.implementation() == "C++"
+    program = (
+        "import sys; sys.modules['megatron.data._index_helpers'] = None\n"
+        "from megatron.data import index_helpers, index_numpy\n"
+        "assert index_helpers.sample_index is index_numpy.sample_index\n"
+        "print(index_helpers.implementation())"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("NumPy (slower: ")

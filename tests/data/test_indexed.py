@@ -1,0 +1,195 @@
+"""The .bin/.idx format: bytes, round trips, and every way in which files can be wrong."""
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import HUNDRED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
+from megatron.errors import DataError
+
+HEADER = 34
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The path of a private copy of the first 100 documents."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"c{suffix}").write_bytes(Path(HUNDRED + suffix).read_bytes())
+    return tmp_path / "c"
+
+
+def patch(path, at, data):
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(data)] = data
+    path.write_bytes(raw)
+
+
+def test_reads_the_reference_files():
+    data = IndexedDataset(HUNDRED)
+    assert len(data) == data.num_documents == 100
+    assert data.dtype == np.uint16
+    assert data.sizes[:3].tolist() == [1411, 918, 1046]
+    assert data.document_offsets[[0, 1, -1]].tolist() == [0, 1, 100]
+    assert all(data[i][-1] == 4999 for i in range(100)), "each document ends with the end-of-document id"
+    assert data.get(1, 5, 4).tolist() == data[1].tolist()[5:9]
+    assert data.get(1, 910).size == 8
+
+
+@pytest.mark.parametrize("how", ["documents", "flat", "dataset"])
+def test_writes_the_reference_bytes(tmp_path, how):
+    data = IndexedDataset(HUNDRED)
+    with IndexedDatasetWriter(tmp_path / "x", data.dtype) as writer:
+        if how == "documents":
+            for i in range(len(data)):
+                writer.add_document(data[i].tolist())
+        elif how == "flat":
+            writer.add_documents(data.tokens, data.sizes)
+        else:
+            writer.add_dataset(data)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"x{suffix}").read_bytes() == Path(HUNDRED + suffix).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_datasets_are_merged(tmp_path):
+    data = IndexedDataset(HUNDRED)
+    with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
+        writer.add_document([1, 2])
+        writer.add_dataset(data)
+        writer.add_dataset(data)
+    merged = IndexedDataset(tmp_path / "x")
+    assert len(merged) == merged.num_documents == 201
+    assert merged[0].tolist() == [1, 2]
+    assert merged[101].tolist() == data[0].tolist()
+    assert merged[200].tolist() == data[99].tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(dtype=st.sampled_from([d.name for d in DTYPES.values()]), data=st.data())
+def test_round_trip(tmp_path_factory, dtype, data):
+    limits = np.iinfo(dtype)
+    ids = st.integers(int(limits.min), int(limits.max))
+    documents = data.draw(st.lists(st.lists(ids, max_size=6), max_size=6))
+    prefix = tmp_path_factory.mktemp("round") / "x"
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(np.array(document, dtype=dtype))
+    back = IndexedDataset(prefix)
+    assert [back[i].tolist() for i in range(len(back))] == documents
+    assert back.dtype == np.dtype(dtype)
+
+
+def test_nothing_appears_before_it_is_complete(tmp_path):
+    def interrupted():
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+            writer.add_document([1, 2, 3])
+            assert not (tmp_path / "x.bin").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_index_never_stands_beside_a_new_bin(copy, monkeypatch):
+    """A kill between the two renames."""
+    renamed = []
+
+    def replace(source, target):
+        renamed.append(target)
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
+        os.rename(source, target)
+
+    monkeypatch.setattr("megatron.data.indexed.os.replace", replace)
+    writer = IndexedDatasetWriter(copy, np.uint16)
+    writer.add_document([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        writer.finalize()
+    assert [path.suffix for path in renamed] == [".bin", ".idx"]
+    assert not copy.with_suffix(".idx").exists()
+
+
+def test_best_dtype():
+    assert best_dtype(65499) == np.uint16
+    assert best_dtype(65500) == np.int32
+
+
+def test_fingerprint_is_of_the_content(copy):
+    before = IndexedDataset(HUNDRED).fingerprint()
+    assert IndexedDataset(copy).fingerprint() == before
+    patch(copy.with_suffix(".bin"), 0, b"\x07\x00")
+    assert IndexedDataset(copy).fingerprint() != before
+
+
+def test_missing_files_are_named(copy):
+    copy.with_suffix(".bin").unlink()
+    with pytest.raises(DataError, match=r"c\.bin does not exist"):
+        IndexedDataset(copy)
+    with pytest.raises(DataError, match=r"nowhere\.idx does not exist.*without \.bin and \.idx"):
+        IndexedDataset("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:20], "has 20 bytes, less than the 34"),
+        (lambda raw: raw[:-8], r"has 2034 bytes, but 100 sequences and 101 document offsets need 2042.*cut off"),
+        (lambda raw: raw + b"\0", r"has 2043 bytes.*need 2042.*longer than it says"),
+        (lambda raw: b"TNTIDX\x00\x00\x00" + raw[9:], "not with .*MMIDIDX.*not the index of an mmap"),
+        (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "format version 2; only version 1"),
+        (lambda raw: raw[:17] + b"\x06" + raw[18:], r"dtype code 6 \(6 and 7 mean different types"),
+        (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7"),
+        (lambda raw: raw[:17] + b"\x63" + raw[18:], "dtype code 99; known are 1 uint8"),
+        (lambda raw: raw[:HEADER] + struct.pack("<i", -5) + raw[HEADER + 4 :], "sequence 0 has size -5"),
+        (
+            lambda raw: raw[: HEADER + 408] + struct.pack("<q", 4) + raw[HEADER + 416 :],
+            "sequence 1 points to byte 4.*add up to 2822",
+        ),
+        (
+            lambda raw: raw[:-8] + struct.pack("<q", 99),
+            r"document offsets \(from 0 to 99\) must rise from 0 to the number of sequences, 100",
+        ),
+    ],
+)
+def test_a_wrong_idx_is_refused(copy, damage, message):
+    path = copy.with_suffix(".idx")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(copy)
+
+
+@pytest.mark.parametrize(("change", "words"), [(-2, "cut off"), (+2, "not the file that this index was made for")])
+def test_a_bin_of_another_size_is_refused(copy, change, words):
+    path = copy.with_suffix(".bin")
+    raw = path.read_bytes()
+    path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
+    with pytest.raises(
+        DataError, match=rf"has {259478 + change} bytes, but the 129739 uint16 tokens of c\.idx need 259478.*{words}"
+    ):
+        IndexedDataset(copy)
+
+
+def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
+    with pytest.raises(DataError, match="cannot be stored as float32"):
+        IndexedDatasetWriter(tmp_path / "x", np.float32)
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    with pytest.raises(DataError, match="-1 to 70000 do not fit uint16"):
+        writer.add_document([-1, 70000])
+    with pytest.raises(DataError, match=f"a sequence of {2**31} tokens is longer"):
+        writer.add_documents(np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (0,), (2,)), _Sizes())
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Sizes:
+    """Sizes of two sequences, one far too long and one that undoes it: 2 GiB of tokens need not be made for this test."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([2**31, -(2**31)], np.int64)

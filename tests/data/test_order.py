@@ -1,0 +1,82 @@
+"""The algebra of sample orders, against lists."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.cache import IndexCache
+from megatron.data.order import Blended, Cut, Indexed, index_tree, locate, realize, seeds_of
+
+
+class Numbers:
+    """A data set of which only the length and the seed count."""
+
+    def __init__(self, seed, length):
+        self.seed, self.length = seed, length
+
+    def __len__(self):
+        return self.length
+
+
+def spelled(order):
+    """[(seed of the leaf, sample), ...]"""
+    leaves, samples = order.lookup(np.arange(len(order), dtype=np.int64))
+    return [(order.leaves[leaf].seed, int(sample)) for leaf, sample in zip(leaves, samples, strict=True)]
+
+
+def plain(tree):
+    """What a tree means, in lists."""
+    if "index" in tree:
+        return [(tree["index"]["seed"], i) for i in range(tree["index"]["num_samples"])]
+    if "concat" in tree:
+        return [place for branch in tree["concat"] for place in plain(branch)]
+    of = plain(tree["of"])
+    if "cut" in tree:
+        return of[slice(*tree["cut"])]
+    return [of[i] for i in np.random.RandomState(tree["permute"]).permutation(len(of))]
+
+
+def cut(draw, tree):
+    stop = draw(st.integers(1, len(plain(tree))))
+    return {"cut": [draw(st.integers(0, stop - 1)), stop], "of": tree}
+
+
+trees = st.recursive(
+    st.builds(index_tree, st.integers(0, 9), st.integers(1, 12)),
+    lambda inner: st.one_of(
+        st.composite(lambda draw: cut(draw, draw(inner)))(),
+        st.builds(lambda seed, of: {"permute": seed, "of": of}, st.integers(0, 9), inner),
+        st.builds(lambda branches: {"concat": branches}, st.lists(inner, min_size=1, max_size=3)),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tree=trees)
+def test_any_tree(tmp_path_factory, tree):
+    cache = IndexCache(tmp_path_factory.getbasetemp() / "orders")
+    order = realize(tree, Numbers, cache)
+    assert spelled(order) == plain(tree)
+    assert seeds_of(tree) >= {seed for seed, _ in plain(tree)}
+    dataset, sample = locate(order, len(order) - 1)
+    assert (dataset.seed, sample) == plain(tree)[-1]
+
+
+def test_a_blend_of_orders():
+    orders = [Indexed(Numbers(1, 5)), Cut(Indexed(Numbers(2, 9)), 4, 9)]
+    blended = Blended(orders, np.array([1, 0, 1, 1], np.uint8), np.array([0, 0, 1, 2]))
+    assert spelled(blended) == [(2, 4), (1, 0), (2, 5), (2, 6)]
+
+
+def test_a_blend_ends_before_the_first_sample_that_is_missing():
+    which, sample = np.array([0, 1, 0, 1, 0, 1], np.uint8), np.array([0, 0, 1, 1, 2, 2])
+    three, one = Indexed(Numbers(1, 3)), Indexed(Numbers(2, 1))
+    assert len(Blended([three, three], which, sample)) == 6
+    assert len(Blended([three, one], which, sample)) == 3
+
+
+def test_a_cut_stays_inside():
+    with pytest.raises(AssertionError, match=r"cannot cut \[2, 6\) out of 5"):
+        Cut(Indexed(Numbers(1, 5)), 2, 6)

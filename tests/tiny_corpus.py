@@ -1,0 +1,35 @@
+"""The first 100 documents of the reference corpus, with its tokenizer: where they are, and how a test runs a tool on them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.config.data import TokenizerConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "fixtures" / "openwebtext-100"
+JSONL = FOLDER / "openwebtext-100.jsonl"
+VOCAB, MERGES = str(FOLDER / "gpt2-tiny-vocab.json"), str(FOLDER / "gpt2-tiny-merges.txt")
+REFERENCE_PREFIX = FOLDER / "meg-gpt2-openwebtext_text_document"
+EOD = 4999
+GPT2 = TokenizerConfig(vocab_file=VOCAB, merge_file=MERGES)
+
+
+def texts() -> list[str]:
+    with open(JSONL, encoding="utf-8") as file:
+        return [json.loads(line)["text"] for line in file]
+
+
+def data_files(prefix: str | Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def command(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Python on a script or with -c, started from the root, with the package importable."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
