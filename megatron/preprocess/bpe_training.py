@@ -1,0 +1,94 @@
+"""Trains a byte-level BPE (GPT-2's kind) and writes the two files that GPT2BPETokenizer reads.
+
+Invariant: every text can be encoded (all 256 bytes are in the vocabulary), and the last id ends documents.
+Source: Sennrich et al., https://arxiv.org/abs/1508.07909; bytes as symbols: GPT-2.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from megatron.errors import ConfigError, DataError
+from megatron.preprocess.inputs import expand_inputs, open_lines, read_blocks
+from megatron.preprocess.texts import texts_of
+from megatron.tokenizer.build import END_OF_DOCUMENT
+
+_JSON = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+_SMALLEST = 257  # the bytes and the end of a document
+
+
+def train_bpe(patterns: Sequence[str], vocab_size: int, output_folder: str, json_key: str = "text") -> tuple[Path, Path, int]:
+    """Train on .jsonl, .parquet (the texts of `json_key`) and any other file (its lines as they are; .gz and .zst too).
+
+    Returns vocab.json, merges.txt and the number of ids, less than `vocab_size` where the text has no more pairs to merge.
+    Raises ConfigError for a vocabulary below 257, DataError for a bad line or inputs without text.
+    """
+    if vocab_size < _SMALLEST:
+        raise ConfigError(f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a document.")
+    paths = expand_inputs(patterns)
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+    )
+    with tqdm(total=sum(Path(path).stat().st_size for path in paths), unit="B", unit_scale=True, desc="read") as bar:
+        texts = 0
+
+        def counted() -> Iterator[list[str]]:
+            nonlocal texts
+            for batch in _texts(paths, json_key, bar):
+                texts += sum(1 for text in batch if text)
+                yield batch
+
+        backend.train_from_iterator(counted(), trainer)
+    if not texts:
+        raise DataError(f"--input {' '.join(patterns)} holds no text to train on.")
+    vocab, merges = _write(backend, Path(output_folder))
+    return vocab, merges, backend.get_vocab_size() + 1
+
+
+def _texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+    done = 0
+    for path in paths:
+        if path.endswith(_JSON):
+            for block in read_blocks([path], [key]):
+                (texts,), bad = texts_of(block, [key])
+                if bad:
+                    raise DataError(f"{bad[0]}. Mend or remove the line.")
+                yield texts
+                bar.update(done + block.disk_bytes - bar.n)
+        else:
+            rest = b""
+            for piece, disk_bytes in open_lines(path):
+                cut = piece.rfind(b"\n") + 1
+                yield _decode(rest + piece[:cut], path)
+                rest = piece[cut:] if cut else rest + piece
+                bar.update(done + disk_bytes - bar.n)
+            yield _decode(rest, path)
+        done += Path(path).stat().st_size
+
+
+def _decode(content: bytes, path: str) -> list[str]:
+    try:
+        return content.decode("utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}. Convert or leave out the file.") from error
+
+
+def _write(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        made_vocab, made_merges = (Path(path) for path in backend.model.save(temporary))
+        vocabulary = json.loads(made_vocab.read_bytes())
+        vocabulary[END_OF_DOCUMENT] = len(vocabulary)
+        made_vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        os.replace(made_vocab, vocab)
+        os.replace(made_merges, merges)
+    return vocab, merges

@@ -1,0 +1,264 @@
+"""What is in an indexed data set, and what is suspicious about it.
+
+Invariant: one pass over the tokens in pieces, whatever the size. The suspicions are those that cost a 7B run its first 1.5T
+tokens: separators that two programs both added; and what else is invisible in a loss curve.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import ConfigError
+
+_DOCUMENTS = 1 << 18  # documents looked at together
+_TOKENS = 1 << 24  # tokens looked at together
+_EXAMPLES = 5
+_CONSTANT = 0.9  # part of the documents with the same token at the same place that is no accident
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """Some consecutive documents: where each begins and ends among all tokens."""
+
+    first: int
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.ends - self.starts
+
+
+@dataclass
+class Problem:
+    """One kind of finding; `examples` are the numbers of the first documents."""
+
+    kind: str
+    text: str
+    count: int = 0
+    examples: list[int] = field(default_factory=list)
+
+    def add(self, found: NDArray[np.bool_], first_document: int) -> None:
+        places = np.flatnonzero(found)
+        self.count += len(places)
+        self.examples += [first_document + int(place) for place in places[: _EXAMPLES - len(self.examples)]]
+
+    def add_places(self, places: NDArray[np.int64], documents: _Documents) -> None:
+        """Tokens, counted one by one; the examples are the documents that hold them."""
+        self.count += len(places)
+        holders = (documents.first + np.unique(np.searchsorted(documents.ends, places, side="right"))).tolist()
+        self.examples += [holder for holder in holders if holder not in self.examples][: _EXAMPLES - len(self.examples)]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """`histogram`: documents of [low, high) tokens. `eod_source`: 'tokenizer', 'guessed' (the usual last token) or 'none'."""
+
+    prefix: str
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    shortest: int
+    mean: float
+    longest: int
+    histogram: list[tuple[int, int, int]]
+    smallest_id: int
+    largest_id: int
+    vocab_size: int | None
+    eod: int | None
+    eod_source: str
+    problems: list[Problem]
+
+
+def inspect_dataset(
+    prefix: str, vocab_size: int | None = None, eod: int | None = None, specials: tuple[int, ...] = ()
+) -> Inspection:
+    """`specials`: further ids that separate texts (BOS, EOS, ...). Raises DataError where the data set is damaged."""
+    dataset = IndexedDataset(prefix)
+    firsts, lasts, before_last = (_Common() for _ in range(3))
+    buckets, longest, shortest = np.zeros(65, np.int64), 0, None
+    for some in _documents(dataset):
+        lengths = some.lengths
+        buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
+        longest = max(longest, int(lengths.max()))
+        shortest = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
+        for common, places in (
+            (firsts, some.starts[lengths > 2]),
+            (lasts, some.ends[lengths > 0] - 1),
+            (before_last, some.ends[lengths > 2] - 2),
+        ):
+            common.add(dataset.tokens[places])
+    source = "tokenizer" if eod is not None else "none"
+    if eod is None and lasts.part > 0.5 and dataset.num_documents > 1:
+        eod, source = lasts.token, "guessed"
+    separators = _usual_separators(firsts, before_last, eod, specials)
+    problems = _borders(dataset, eod, separators)
+    contents = _contents(dataset, vocab_size, eod, separators)
+    return Inspection(
+        prefix=dataset.prefix,
+        dtype=dataset.dtype.name,
+        documents=dataset.num_documents,
+        sequences=len(dataset),
+        tokens=len(dataset.tokens),
+        shortest=shortest or 0,
+        mean=len(dataset.tokens) / max(1, dataset.num_documents),
+        longest=longest,
+        histogram=[(1 << b >> 1, 1 << b, int(n)) for b, n in enumerate(buckets) if n],
+        smallest_id=contents.smallest,
+        largest_id=contents.largest,
+        vocab_size=vocab_size,
+        eod=eod,
+        eod_source=source,
+        problems=[problem for problem in problems + contents.problems if problem.count],
+    )
+
+
+def report(inspection: Inspection) -> str:
+    """The findings for people."""
+    i = inspection
+    known = "" if i.vocab_size is None else f", vocabulary {i.vocab_size}"
+    end = "unknown: no token ends most documents" if i.eod is None else f"{i.eod} ({i.eod_source})"
+    lines = [
+        f"{i.prefix}: {i.documents} documents, {i.sequences} sequences, {i.tokens} tokens of {i.dtype}",
+        f"document length in tokens: {i.shortest} to {i.longest}, mean {i.mean:.1f}",
+    ]
+    most = max((count for _, _, count in i.histogram), default=1)
+    lines += [
+        f"  {low:>10} - {high - 1:<10} {count:>12} {'#' * max(1, round(50 * count / most))}" for low, high, count in i.histogram
+    ]
+    lines += [f"ids: {i.smallest_id} to {i.largest_id}{known}", f"end of document: {end}"]
+    lines += [f"PROBLEM {p.kind}: {p.count} {p.text}; documents {', '.join(map(str, p.examples))}" for p in i.problems]
+    return "\n".join(lines if i.problems else [*lines, "no problems found"])
+
+
+def plot_lengths(inspection: Inspection, path: str) -> None:
+    """The histogram of document lengths as a picture. Raises ConfigError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs the package matplotlib: pip install matplotlib.") from error
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.bar([str(low) for low, _, _ in inspection.histogram], [count for _, _, count in inspection.histogram], width=0.9)
+    axes.set_xlabel("tokens in a document, from (each bar to the next)")
+    axes.set_ylabel("documents")
+    axes.set_title(inspection.prefix)
+    figure.savefig(path)
+
+
+class _Common:
+    """The token that most documents have at some place, and how many of them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._seen = 0
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        self._seen += len(tokens)
+        for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
+            self._counts[int(token)] = self._counts.get(int(token), 0) + int(count)
+
+    @property
+    def token(self) -> int:
+        return max(self._counts, key=lambda token: self._counts[token])
+
+    @property
+    def part(self) -> float:
+        return self._counts[self.token] / self._seen if self._seen else 0.0
+
+    @property
+    def constant(self) -> bool:
+        return self._seen >= 10 and self.part >= _CONSTANT
+
+
+def _documents(dataset: IndexedDataset) -> Iterator[_Documents]:
+    place = 0
+    for first in range(0, dataset.num_documents, _DOCUMENTS):
+        offsets = dataset.document_offsets[first : first + _DOCUMENTS + 1]
+        sizes = dataset.sizes[offsets[0] : offsets[-1]].astype(np.int64)
+        bounds = place + np.concatenate(([0], np.cumsum(sizes)))[offsets - offsets[0]]
+        yield _Documents(first, bounds[:-1], bounds[1:])
+        place = int(bounds[-1])
+
+
+def _usual_separators(firsts: _Common, before_last: _Common, eod: int | None, specials: tuple[int, ...]) -> NDArray[np.int64]:
+    """Ids that are there to separate: those known, and those that nearly all documents have at the border."""
+    found = set(specials) | ({eod} if eod is not None else set())
+    for common in (firsts, before_last):
+        if common.constant:
+            found.add(common.token)
+    return np.array(sorted(found), np.int64)
+
+
+def _borders(dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64]) -> list[Problem]:
+    empty = Problem("empty documents", "documents hold no token but separators")
+    start = Problem(
+        "separator at the beginning", "documents begin with a separator (EOD, BOS), beside the one that ends the document before"
+    )
+    doubled = Problem("doubled separator at the end", "documents end with two separators")
+    without = Problem("no end of document", f"documents do not end with the end-of-document id {eod}")
+    for some in tqdm(
+        _documents(dataset), unit=" x 262144 documents", desc="borders", disable=dataset.num_documents < 4 * _DOCUMENTS
+    ):
+        lengths, tokens = some.lengths, dataset.tokens
+
+        def at(places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens) -> NDArray[np.int64]:
+            found = np.full(len(places), -1, np.int64)
+            found[there] = tokens[places[there]]
+            return found
+
+        last, before, first = (
+            at(some.ends - 1, lengths > 0),
+            at(some.ends - 2, lengths > 1),
+            at(some.starts, lengths > 0),
+        )
+        nothing = (lengths == 0) | ((lengths <= 2) & np.isin(first, separators) & np.isin(last, separators))
+        empty.add(nothing, some.first)
+        start.add(~nothing & (lengths > 1) & np.isin(first, separators), some.first)
+        doubled.add(~nothing & np.isin(last, separators) & np.isin(before, separators), some.first)
+        if eod is not None:
+            without.add(~nothing & (last != eod), some.first)
+    return [empty, start, doubled, without]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    smallest: int
+    largest: int
+    problems: list[Problem]
+
+
+def _contents(dataset: IndexedDataset, vocab_size: int | None, eod: int | None, separators: NDArray[np.int64]) -> _Contents:
+    """The range of ids, those beyond the vocabulary, and end-of-document ids in the midst of documents."""
+    beyond = Problem("ids beyond the vocabulary", f"token ids are not in [0, {vocab_size})")
+    inside = Problem("end of document inside", f"end-of-document ids {eod} stand inside documents (special tokens in the text?)")
+    low, high = np.iinfo(np.int64).max, -1
+    for some in tqdm(
+        _documents(dataset), unit=" x 262144 documents", desc="tokens", disable=dataset.num_documents < 4 * _DOCUMENTS
+    ):
+        eods = [np.empty(0, np.int64)]
+        for begin in range(int(some.starts[0]), int(some.ends[-1]), _TOKENS):
+            tokens = dataset.tokens[begin : min(begin + _TOKENS, int(some.ends[-1]))]
+            low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
+            if vocab_size is not None and (high >= vocab_size or low < 0):
+                beyond.add_places(begin + np.flatnonzero((tokens >= vocab_size) | (tokens < 0)), some)
+            if eod is not None:
+                eods.append(begin + np.flatnonzero(tokens == eod))
+        inside.add_places(_in_the_midst(dataset, np.concatenate(eods), some, separators), some)
+    return _Contents(low if high >= 0 else 0, max(high, 0), [beyond, inside])
+
+
+def _in_the_midst(
+    dataset: IndexedDataset, places: NDArray[np.int64], some: _Documents, separators: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Of places in the data set those that neither end nor begin a document, nor belong to a doubled separator at its end."""
+    ends = some.ends[some.lengths > 1] - 1
+    doubled = ends[np.isin(dataset.tokens[ends], separators)] - 1
+    border = np.concatenate((some.ends[some.lengths > 0] - 1, some.starts[some.lengths > 0], doubled))
+    return places[~np.isin(places, border)]

@@ -1,0 +1,213 @@
+"""Text files to indexed data sets: read, encode on several processes, write in order, keep the journal.
+
+Invariant: everything that is written before a kill and named in the journal is kept, everything else is cut off; so the outputs
+are those of an uninterrupted run.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tqdm import tqdm
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import best_dtype
+from megatron.errors import ConfigError, DataError
+from megatron.preprocess.encoders import EncoderMismatch, choose_encoder
+from megatron.preprocess.inputs import BLOCK_BYTES, expand_inputs, read_blocks
+from megatron.preprocess.journal import Journal, Progress, fingerprint_of, only_run
+from megatron.preprocess.resumable import ResumableWriter, publish
+from megatron.preprocess.sampling import sample_texts
+from megatron.preprocess.texts import BadLine
+from megatron.preprocess.workers import Encoded, EncodingJob, encode_blocks
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+_SHOWN_BAD_LINES = 100
+_BLOCKS_EACH = 4  # with less to do for each worker, starting them costs more than they bring
+_JOURNAL_SECONDS = 15.0  # what a kill costs at most
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """One PREFIX_{key}_document.bin/.idx for each key. `input`: files and globs, in the order of the output."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerConfig
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    block_bytes: int = BLOCK_BYTES
+    journal_seconds: float = _JOURNAL_SECONDS
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`documents` and `tokens` by key. Time and speed are those of this run alone, which may have gone on with an earlier one."""
+
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    bad_lines: int
+    text_bytes: int
+    seconds: float
+    megabytes_per_second: float
+    encoder: str
+    prefixes: dict[str, str]
+
+
+def preprocess(
+    job: PreprocessJob, say: Callable[[str], None] | None = None, choose: Callable[..., str] = choose_encoder
+) -> Summary:
+    """Run the job, or go on with it where an earlier run was interrupted.
+
+    Raises ConfigError for what is wrong with the flags, DataError for what is wrong with the inputs.
+    """
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    _check(job)
+    paths = expand_inputs(job.input)
+    for path in sorted({path for path in paths if paths.count(path) > 1}):
+        say(f"warning: {path} is among the inputs more than once; its documents will be too")
+    tokenizer = build_tokenizer(job.tokenizer)
+    Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    with only_run(job.output_prefix):
+        journal = Journal(job.output_prefix, fingerprint_of(paths, job.json_keys, job.append_eod, job.tokenizer))
+        progress = journal.load() or Progress()
+        while True:
+            try:
+                return _run(job, paths, tokenizer, journal, progress, say, choose)
+            except EncoderMismatch as error:
+                say(f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. STARTING OVER without it.")
+                progress = progress.restarted(error.name)
+                journal.save(progress)
+
+
+def _check(job: PreprocessJob) -> None:
+    if job.workers < 1:
+        raise ConfigError(f"--workers {job.workers} must be at least 1.")
+    if not job.json_keys or len(set(job.json_keys)) < len(job.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(job.json_keys)} must name at least one key, and none twice.")
+    if any("/" in key for key in job.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not hold '/'.")
+
+
+def _run(
+    job: PreprocessJob,
+    paths: list[str],
+    tokenizer: Tokenizer,
+    journal: Journal,
+    progress: Progress,
+    say: Callable[[str], None],
+    choose: Callable[..., str],
+) -> Summary:
+    prefixes = {key: f"{job.output_prefix}_{key}_document" for key in job.json_keys}
+    started, encoder, before = time.monotonic(), "none", progress.text_bytes
+    if not progress.complete:
+        if progress.outputs:
+            at = progress.position
+            say(f"going on with an interrupted run: {progress.lines} lines are done, up to {at.line} of {paths[at.file]}")
+        encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, say)
+        progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, say, prefixes)
+    for prefix in prefixes.values():
+        publish(prefix)
+    journal.delete()
+    outputs, seconds = progress.outputs, time.monotonic() - started
+    return Summary(
+        documents={key: outputs[key][1] for key in job.json_keys},
+        tokens={key: outputs[key][0] for key in job.json_keys},
+        bad_lines=progress.bad_lines,
+        text_bytes=progress.text_bytes,
+        seconds=seconds,
+        megabytes_per_second=(progress.text_bytes - before) / 1e6 / max(seconds, 1e-9),
+        encoder=encoder,
+        prefixes=prefixes,
+    )
+
+
+def _encode_all(
+    job: PreprocessJob,
+    paths: list[str],
+    tokenizer: Tokenizer,
+    encoder: str,
+    journal: Journal,
+    progress: Progress,
+    say: Callable[[str], None],
+    prefixes: dict[str, str],
+) -> Progress:
+    """From `progress` to the end of the inputs; leaves whole files under their partial names, and a journal that says so."""
+    dtype = best_dtype(tokenizer.vocab_size)
+    writers = {key: ResumableWriter(prefixes[key], dtype, *progress.outputs.get(key, (0, 0))) for key in job.json_keys}
+    encoding = EncodingJob(job.tokenizer, encoder, job.json_keys, job.append_eod, dtype.name)
+    blocks = read_blocks(paths, job.json_keys, progress.position, job.block_bytes)
+    sizes = [Path(path).stat().st_size for path in paths]
+    saved = time.monotonic()
+    bar = tqdm(total=sum(sizes), initial=progress.disk_bytes, unit="B", unit_scale=True, desc="preprocess", mininterval=0.5)
+    workers = min(job.workers, max(1, sum(sizes) // (_BLOCKS_EACH * job.block_bytes)))
+    encoded_blocks = encode_blocks(encoding, blocks, workers)
+    try:
+        for encoded in encoded_blocks:
+            if encoded.bad and job.on_bad_line == "stop":
+                _save(journal, progress, writers)
+                raise DataError(
+                    f"{encoded.bad[0]}. With --on-bad-line skip the run goes on from there; "
+                    f"to mend the line instead, delete {journal.path} and start over."
+                )
+            _report_bad(encoded.bad, progress.bad_lines, say)
+            for key, tokens, lengths in zip(job.json_keys, encoded.tokens, encoded.sizes, strict=True):
+                writers[key].add_documents(tokens, lengths)
+            before = progress.disk_bytes
+            progress = _advanced(progress, encoded, sum(sizes[: encoded.end.file]), writers)
+            bar.update(progress.disk_bytes - before)
+            if time.monotonic() - saved >= job.journal_seconds:
+                _save(journal, progress, writers)
+                saved = time.monotonic()
+        if not any(writer.num_tokens for writer in writers.values()):
+            raise DataError(
+                f"{', '.join(paths[:3])}: no document came out of {progress.lines} lines, {progress.bad_lines} of them bad."
+            )
+        for writer in writers.values():
+            writer.write_index()
+        progress = replace(progress, complete=True)
+        journal.save(progress)
+        return progress
+    finally:
+        bar.close()
+        encoded_blocks.close()
+        for writer in writers.values():
+            writer.close()
+
+
+def _advanced(progress: Progress, encoded: Encoded, disk_bytes_before: int, writers: dict[str, ResumableWriter]) -> Progress:
+    return replace(
+        progress,
+        position=encoded.end,
+        outputs={key: (writer.num_tokens, writer.num_documents) for key, writer in writers.items()},
+        lines=progress.lines + encoded.lines,
+        bad_lines=progress.bad_lines + len(encoded.bad),
+        text_bytes=progress.text_bytes + encoded.text_bytes,
+        disk_bytes=disk_bytes_before + encoded.disk_bytes,
+    )
+
+
+def _save(journal: Journal, progress: Progress, writers: dict[str, ResumableWriter]) -> None:
+    """What the journal names must be on the disk before."""
+    for writer in writers.values():
+        writer.sync()
+    journal.save(progress)
+
+
+def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> None:
+    for number, line in enumerate(bad, before):
+        if number < _SHOWN_BAD_LINES:
+            say(f"bad line skipped: {line}")
+        elif number == _SHOWN_BAD_LINES:
+            say(f"bad line skipped: {line}; further ones are counted only")
+
+
+def default_workers() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,18 @@
+"""Text <-> token ids, and the size of the vocabulary that the model is built with.
+
+Invariant: ids are those of Hugging Face `tokenizers` without any special token added around a text; who wants an end-of-document
+token appends `Tokenizer.eod` once, and nobody else does.
+"""
+
+from megatron.tokenizer.build import HFTokenizer, Tokenizer, TransformersTokenizer, build_tokenizer, special_token_ids
+from megatron.tokenizer.vocabulary import padded_vocab_size, vocab_size_of
+
+__all__ = [
+    "HFTokenizer",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "build_tokenizer",
+    "padded_vocab_size",
+    "special_token_ids",
+    "vocab_size_of",
+]

@@ -1,0 +1,207 @@
+"""The tokenizers, built from local files.
+
+Invariant: encoding a text adds nothing before, after or instead of it: no special tokens, no truncation, no padding, even where
+the tokenizer's own files ask for them (two programs that each add a separator is how corpora get doubled ones).
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer. Ids lie in [0, vocab_size); `eod` ends a document."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class HFTokenizer:
+    """A tokenizer of the `tokenizers` library, held in `backend`."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry either; both would change a corpus silently
+        backend.no_padding()
+        self.backend = backend
+        self.eod = eod
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+
+class TransformersTokenizer:
+    """A tokenizer that only `transformers` can read (no tokenizer.json); slower than the others."""
+
+    def __init__(self, backend: Any, eod: int) -> None:
+        self.backend = backend
+        self.eod = eod
+        self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the flags name. Raises ConfigError, naming flag and file, where it cannot be built."""
+    tokenizer = _gpt2(config) if config.tokenizer_type == "GPT2BPETokenizer" else _from_hf(config)
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave the flag out."
+        )
+    return tokenizer
+
+
+def special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of a tokenizer's special tokens (BOS, EOS, ...), the end of a document among them."""
+    found = {tokenizer.eod}
+    if isinstance(tokenizer, HFTokenizer):
+        found |= {index for index, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    elif isinstance(tokenizer, TransformersTokenizer):
+        found |= set(tokenizer.backend.all_special_ids)
+    return tuple(sorted(found))
+
+
+def tokenizer_json_path(name_or_path: str | None) -> Path | None:
+    """The tokenizer.json that --tokenizer-name-or-path means, if there is one on this machine."""
+    if name_or_path is None:
+        return None
+    path = Path(name_or_path)
+    found = path / "tokenizer.json" if path.is_dir() else path
+    return found if found.is_file() else None
+
+
+def read_vocabulary(vocab_file: str) -> dict[str, int]:
+    """Token -> id of a vocab.json. Raises ConfigError where the file is missing or is something else."""
+    vocabulary = _read_json(vocab_file, f"--vocab-file {vocab_file}")
+    if not vocabulary or not all(isinstance(index, int) and index >= 0 for index in vocabulary.values()):
+        raise ConfigError(f"--vocab-file {vocab_file} must be a JSON object of token: id; it is something else.")
+    return vocabulary
+
+
+def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    """Raises ConfigError where the file is damaged or of a kind that the library does not know."""
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}") from error
+
+
+def byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
+    """GPT-2's byte-level BPE (https://github.com/openai/gpt-2): special tokens in a text are ordinary text to it."""
+    try:
+        backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not make a BPE: {error}") from error
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _gpt2(config: TokenizerConfig) -> HFTokenizer:
+    for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
+        if file is None:
+            raise ConfigError(f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and --merge-file merges.txt.")
+        if not Path(file).is_file():
+            raise ConfigError(f"{flag} {file} does not exist or is not a file.")
+    assert config.vocab_file is not None, "checked above"
+    assert config.merge_file is not None, "checked above"
+    vocabulary = read_vocabulary(config.vocab_file)
+    lacking = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
+    if lacking:
+        raise ConfigError(
+            f"--vocab-file {config.vocab_file} lacks {len(lacking)} of the 256 byte symbols ({' '.join(lacking[:8])} ...): text "
+            "with these bytes would lose them. Use a byte-level vocabulary with its whole alphabet."
+        )
+    if END_OF_DOCUMENT not in vocabulary:
+        raise ConfigError(
+            f"--vocab-file {config.vocab_file} has no {END_OF_DOCUMENT}, which ends documents; add it as the last entry."
+        )
+    return HFTokenizer(byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT])
+
+
+def _from_hf(config: TokenizerConfig) -> Tokenizer:
+    name = config.tokenizer_name_or_path
+    if name is None:
+        raise ConfigError("PretrainedFromHF needs --tokenizer-name-or-path FOLDER.")
+    found = tokenizer_json_path(name)
+    if found is None:
+        return _from_transformers(name)
+    backend = read_tokenizer_json(found)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    token = _end_token(found.parent)
+    if token is None and END_OF_DOCUMENT in vocabulary:
+        token = END_OF_DOCUMENT
+    if token is None or token not in vocabulary:
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name}: no end-of-document token ({token!r} is what its files name); "
+            'name one that is in the vocabulary as "eos_token" in tokenizer_config.json beside tokenizer.json.'
+        )
+    return HFTokenizer(backend, vocabulary[token])
+
+
+def _end_token(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token = _read_json(str(folder / name), f"--tokenizer-name-or-path: {folder / name}").get("eos_token")
+            if token is not None:
+                return token["content"] if isinstance(token, dict) else token
+    return None
+
+
+def _from_transformers(name: str) -> TransformersTokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name} has no tokenizer.json, and reading it otherwise needs the package transformers: "
+            "pip install transformers."
+        ) from error
+    try:
+        backend = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # OSError, ValueError, ImportError, KeyError and others, by the kind of damage
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name} cannot be read: {first} "
+            "Give a local folder that holds a tokenizer; nothing is downloaded."
+        ) from error
+    if backend.eos_token_id is None:
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its tokenizer_config.json."
+        )
+    return TransformersTokenizer(backend, backend.eos_token_id)
+
+
+def _read_json(file: str, named: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{named} must be a JSON object; it is {type(content).__name__}.")
+    return content

@@ -1,0 +1,72 @@
+"""The size of the vocabulary: as the tokenizer has it, and padded as the model has it.
+
+Invariant: the padded size is divisible by the tensor-parallel size and never smaller than the vocabulary.
+Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
+"""
+
+from pathlib import Path
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError
+from megatron.tokenizer.build import build_tokenizer, read_tokenizer_json, read_vocabulary, tokenizer_json_path
+
+GPT2_VOCAB_SIZE = 50257
+
+
+def padded_vocab_size(
+    vocab_size: int, make_divisible_by: int = 128, tensor_model_parallel_size: int = 1, pad_to: int | None = None
+) -> int:
+    """Rows of the word embedding: the next multiple of make_divisible_by x tensor-parallel size, or exactly `pad_to`.
+
+    Raises ConfigError where `pad_to` is smaller than the vocabulary or cannot be cut into equal parts.
+    """
+    if vocab_size < 1 or make_divisible_by < 1:
+        raise ConfigError(
+            f"vocabulary size {vocab_size} and --make-vocab-size-divisible-by {make_divisible_by} must both be at least 1."
+        )
+    if pad_to is None:
+        multiple = make_divisible_by * tensor_model_parallel_size
+        return -(-vocab_size // multiple) * multiple
+    if pad_to < vocab_size:
+        raise ConfigError(
+            f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}; raise it or leave it out."
+        )
+    if pad_to % tensor_model_parallel_size:
+        above = -(-pad_to // tensor_model_parallel_size) * tensor_model_parallel_size
+        raise ConfigError(
+            f"--pad-vocab-size-to {pad_to} must be divisible by --tensor-model-parallel-size {tensor_model_parallel_size}. "
+            f"Use {above}."
+        )
+    return pad_to
+
+
+def vocab_size_of(config: TokenizerConfig) -> tuple[int, str | None]:
+    """Number of token ids for planning, and a warning where it had to be guessed; opens local files only.
+
+    --vocab-size wins; then the tokenizer's files; then --pad-vocab-size-to as an upper bound, or GPT-2's size.
+    Raises ConfigError where nothing tells the size, or the files that are there cannot be read.
+    """
+    if config.vocab_size is not None:
+        if config.vocab_size < 1:
+            raise ConfigError(f"--vocab-size {config.vocab_size} must be at least 1.")
+        return config.vocab_size, None
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        if config.vocab_file is not None and Path(config.vocab_file).is_file():
+            return 1 + max(read_vocabulary(config.vocab_file).values()), None
+        absent = f"--vocab-file {config.vocab_file} is not there" if config.vocab_file else "no --vocab-file was given"
+        return GPT2_VOCAB_SIZE, f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says otherwise."
+    found = tokenizer_json_path(config.tokenizer_name_or_path)
+    if found is not None:
+        vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
+        return 1 + max(vocabulary.values()), None
+    if config.tokenizer_name_or_path is not None and Path(config.tokenizer_name_or_path).is_dir():
+        return build_tokenizer(config).vocab_size, None
+    if config.pad_vocab_size_to is not None:
+        return config.pad_vocab_size_to, (
+            f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: "
+            f"taking --pad-vocab-size-to {config.pad_vocab_size_to} for the size of its vocabulary, which is an upper bound."
+        )
+    raise ConfigError(
+        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no tokenizer.json on this machine, so the size of the "
+        "vocabulary is unknown; give its folder, or --vocab-size N."
+    )

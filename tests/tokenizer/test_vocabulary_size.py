@@ -1,0 +1,65 @@
+"""The vocabulary's size for planning, and its padding."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tokenizers import folder_with, hf, slow_folder
+from tiny_corpus import GPT2, VOCAB
+
+from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError
+from megatron.tokenizer import padded_vocab_size, vocab_size_of
+
+
+def test_published_paddings() -> None:
+    """GPT-2 at TP 1, 8 (Megatron-LM's paper: 51,200 at 8), tr1-13B at TP 2, tr11 as its flag says."""
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 8) == 51200
+    assert padded_vocab_size(50257, 128, 2) == 50432
+    assert padded_vocab_size(250680, 128, 4, pad_to=250880) == 250880
+
+
+@given(st.integers(1, 300_000), st.integers(1, 256), st.integers(1, 64))
+def test_padding_is_the_least_that_divides(size: int, divisor: int, tensor_parallel: int) -> None:
+    padded = padded_vocab_size(size, divisor, tensor_parallel)
+    assert padded % (divisor * tensor_parallel) == 0
+    assert size <= padded < size + divisor * tensor_parallel
+
+
+def test_padding_errors() -> None:
+    with pytest.raises(ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"):
+        padded_vocab_size(101, 128, 1, pad_to=100)
+    with pytest.raises(
+        ConfigError, match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104"
+    ):
+        padded_vocab_size(101, 128, 4, pad_to=102)
+    with pytest.raises(ConfigError, match="must both be at least 1"):
+        padded_vocab_size(101, 0, 1)
+
+
+def test_size_for_planning(tmp_path: Path) -> None:
+    assert vocab_size_of(GPT2) == (5000, None)
+    assert vocab_size_of(TokenizerConfig(vocab_file=VOCAB, vocab_size=5120)) == (5120, None)
+    size, warning = vocab_size_of(TokenizerConfig(vocab_file="gone.json", merge_file="gone.txt"))
+    assert size == 50257
+    assert warning is not None
+    assert "--vocab-file gone.json is not there" in warning
+    assert "no --vocab-file was given" in (vocab_size_of(TokenizerConfig())[1] or "")
+    assert vocab_size_of(hf(folder_with(tmp_path / "tok"))) == (5001, None)
+    size, warning = vocab_size_of(hf("bigscience/tokenizer", pad_vocab_size_to=250880))
+    assert size == 250880
+    assert "upper bound" in (warning or "")
+
+
+def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert vocab_size_of(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))[0] >= 4
+
+
+def test_size_for_planning_errors() -> None:
+    with pytest.raises(ConfigError, match="the vocabulary is unknown; give its folder, or --vocab-size N"):
+        vocab_size_of(hf("bigscience/tokenizer"))
+    with pytest.raises(ConfigError, match="--vocab-size 0 must be at least 1"):
+        vocab_size_of(TokenizerConfig(vocab_size=0))
