@@ -1,0 +1,139 @@
+"""The lines that people grep and scripts parse: training, validation, checkpoints, exits.
+
+Invariant: the formats are Megatron-DeepSpeed's (BigScience), byte for byte; golden tests hold them. Whatever changes a line
+here breaks somebody's script.
+"""
+
+import math
+import re
+
+from megatron.observe.report import IterationReport
+
+# Label in the log line -> key of the parsed dictionary, which is the report's field.
+_FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "consumed samples": ("consumed_samples", int),
+    "consumed tokens": ("consumed_tokens", int),
+    "elapsed time per iteration (s)": ("seconds", float),
+    "learning rate": ("learning_rate", float),
+    "global batch size": ("global_batch_size", int),
+    "lm loss": ("lm_loss", float),
+    "loss scale": ("loss_scale", float),
+    "grad norm": ("grad_norm", float),
+    "num zeros": ("num_zeros", float),
+    "params norm": ("params_norm", float),
+    "curriculum seqlen": ("curriculum_seqlen", int),
+    "number of skipped iterations": ("skipped_iterations", int),
+    "number of nan iterations": ("nan_iterations", int),
+    "samples per second": ("samples_per_second", float),
+    "TFLOPs": ("tflops", float),
+}
+# Not anchored at the line's start: launchers put `[default7]:` or a time there.
+_TRAINING = re.compile(r"(?:^|[\s:\]])iteration +(\d+)/ *(\d+) \|(.*)")
+_VALIDATION = re.compile(
+    r"(?:^\s*\d+:|^|\]:?) ?(?P<name>[^|\]]*?) loss at iteration (?P<iteration>\d+) \|"
+    r" lm loss value: (?P<loss>\S+) \| lm loss PPL: (?P<ppl>\S+) \|"
+)
+
+
+def training_log_line(report: IterationReport) -> str:
+    """The line of one report; its optional fields (None by default) only where they have a value."""
+    parts = [
+        f" iteration {report.iteration:8d}/{report.train_iters:8d}",
+        f"consumed samples: {report.consumed_samples:12d}",
+        f"consumed tokens: {report.consumed_tokens:12d}",
+        f"elapsed time per iteration (s): {report.seconds:.2f}",
+        f"learning rate: {report.learning_rate:.3E}",
+        f"global batch size: {report.global_batch_size:5d}",
+    ]
+    if report.lm_loss is not None:
+        parts.append(f"lm loss: {report.lm_loss:.6E}")
+    if report.loss_scale is not None:
+        parts.append(f"loss scale: {report.loss_scale:.1f}")
+    if report.grad_norm is not None:
+        parts.append(f"grad norm: {report.grad_norm:.3f}")
+    if report.num_zeros is not None:
+        parts.append(f"num zeros: {report.num_zeros:.1f}")
+    if report.params_norm is not None:
+        parts.append(f"params norm: {report.params_norm:.3f}")
+    if report.curriculum_seqlen is not None:
+        parts.append(f"curriculum seqlen: {report.curriculum_seqlen:5d}")
+    parts += [
+        f"number of skipped iterations: {report.skipped_iterations:3d}",
+        f"number of nan iterations: {report.nan_iterations:3d}",
+        f"samples per second: {report.samples_per_second:.3f}",
+        f"TFLOPs: {report.tflops:.2f} |",
+    ]
+    return " | ".join(parts)
+
+
+def validation_log_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
+    """The line of one evaluation; `name` is the set's, for runs with several."""
+    return f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity(lm_loss):.6E} |"
+
+
+def perplexity(lm_loss: float) -> float:
+    """exp(loss), the exponent cut at 20 as Megatron does, so that an untrained or broken model cannot overflow it."""
+    return math.exp(min(lm_loss, 20.0))
+
+
+def parse_log_line(text: str) -> dict[str, int | float] | None:
+    """One training line -> {report field: number}, or None if `text` is none, or other ranks' output was mixed into it.
+
+    Takes launcher prefixes, and milliseconds (`elapsed time per iteration (ms)`) of older logs, which come back as seconds. Of a
+    line that was cut off, the fields that are whole.
+    """
+    match = _TRAINING.search(text)
+    if match is None:
+        return None
+    found: dict[str, int | float] = {"iteration": int(match[1]), "train_iters": int(match[2])}
+    try:
+        for part in match[3].split("|")[:-1]:
+            label, _, value = part.partition(":")
+            label = label.strip()
+            if label == "elapsed time per iteration (ms)":
+                found["seconds"] = float(value) / 1000.0
+            elif label in _FIELDS:
+                key, kind = _FIELDS[label]
+                found[key] = kind(value)
+    except ValueError:
+        return None
+    return found
+
+
+def parse_validation_log_line(text: str) -> dict[str, str | int | float] | None:
+    """One validation line -> {name, iteration, lm_loss, ppl}, or None."""
+    match = _VALIDATION.search(text)
+    if match is None:
+        return None
+    loss, ppl = float(match["loss"]), float(match["ppl"])
+    return {"name": match["name"].strip(), "iteration": int(match["iteration"]), "lm_loss": loss, "ppl": ppl}
+
+
+def saved_checkpoint_line(iteration: int, path: str) -> str:
+    return f"successfully saved checkpoint at iteration {iteration:7d} to {path}"
+
+
+def loaded_checkpoint_line(path: str, iteration: int) -> str:
+    return f"successfully loaded checkpoint from {path} at iteration {iteration}"
+
+
+def no_checkpoint_line(path: str) -> str:
+    """`path` is the checkpoint folder, without /latest."""
+    return f"Unable to find latest file at {path}/latest"
+
+
+def kill_switch_line(path: str) -> str:
+    return f"Detected kill switch at {path}"
+
+
+def exit_duration_line(minutes: float) -> str:
+    return f"exiting program after {minutes:g} minutes"
+
+
+def exit_iteration_line(iteration: int) -> str:
+    return f"exiting program at iteration {iteration}"
+
+
+def skipped_range_line(first: int, last: int) -> str:
+    """Once for each merged range, both ends inclusive."""
+    return f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag."

@@ -1,0 +1,106 @@
+"""The lines that scripts parse, held byte for byte."""
+
+import math
+
+import pytest
+from reports import full_report
+
+from megatron.observe import log_line
+from megatron.observe.report import IterationReport
+
+REPORT = IterationReport(
+    iteration=12695,
+    train_iters=115311,
+    consumed_samples=9841584,
+    consumed_tokens=20155564032,
+    global_batch_size=2048,
+    learning_rate=5.969e-05,
+    seconds=105.22,
+    samples_per_second=2048 / 105.22,
+    tokens_per_second=2048 * 2048 / 105.22,
+    tflops=149.02,
+    lm_loss=2.345678901,
+    grad_norm=0.1234,
+)
+GOLDEN = (
+    " iteration    12695/  115311 | consumed samples:      9841584 | consumed tokens:  20155564032 | "
+    "elapsed time per iteration (s): 105.22 | learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.345679E+00 | "
+    "grad norm: 0.123 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+    "samples per second: 19.464 | TFLOPs: 149.02 |"
+)
+GOLDEN_FULL = (
+    " iteration       42/     100 | consumed samples:          672 | consumed tokens:       344064 | "
+    "elapsed time per iteration (s): 0.50 | learning rate: 1.000E-03 | global batch size:    16 | lm loss: 6.500000E+00 | "
+    "loss scale: 4096.0 | grad norm: 1.500 | num zeros: 17.0 | params norm: 33.250 | curriculum seqlen:   512 | "
+    "number of skipped iterations:   1 | number of nan iterations:   2 | samples per second: 32.000 | TFLOPs: 0.01 |"
+)
+
+
+def test_training_line_is_golden() -> None:
+    assert log_line.training_log_line(REPORT) == GOLDEN
+
+
+def test_training_line_with_every_field_is_golden() -> None:
+    assert log_line.training_log_line(full_report()) == GOLDEN_FULL
+
+
+def test_validation_line_is_golden() -> None:
+    assert (
+        log_line.validation_log_line(1000, 2.5)
+        == " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
+    )
+    assert log_line.validation_log_line(7, 2.5, "wiki").startswith(" wiki loss at iteration 7 | lm loss value: ")
+
+
+def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
+    assert log_line.perplexity(5000.0) == math.exp(20)
+    assert math.isnan(log_line.perplexity(math.nan))
+
+
+@pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "3: ", "2026-01-31 12:00:00 "])
+def test_parse_gives_back_what_was_printed(prefix: str) -> None:
+    parsed = log_line.parse_log_line(prefix + GOLDEN_FULL + "\n")
+    assert parsed is not None
+    report = full_report()
+    for key, value in parsed.items():
+        assert value == pytest.approx(getattr(report, key), abs=0.005), key
+    optional_or_derived = {"mfu", "phase_seconds", "gigaflops_without_embeddings", "tokens_per_second"}
+    assert set(parsed) == set(vars(report)) - optional_or_derived
+
+
+def test_parse_takes_milliseconds_nan_and_lines_cut_off() -> None:
+    old = "[default0]: iteration        3/     100 | elapsed time per iteration (ms): 1500.5 | lm loss: NAN |"
+    parsed = log_line.parse_log_line(old)
+    assert parsed is not None
+    assert parsed["seconds"] == pytest.approx(1.5005)
+    assert math.isnan(parsed["lm_loss"])
+    cut = log_line.parse_log_line(GOLDEN[: GOLDEN.index("E+00")])
+    assert cut is not None
+    assert "lm_loss" not in cut
+    assert cut["global_batch_size"] == 2048
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hello", log_line.validation_log_line(10, 2.0), GOLDEN.replace("2.345679E+00", "2.34[default3]: hi")],
+)
+def test_other_lines_are_no_training_lines(text: str) -> None:
+    assert log_line.parse_log_line(text) is None
+
+
+@pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "12: "])
+@pytest.mark.parametrize("name", ["validation", "wiki-en", "test"])
+def test_parse_validation(prefix: str, name: str) -> None:
+    parsed = log_line.parse_validation_log_line(prefix + log_line.validation_log_line(1000, 2.5, name))
+    assert parsed == {"name": name, "iteration": 1000, "lm_loss": 2.5, "ppl": pytest.approx(12.18249)}
+    assert log_line.parse_validation_log_line(GOLDEN) is None
+
+
+def test_other_lines_that_scripts_look_for() -> None:
+    assert log_line.saved_checkpoint_line(300, "/ckpt") == "successfully saved checkpoint at iteration     300 to /ckpt"
+    assert log_line.loaded_checkpoint_line("/ckpt", 300) == "successfully loaded checkpoint from /ckpt at iteration 300"
+    assert log_line.no_checkpoint_line("/ckpt") == "Unable to find latest file at /ckpt/latest"
+    assert log_line.kill_switch_line("/tmp/kill") == "Detected kill switch at /tmp/kill"
+    assert log_line.exit_duration_line(1190.0) == "exiting program after 1190 minutes"
+    assert log_line.exit_iteration_line(20) == "exiting program at iteration 20"
+    assert log_line.skipped_range_line(8401, 8800) == "Skipped iterations 8401 to 8800 due to --skip-train-iteration-range flag."

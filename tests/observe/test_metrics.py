@@ -1,0 +1,116 @@
+"""The metrics file over kills, resumes and rollbacks."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reports import full_report
+
+from megatron.observe.metrics import MetricsFile, read_metrics
+from megatron.observe.report import IterationReport
+
+
+def report(iteration: int, loss: float = 1.0) -> IterationReport:
+    return replace(full_report(), iteration=iteration, lm_loss=loss)
+
+
+def losses(path: Path) -> dict[int, float]:
+    return {record["iteration"]: record["lm_loss"] for record in read_metrics(path)}
+
+
+def test_a_line_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    phases = {"data-wait": 0.1, "forward-backward": 2.0, "optimizer": 0.5, "communication": 0.75}
+    metrics.train(replace(report(1), phase_seconds=phases, mfu=0.5))
+    line = json.loads(path.read_text())
+    assert (line["data_wait_seconds"], line["communication_seconds"], line["compute_seconds"]) == (0.1, 0.75, 1.75)
+    assert (line["iteration"], line["lm_loss"], line["mfu"], line["tokens_per_second"]) == (1, 1.0, 0.5, 16384.0)
+    assert line["time"].endswith("+00:00")
+
+
+def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).train(replace(report(1, math.nan), grad_norm=-math.inf, params_norm=math.inf))
+    strict = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert (strict["lm_loss"], strict["grad_norm"], strict["params_norm"]) == ("NaN", "-Infinity", "Infinity")
+    (record,) = read_metrics(path)
+    assert math.isnan(record["lm_loss"])
+    assert (record["grad_norm"], record["params_norm"]) == (-math.inf, math.inf)
+
+
+def test_a_torn_last_line_is_passed_over_and_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.train(report(1))
+    first.train(report(2))
+    os.truncate(path, path.stat().st_size - 20)
+    assert losses(path) == {1: 1.0}
+    second = MetricsFile(path)
+    second.start(1)
+    second.train(report(2, 5.0))
+    assert losses(path) == {1: 1.0, 2: 5.0}
+
+
+def test_a_rollback_leaves_the_lost_run_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    first.start(0)
+    for iteration in range(1, 9):
+        first.train(report(iteration))
+    first.validation(8, 7.0)
+    second = MetricsFile(path)
+    second.start(4)
+    assert losses(path) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
+    second.train(report(7, 2.0))  # 5 and 6 were skipped
+    second.validation(7, 9.0, "wiki")
+    assert losses(path) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 7: 2.0}
+    assert read_metrics(path)[-1]["validation"] == {"wiki": 9.0}
+    assert len(path.read_text().splitlines()) == 13
+
+
+def test_without_a_start_line_the_iteration_number_tells(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for iteration, loss in [(1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)]:
+        metrics.train(report(iteration, loss))
+    assert losses(path) == {1: 1.0, 2: 2.0}
+
+
+def test_an_evaluation_alone_and_one_before_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.validation(1, 3.0)
+    metrics.train(report(1))
+    metrics.validation(5, 4.0)
+    records = read_metrics(path)
+    assert (records[0]["lm_loss"], records[0]["validation"]) == (1.0, {"validation": 3.0})
+    assert records[1] == {"iteration": 5, "validation": {"validation": 4.0}}
+
+
+def test_what_cannot_be_written_is_said_once_and_never_fatal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said: list[str] = []
+    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", say=said.append)
+    metrics.train(report(1))
+    metrics.train(report(2))
+    assert len(said) == 1
+    assert "cannot write metrics to" in said[0]
+    (tmp_path / "file").unlink()  # the obstacle goes, as a disk is freed
+    metrics.train(report(3))
+    assert list(losses(tmp_path / "file" / "metrics.jsonl")) == [3]
+    metrics.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    said: list[str] = []
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", say=said.append)
+    metrics.train(report(1))
+    metrics.train(report(2))
+    assert len(said) == 1
+    assert "No space left" in said[0]

@@ -1,0 +1,108 @@
+"""TensorBoard's tags and their step axes, read back with its own reader."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reports import full_report
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.config.logging import LoggingConfig
+from megatron.observe.tensorboard import TensorBoard
+
+ALL = LoggingConfig(log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)
+REPORT = replace(full_report(), gigaflops_without_embeddings=123456.7, phase_seconds={"data-wait": 0.25})
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
+    (scalar,) = accumulator.Scalars(tag)
+    return scalar.step, scalar.value
+
+
+def test_tags_and_axes(tmp_path: Path) -> None:
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
+    board.train(REPORT)
+    board.validation(REPORT.axes, 2.5)
+    board.validation(REPORT.axes, 3.5, "wiki")
+    board.close()
+    events = read(tmp_path / "tb")
+    axes = {"": 42, " vs samples": 672, " vs tokens": 344064, " vs gigaflos (without embeddings)": 123456}
+    for suffix, step in axes.items():
+        assert point(events, "lm-loss-training/lm loss" + suffix) == (step, 6.5)
+        assert point(events, "lm-loss-validation/lm loss validation" + suffix) == (step, 2.5)
+        assert point(events, "lm-loss-validation/wiki/lm loss validation" + suffix) == (step, 3.5)
+        assert point(events, "lm-loss-validation/lm loss validation ppl" + suffix) == (step, pytest.approx(12.1825, abs=1e-3))
+    groups = {
+        "learning-rate/learning-rate": 1e-3,
+        "batch-size/batch-size": 16,
+        "loss-scale/loss-scale": 4096,
+        "grad-norm/grad-norm": 1.5,
+        "num-zeros/num-zeros": 17,
+        "params-norm/params-norm": 33.25,
+        "iteration-time/iteration-time": 0.5,
+    }
+    for tag, value in groups.items():
+        for suffix in ("", " vs samples", " vs tokens"):
+            assert point(events, tag + suffix) == (axes[suffix], pytest.approx(value))
+    assert point(events, "curriculum_seqlen") == (42, 512)
+    assert point(events, "data-wait-time") == (42, 0.25)
+    assert point(events, "steps-vs-samples/y=steps,x=samples") == (672, 42)
+    assert point(events, "steps-vs-samples/y=samples,x=steps") == (42, 672)
+    assert point(events, "steps-vs-tokens/y=steps,x=tokens") == (344064, 42)
+    assert point(events, "steps-vs-tokens/y=tokens,x=steps") == (42, 344064)
+
+
+def test_only_what_is_asked_for_and_only_when_due(tmp_path: Path) -> None:
+    off = LoggingConfig(
+        tensorboard_dir=str(tmp_path),
+        tensorboard_log_interval=5,
+        log_learning_rate_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False,
+    )
+    board = TensorBoard(off)
+    board.train(replace(REPORT, iteration=4))
+    bare = replace(REPORT, iteration=5, lm_loss=None, grad_norm=None, num_zeros=None, params_norm=None, curriculum_seqlen=None)
+    board.train(bare)
+    board.close()
+    tags = read(tmp_path).Tags()["scalars"]
+    assert {tag.split("/")[0] for tag in tags} == {"steps-vs-samples", "steps-vs-tokens"}
+    assert point(read(tmp_path), "steps-vs-samples/y=steps,x=samples") == (672, 5)
+
+
+def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> None:
+    for _ in range(2):
+        board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path)))
+        board.train(REPORT)
+        board.flush()
+        assert read(tmp_path).Scalars("lm-loss-training/lm loss")
+        board.close()
+    files = list(tmp_path.iterdir())
+    # Two launches within one second on one process share a name; what counts is that none makes two.
+    assert 1 <= len(files) <= 2
+
+
+def test_off_without_a_folder(tmp_path: Path) -> None:
+    board = TensorBoard(LoggingConfig())
+    assert not board.enabled
+    board.train(REPORT)
+    board.validation(REPORT.axes, 1.0)
+    board.flush()
+    board.close()
+
+
+def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    said: list[str] = []
+    board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=said.append)
+    board.train(REPORT)
+    board.close()
+    assert not board.enabled
+    assert len(said) == 1
+    assert "tensorboard is not installed" in said[0]

@@ -1,0 +1,39 @@
+"""Rates and peaks."""
+
+import pytest
+
+from megatron.observe.throughput import peak_tflops, throughput
+
+
+def test_rates_of_a_published_run() -> None:
+    """tr11-176B: 105.22 s an iteration on 384 A100 were logged as 149.02 TFLOPs (hardware FLOPs, full recomputation)."""
+    hidden, layers, seq, vocabulary, batch = 14336, 70, 2048, 250880, 2048
+    flops = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocabulary / (16 * layers * hidden))
+    rates = throughput(samples=batch, tokens=batch * seq, flops=flops, seconds=105.22, devices=384, peak_tflops=312.0)
+    assert rates.tflops == pytest.approx(149.02, abs=0.01)
+    assert rates.mfu == pytest.approx(149.02 / 312, abs=1e-4)
+    assert rates.samples_per_second == pytest.approx(19.464, abs=1e-3)
+    assert rates.tokens_per_second == pytest.approx(39862.5, abs=0.5)
+    assert throughput(samples=1, tokens=1, flops=1, seconds=1, devices=1, peak_tflops=None).mfu is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 311.8),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("Tesla V100-SXM2-32GB", 125.0),
+        ("Tesla V100-PCIE-16GB", 112.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks_by_device_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak

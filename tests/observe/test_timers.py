@@ -1,0 +1,99 @@
+"""Phases of an iteration: arithmetic, nesting, and device events with a clock of our own."""
+
+import time
+
+import pytest
+
+from megatron.observe.timers import Timers, compute_seconds
+
+
+class FakeEvent:
+    """A device event whose device runs 10 ms behind each record."""
+
+    now_ms = 0.0
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.at_ms = -1.0
+        self.waited = False
+
+    def record(self) -> None:
+        type(self).now_ms += 10.0
+        self.at_ms = self.now_ms
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert end.waited, "read before it was reached"
+        return end.at_ms - self.at_ms
+
+
+def test_wall_clock_adds_up_and_take_starts_afresh() -> None:
+    timers = Timers()
+    for _ in range(2):
+        with timers("data-wait"):
+            time.sleep(0.01)
+    timers.add("communication", 0.5)
+    timers.add("communication", 0.25)
+    taken = timers.take()
+    assert list(taken) == ["data-wait", "communication"]
+    assert 0.02 <= taken["data-wait"] < 0.2
+    assert taken["communication"] == 0.75
+    assert timers.take() == {"data-wait": 0.0, "communication": 0.0}
+
+
+def test_a_phase_inside_itself_counts_once() -> None:
+    timers = Timers()
+    start = time.perf_counter()
+    with timers("save"), timers("save"):
+        time.sleep(0.02)
+    assert 0.02 <= timers.take()["save"] <= time.perf_counter() - start
+
+
+def test_a_phase_that_raises_is_counted_and_closed() -> None:
+    timers = Timers()
+    with pytest.raises(KeyError), timers("save"):
+        raise KeyError("disk")
+    assert timers.take()["save"] > 0
+    with timers("save"):
+        pass
+    assert timers.take()["save"] < 0.01
+
+
+def test_device_events_are_read_late_and_reused() -> None:
+    FakeEvent.made = 0
+    timers = Timers(make_event=FakeEvent)
+    for _ in range(3):
+        with timers("forward-backward"), timers("communication"):
+            pass
+        with timers("optimizer"), timers("optimizer"):
+            pass
+        with timers("data-wait"):
+            pass
+        taken = timers.take()
+        assert taken["forward-backward"] == pytest.approx(0.030)
+        assert taken["communication"] == pytest.approx(0.010)
+        assert taken["optimizer"] == pytest.approx(0.020)
+        assert taken["data-wait"] < 0.005  # the host's clock
+    assert FakeEvent.made == 6
+    timers.add("communication", 1.0)
+    assert timers.take()["communication"] == 1.0
+
+
+def test_an_entry_costs_next_to_nothing() -> None:
+    timers = Timers()
+    start = time.perf_counter()
+    for _ in range(10_000):
+        with timers("communication"):
+            pass
+    # About 5 ms in all; a hundred of them belong into an iteration of a second.
+    assert time.perf_counter() - start < 0.5
+
+
+def test_compute_is_work_without_communication() -> None:
+    assert compute_seconds({"forward-backward": 2.0, "optimizer": 1.0, "communication": 0.5, "data-wait": 9.0}) == 2.5
+    assert compute_seconds({"forward-backward": 1.0, "communication": 3.0}) == 0.0
+    assert compute_seconds({}) == 0.0

@@ -1,0 +1,80 @@
+"""tools/plot_loss.py on metrics and logs."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.observe.log_line import training_log_line, validation_log_line
+from megatron.observe.metrics import MetricsFile
+from megatron.observe.report import IterationReport
+
+REPORT = IterationReport(
+    iteration=1,
+    train_iters=6,
+    consumed_samples=16,
+    consumed_tokens=2048,
+    global_batch_size=16,
+    learning_rate=1e-3,
+    seconds=0.5,
+    samples_per_second=32.0,
+    tokens_per_second=4096.0,
+    tflops=0.1,
+)
+# Iterations 4 and 5 are trained twice: the run was resumed from 3.
+TRAINED = [(1, 6.0), (2, 5.0), (3, 4.0), (4, 9.0), (5, 9.0), (4, 3.5), (5, 3.25)]
+
+
+@pytest.fixture(scope="module")
+def plot_loss() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "plot_loss.py"
+    spec = importlib.util.spec_from_file_location("plot_loss", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["metrics.jsonl", "main_log.txt"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path: Path = tmp_path / request.param
+    reports = [replace(REPORT, iteration=iteration, lm_loss=loss) for iteration, loss in TRAINED]
+    if path.suffix == ".jsonl":
+        metrics = MetricsFile(path)
+        for report in reports:
+            metrics.train(report)
+            if report.iteration in (3, 5):
+                metrics.validation(report.iteration, report.lm_loss or 0.0)
+        metrics.close()
+    else:
+        lines = []
+        for report in reports:
+            lines.append(f"[default3]:{training_log_line(report)}\n")
+            if report.iteration in (3, 5):
+                lines.append(f"[default3]:{validation_log_line(report.iteration, report.lm_loss or 0.0)}\n")
+        path.write_text("loading\n" + "".join(lines))
+    return path
+
+
+def test_the_curve_is_the_run_without_what_was_lost(plot_loss: ModuleType, source: Path) -> None:
+    curves = plot_loss.read_curves(source)
+    assert curves.train == ([1, 2, 3, 4, 5], [6.0, 5.0, 4.0, 3.5, 3.25])
+    assert curves.validation == {"validation": ([3, 5], [4.0, 3.25])}
+    assert curves.learning_rate == ([1, 2, 3, 4, 5], [1e-3] * 5)
+
+
+def test_it_writes_a_picture(plot_loss: ModuleType, source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "pictures" / "loss.png"
+    assert plot_loss.main([str(source), "--output", str(output), "--unigram-entropy", "6.2"]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_loss_it_says_so(plot_loss: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot_loss.main([str(tmp_path / "absent.jsonl")]) == 2
+    assert "is no file" in capsys.readouterr().err
+    (tmp_path / "empty.log").write_text("nothing\n")
+    assert plot_loss.main([str(tmp_path / "empty.log")]) == 2
+    assert "holds neither metrics" in capsys.readouterr().err

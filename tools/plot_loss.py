@@ -1,0 +1,146 @@
+"""Draws a run's loss curve: training loss, validation losses, learning rate.
+
+Reads a metrics file (JSON lines) or a log with Megatron's lines, and writes a PNG (or what the output's suffix says). A run that
+was resumed or rolled back is one curve, without the parts that were lost.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from megatron.errors import DataError, MegatronError
+from megatron.observe.log_line import parse_log_line, parse_validation_log_line
+from megatron.observe.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class PlotLoss:
+    """Draw the loss curve of a run."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """metrics.jsonl of a run, or its log."""
+    output: Path = Path("loss.png")
+    """Picture to write."""
+    title: str | None = None
+    """Line above the picture. Default: the source's path."""
+    unigram_entropy: float | None = None
+    """Draw a horizontal line here: what a model that knows the tokens' frequencies only would reach, in nats."""
+
+
+@dataclass
+class Curves:
+    """(iterations, values) of each quantity; validation by the set's name."""
+
+    train: Points = field(default_factory=lambda: ([], []))
+    learning_rate: Points = field(default_factory=lambda: ([], []))
+    validation: dict[str, Points] = field(default_factory=dict)
+
+    def add(self, iteration: int, loss: float | None, learning_rate: float | None) -> None:
+        for points, value in ((self.train, loss), (self.learning_rate, learning_rate)):
+            if value is not None:
+                points[0].append(iteration)
+                points[1].append(value)
+
+    def add_validation(self, name: str, iteration: int, loss: float) -> None:
+        points = self.validation.setdefault(name, ([], []))
+        points[0].append(iteration)
+        points[1].append(loss)
+
+
+def read_curves(source: Path) -> Curves:
+    """Curves of a metrics file or a log. Raises DataError where the file is absent or has no loss in it."""
+    if not source.is_file():
+        raise DataError(f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or its log")
+    curves = _from_metrics(source) if source.suffix == ".jsonl" else _from_log(source)
+    if not curves.train[0] and not curves.validation:
+        raise DataError(f"{source} holds neither metrics (it would end in .jsonl) nor log lines with a loss")
+    return curves
+
+
+def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | None = None) -> None:
+    """Write the picture: losses above, learning rate below, on one axis of iterations."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    _draw_losses(loss, curves, unigram_entropy)
+    loss.set_title(title, fontsize=11)
+    rate.plot(*curves.learning_rate, color="tab:gray", linewidth=1.2)
+    rate.set(ylabel="learning rate", xlabel="iteration", ylim=(0, None))
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    for axes in (loss, rate):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+
+
+def _draw_losses(axes: "Axes", curves: Curves, unigram_entropy: float | None) -> None:
+    axes.plot(*curves.train, color="tab:blue", linewidth=1.0, alpha=0.8, label="training")
+    for number, (name, points) in enumerate(curves.validation.items()):
+        axes.plot(*points, color=f"C{number + 1}", marker="o", markersize=4, linewidth=1.5, label=name)
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1.2, label="unigram entropy")
+    axes.set_ylabel("loss (nats a token)")
+    axes.legend(frameon=False)
+
+
+def _from_metrics(source: Path) -> Curves:
+    curves = Curves()
+    for record in read_metrics(source):
+        curves.add(record["iteration"], record.get("lm_loss"), record.get("learning_rate"))
+        for name, loss in record.get("validation", {}).items():
+            curves.add_validation(name, record["iteration"], loss)
+    return curves
+
+
+def _from_log(source: Path) -> Curves:
+    """Each iteration's last line counts; those of a lost run go when an earlier one follows them."""
+    train: dict[int, dict[str, int | float]] = {}
+    validation: dict[tuple[int, str], float] = {}
+    last = 0
+    with source.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if (step := parse_log_line(line)) is not None:
+                first = int(step["iteration"])
+                if first <= last:
+                    train = {iteration: old for iteration, old in train.items() if iteration < first}
+                    validation = {key: old for key, old in validation.items() if key[0] < first}
+                train[first] = step
+                last = first
+            elif (point := parse_validation_log_line(line)) is not None:
+                validation[int(point["iteration"]), str(point["name"])] = float(point["lm_loss"])
+    curves = Curves()
+    for iteration, step in sorted(train.items()):
+        curves.add(iteration, step.get("lm_loss"), step.get("learning_rate"))
+    for (iteration, name), loss in validation.items():
+        curves.add_validation(name, iteration, loss)
+    return curves
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = tyro.cli(PlotLoss, args=argv)
+    try:
+        draw(
+            read_curves(options.source),
+            options.output,
+            title=options.title or str(options.source),
+            unigram_entropy=options.unigram_entropy,
+        )
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
