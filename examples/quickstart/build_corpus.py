@@ -1,0 +1,90 @@
+"""A corpus of real text that every machine has: the sources and documentation of Python's own standard library.
+
+Writes JSON lines with the keys `text` and `source`: one document for each source file, and one for each topic of the language
+reference that `pydoc` carries. Invariant: the same Python gives the same file; no text is in it twice. The documents' order is
+mixed by a hash, so that any cut of the file is a fair sample of the whole.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+# Installed packages are not the standard library; test suites and codec tables are mostly data, not text.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__", "node_modules"}
+_SUFFIXES = {".py", ".rst", ".txt"}
+
+
+@dataclass(frozen=True)
+class BuildCorpus:
+    """Write the standard library's sources and docs as JSON lines."""
+
+    output: Path
+    """The .jsonl file to write."""
+    max_megabytes: float = 20.0
+    """Stop after so much text."""
+
+
+def documents(library: Path) -> Iterator[tuple[str, str]]:
+    """(source, text) of each file below `library` and of each documentation topic."""
+    for folder, names, files in os.walk(library):
+        names[:] = sorted(name for name in names if name not in _SKIPPED_FOLDERS)
+        for file in sorted(files):
+            path = Path(folder, file)
+            if path.suffix not in _SUFFIXES:
+                continue
+            source = path.relative_to(library).as_posix()
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue  # a few old sources declare another encoding
+            if source == "pydoc_data/topics.py":
+                yield from topics(source, text)
+            else:
+                yield source, text
+
+
+def topics(source: str, text: str) -> Iterator[tuple[str, str]]:
+    """The language reference, which is stored as one dictionary of texts."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, topic in ast.literal_eval(node.value).items():
+                yield f"{source}#{name}", topic
+
+
+def build(options: BuildCorpus) -> tuple[int, int]:
+    """Write the corpus; returns (documents, characters)."""
+    unique = {hashlib.sha256(text.encode()).hexdigest(): (source, text) for source, text in documents(_library()) if text.strip()}
+    temporary = options.output.with_name(options.output.name + ".unfinished")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    count = characters = 0
+    with temporary.open("w", encoding="utf-8") as file:
+        for _, (source, text) in sorted(unique.items()):
+            if characters + len(text) > options.max_megabytes * 1e6:
+                break
+            file.write(json.dumps({"source": source, "text": text}, ensure_ascii=False) + "\n")
+            count, characters = count + 1, characters + len(text)
+    temporary.rename(options.output)
+    return count, characters
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = tyro.cli(BuildCorpus, args=argv)
+    count, characters = build(options)
+    print(f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

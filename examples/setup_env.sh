@@ -1,0 +1,92 @@
+# Makes the Python environment that the quickstart and the tests run in. To be sourced:
+#
+#     source examples/setup_env.sh
+#     setup_env "data,observe"        # extras of pyproject.toml
+#
+# An active environment ($VIRTUAL_ENV) is used as it is; otherwise .venv is made beside this repository. What is installed is noted in the
+# environment, so that a second call does nothing and needs no network.
+
+repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() {
+    printf '\n==> %s\n' "$*"
+}
+
+stop() {
+    printf '\nerror: %s\n' "$*" >&2
+    exit 1
+}
+
+# Prints the first Python that is new enough; $PYTHON is tried first.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    stop "Python 3.11 or newer is needed, and none is on the PATH. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU
+}
+
+activate_environment() {
+    if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+        say "using the active environment $VIRTUAL_ENV"
+        export PATH="$VIRTUAL_ENV/bin:$PATH"
+        python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || stop "the active environment has a Python older than 3.11; deactivate it"
+        return
+    fi
+    # A .venv whose Python has gone (moved folder, upgraded system) is made anew.
+    if ! "$repository/.venv/bin/python" -c '' 2>/dev/null; then
+        local python
+        python="$(find_python)"
+        say "making $repository/.venv with $("$python" --version)"
+        "$python" -m venv --clear "$repository/.venv" ||
+            stop "$python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"
+    fi
+    # shellcheck disable=SC1091
+    source "$repository/.venv/bin/activate"
+}
+
+# Changes when anything that the installation depends on changes.
+installation_digest() {
+    (
+        echo "$repository" "$1"
+        python --version
+        cd "$repository"
+        cat pyproject.toml $([[ -f setup.py ]] && echo setup.py) $(find megatron -path '*/csrc/*' -type f | sort)
+    ) | python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+# setup_env EXTRAS: afterwards `python` is the environment's, with the package (editable) and its dependencies.
+setup_env() {
+    local extras="$1" torch="torch==2.13.0" note state
+    if has_gpu; then
+        torch="torch>=2.11"
+    fi
+    activate_environment
+    # The note's first line is the state of the repository that was installed, the others the sets of extras.
+    note="$VIRTUAL_ENV/.megatron-installed"
+    state="$(installation_digest "$torch")"
+    if [[ -f "$note" && "$(head -n 1 "$note")" == "$state" ]]; then
+        if grep -qxF "[$extras]" "$note"; then
+            say "everything is installed already"
+            return
+        fi
+    else
+        rm -f "$note"
+    fi
+    # torch on its own and first: it is the large one, and pip shows its download.
+    say "installing $torch (several hundred MB at the first time)"
+    python -m pip install --disable-pip-version-check "$torch" || stop "pip could not install $torch; its message is above"
+    say "installing this repository and what it needs: .[$extras]"
+    python -m pip install --disable-pip-version-check --quiet --editable "$repository[$extras]" ||
+        stop "pip could not install $repository[$extras]; its message is above"
+    [[ -f "$note" ]] || echo "$state" >"$note"
+    echo "[$extras]" >>"$note"
+    say "installed in $VIRTUAL_ENV"
+}
