@@ -1,8 +1,8 @@
 """Pretrain a GPT: read the configuration, resolve the plan, join the other ranks, build, train.
 
-    python pretrain_gpt.py --num-layers 12 ...                                        one device
-    torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...    four, on one node
-    python pretrain_gpt.py --help                                                     every flag, with its unit and source
+python pretrain_gpt.py --num-layers 12 ...                                        one device
+torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...    four, on one node
+python pretrain_gpt.py --help                                                     every flag, with its unit and source
 """
 
 import sys

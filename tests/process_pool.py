@@ -1,7 +1,7 @@
 """Real ranks for tests: a pool of processes that import torch once and then run many small worlds, one after the other.
 
-A torchrun launch costs 5 to 10 seconds, most of it imports; a world of this pool costs what its process group costs. Each world runs
-`pretrain_gpt.pretrain` with a command line, as torchrun would.
+A torchrun launch costs 5 to 10 seconds, most of it imports; a world of this pool costs what its process group costs. Each world
+runs `pretrain_gpt.pretrain` with a command line, as torchrun would.
 """
 
 import contextlib

@@ -134,9 +134,7 @@ def test_flops_of_a_llama_shape():
 def test_hardware_flops_count_the_layers_again_but_not_the_logits():
     layers, logits = flops.forward_flops_per_token(shaped(GPT2, 256))
     assert (
-        flops.hardware_flops_per_token(shaped(GPT2, 256))
-        == flops.model_flops_per_token(shaped(GPT2, 256))
-        == 3 * (layers + logits)
+        flops.hardware_flops_per_token(shaped(GPT2, 256)) == flops.model_flops_per_token(shaped(GPT2, 256)) == 3 * (layers + logits)
     )
     assert flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=True) == 4 * layers + 3 * logits
 

@@ -224,9 +224,7 @@ def test_shapes_that_are_likely_a_slip_are_warnings():
     assert "--ffn-hidden-size 512 is not 4 x --hidden-size 256 = 1024" in warnings_of(1, model={"ffn_hidden_size": 512})
     assert warnings_of(1, model={"ffn_hidden_size": 704, "glu_activation": "swiglu"}) == ""
     assert "--ffn-hidden-size 704 (8/3 x hidden size)" in warnings_of(1, model={"glu_activation": "swiglu"})
-    assert "= 512 is an unusual ratio" in warnings_of(
-        1, model={"num_layers": 32, "hidden_size": 16384, "num_attention_heads": 128}
-    )
+    assert "= 512 is an unusual ratio" in warnings_of(1, model={"num_layers": 32, "hidden_size": 16384, "num_attention_heads": 128})
     assert "= 8 is an unusual ratio" in warnings_of(1, model={"num_layers": 32})
 
 
@@ -258,9 +256,7 @@ def test_curriculum():
     cut = with_changes(
         **tokens, parallel={"sequence_parallel": True, "tensor_model_parallel_size": 8}, model={"num_attention_heads": 8}
     )
-    assert (
-        "must divide every sequence length, but they are multiples of 4 only" in resolve(cut, 8, curriculum=curriculum).errors[0]
-    )
+    assert "must divide every sequence length, but they are multiples of 4 only" in resolve(cut, 8, curriculum=curriculum).errors[0]
 
 
 def test_absent_deepspeed_configuration_is_a_warning(tmp_path: Path):

@@ -285,9 +285,7 @@ def _training_lines(plan: Plan) -> list[str]:
     lr = plan.lr_schedule
     end = f"{lr.decay_steps:,} samples" if lr.decay_tokens is None else f"{lr.decay_tokens:,} tokens"
     lines.append(
-        _row(
-            "learning rate", f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}"
-        )
+        _row("learning rate", f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}")
     )
     return lines
 
@@ -298,9 +296,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     for part in ("master_weights", "half_weights", "optimizer_states", "gradients", "total"):
         model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
         lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
-    plain, scores, again = (
-        memory_bytes[key] / 1e9 for key in ("activations", "activations_with_scores", "activations_recomputed")
-    )
+    plain, scores, again = (memory_bytes[key] / 1e9 for key in ("activations", "activations_with_scores", "activations_recomputed"))
     lines.append(
         _row("  activations", f"{'about':>12}{plain:>12,.2f}   ({scores:,.2f} without a flash kernel, {again:,.2f} recomputed)")
     )

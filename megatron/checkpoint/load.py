@@ -11,8 +11,8 @@ from megatron.checkpoint.folder import LATEST, pointed_iteration, saved_iteratio
 from megatron.checkpoint.save import FORMAT
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import ModelConfig
 from megatron.config.cli import from_yaml
+from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.parallel.chunk import Chunk
 
@@ -64,7 +64,9 @@ class Checkpoint:
             path = self.folder / name
             size = path.stat().st_size if path.is_file() else None
             if size != facts["bytes"]:
-                problems.append(f"file {name} " + ("is missing" if size is None else f"has {size} bytes instead of {facts['bytes']}"))
+                problems.append(
+                    f"file {name} " + ("is missing" if size is None else f"has {size} bytes instead of {facts['bytes']}")
+                )
         if problems:
             problems = list(dict.fromkeys(problems))
             raise CheckpointError(f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems))
@@ -93,9 +95,7 @@ def open_checkpoint(root: Path, iteration: int) -> Checkpoint:
         config_yaml = (folder / "config.yaml").read_text()
         if manifest["format"] > FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads up to {FORMAT}: update it")
-        return Checkpoint(
-            folder, manifest["iteration"], manifest["state"], manifest["optimizer"], manifest["files"], config_yaml
-        )
+        return Checkpoint(folder, manifest["iteration"], manifest["state"], manifest["optimizer"], manifest["files"], config_yaml)
     except (OSError, ValueError, KeyError, TypeError) as damage:
         raise CheckpointError(f"{folder} cannot be opened: {type(damage).__name__}: {damage}") from damage
 

@@ -1,7 +1,7 @@
 """Boxes of global tensors in safetensors files: written tensor by tensor, read slice by slice.
 
-The format is safetensors' (8 bytes of header length, a JSON header, the buffers; https://huggingface.co/docs/safetensors), and so is
-the reader. The writer is ours because the library's holds a second copy of everything it writes; this one needs one tensor's.
+The format is safetensors' (8 bytes of header length, a JSON header, the buffers; https://huggingface.co/docs/safetensors), and so
+is the reader. The writer is ours because the library's holds a second copy of everything it writes; this one needs one tensor's.
 """
 
 import json
@@ -37,7 +37,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> int:
         for tensor in tensors.values():
             if tensor.numel():
                 flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-                file.write(flat.numpy())  # numpy only lends its buffer
+                file.write(flat.numpy().data)  # no copy
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + position

@@ -10,7 +10,7 @@ class BatchConfig:
     global_batch_size: int | None = None
     """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES: begin with START and add INCREMENT at even steps over SAMPLES samples until the global batch size."""
+    """START INCREMENT SAMPLES: begin with START, add INCREMENT at even steps over SAMPLES samples, up to the global batch size."""
     step_batch_size_schedule: str | None = None
     """'0:768 250B:1536': batch size from each threshold on; thresholds in samples, or in tokens with suffix B or T."""
     train_iters: int | None = None

@@ -39,9 +39,9 @@ class ModelConfig:
     glu_activation: GLU | None = None
     """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear). Default: a plain GELU MLP."""
     bias_gelu_fusion: bool = True
-    """GELU in its tanh form, as Megatron's fused kernel has it; off (--no-bias-gelu-fusion): the erf form. Exports depend on it."""
+    """GELU in its tanh form, as Megatron's fused kernel has it. Off (--no-bias-gelu-fusion): the erf form. Exports depend on it."""
     add_bias_linear: bool = True
-    """Biases in the linear layers. Off for Llama shapes."""
+    """Biases in the linear layers. Off (--no-add-bias-linear): none, as in Llama."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output projection weights of its own instead of the word embedding's."""
     embed_layernorm: bool = False
@@ -51,5 +51,6 @@ class ModelConfig:
     attention_dropout: float = 0.1
     """Dropout probability on the attention weights; 0 turns it off (and lets SDPA take its fast kernels)."""
     init_method_std: float | Literal["small", "megatron"] = 0.02
-    """Std of the normal initialisation. small = sqrt(2/(5h)) (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)) (530B, 176B).
+    """Std of the normal initialisation. small = sqrt(2/(5h)) (https://arxiv.org/abs/1910.05895),
+    megatron = sqrt(1/(3h)) (530B, 176B).
     Output projections of attention and MLP use std / sqrt(2 x layers)."""

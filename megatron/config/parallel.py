@@ -13,7 +13,7 @@ class ParallelConfig:
     pp_partition_method: str | None = None
     """How layers are cut into stages: uniform, parameters, or type:REGEX (as in 'type:transformer|embedding')."""
     sequence_parallel: bool = False
-    """Cut the sequence over the tensor-parallel ranks where activations would be replicated (https://arxiv.org/abs/2205.05198)."""
+    """Cut the sequence over tensor-parallel ranks where activations are replicated (https://arxiv.org/abs/2205.05198)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): 1 optimizer states, 2 also gradients, 3 also parameters."""
     sync_tp_duplicated_parameters: bool = False

@@ -240,9 +240,7 @@ def wsd_without_its_style(asked: Asked) -> Iterator[str]:
 def loss_scale_without_use(asked: Asked) -> Iterator[str]:
     precision = asked.config.precision
     if precision.fp16 and precision.loss_scale is not None and asked.config.parallel.deepspeed:
-        yield (
-            f"{asked.given('precision.loss_scale')} is not used: with --deepspeed the fp16 block of --deepspeed-config decides."
-        )
+        yield (f"{asked.given('precision.loss_scale')} is not used: with --deepspeed the fp16 block of --deepspeed-config decides.")
     if not precision.fp16:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if asked.differs(f"precision.{name}"):

@@ -173,9 +173,7 @@ def open_mixture(mixture: NamedMixture, seed: int, seq_length: int, num_samples:
             check_large_enough(part.prefix, (first, last), count_tokens(data, (first, last)), seq_length)
             found.append((part, (first, last), data.fingerprint()))
         else:
-            library.notes.append(
-                f"{mixture.name}: the split {part.split} leaves no document of {part.prefix} ({len(data)} in all)"
-            )
+            library.notes.append(f"{mixture.name}: the split {part.split} leaves no document of {part.prefix} ({len(data)} in all)")
     if not found:
         return None
     weights = blend.normalise([part.weight for part, _, _ in found])

@@ -96,8 +96,7 @@ def parse_data_path(values: tuple[str, ...]) -> tuple[tuple[float, str], ...]:
     if len(values) % 2:
         raise ConfigError(f"--data-path has {len(values)} values; give one path, or pairs: WEIGHT PATH WEIGHT PATH ...")
     return tuple(
-        (_weight(weight, f"--data-path ... {weight} {path}"), path)
-        for weight, path in zip(values[::2], values[1::2], strict=True)
+        (_weight(weight, f"--data-path ... {weight} {path}"), path) for weight, path in zip(values[::2], values[1::2], strict=True)
     )
 
 

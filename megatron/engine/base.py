@@ -61,5 +61,3 @@ class Engine(Protocol):
     def kernels(self) -> list[tuple[str, str, str]]:
         """(what, which implementation, why) for the table at start."""
         ...
-
-

@@ -59,9 +59,7 @@ class NativeEngine:
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
         self._zero_stage = config.parallel.zero_stage
-        self._streams = RandomStreams(
-            config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor
-        )
+        self._streams = RandomStreams(config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor)
         with torch.device("meta"):
             self.model = GPT(plan.shape, mesh.tensor_parallel, self._streams)
         specs: dict[str, ParameterSpec] = {name: p.spec for name, p in self.model.named_parameters()}  # type: ignore[attr-defined]
@@ -92,7 +90,7 @@ class NativeEngine:
         for name, parameter in self.model.named_parameters():
             spec, local = specs[name], _local(parameter.detach())
             if self._zero is None and self._dtype != torch.float32:
-                parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]  # accumulate over microbatches in fp32
+                parameter.grad_dtype = torch.float32  # accumulate over microbatches in fp32
                 local = torch.zeros_like(local, dtype=torch.float32)
             local.zero_()  # vocabulary padding stays zero for ever: its gradient is zero, too
             offset = self._offset(spec, tuple(parameter.shape))
@@ -159,7 +157,8 @@ class NativeEngine:
         applied = math.isfinite(loss_value) and math.isfinite(norm)
         if applied:
             if self._clip > 0 and norm > self._clip:
-                torch._foreach_mul_([m.weight.grad for m in self._masters], self._clip / (norm + 1e-6))
+                gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
+                torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
             self._optimizer.step(lr)
             self._refresh_model()
         for master in self._masters:
@@ -168,9 +167,9 @@ class NativeEngine:
 
     def _add_partial_gradients(self) -> None:
         """Norms and biases behind a cut sequence saw a part of it each: add the parts up, in one message."""
-        if not self._partial:
-            return
         gradients = [m.weight.grad for m in self._partial if m.weight.grad is not None and m.weight.grad.numel()]
+        if not gradients:
+            return
         flat = torch.cat([g.reshape(-1) for g in gradients])
         tp = self._mesh.tensor_parallel
         with tp.clock():

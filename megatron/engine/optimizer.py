@@ -1,7 +1,7 @@
 """AdamW over fp32 master weights, and the arithmetic on the whole model's gradient: norm, clipping, zeros.
 
-The invariant: the optimizer sees plain local fp32 tensors, whatever holds them (a module's own parameters, FSDP2's shards, copies of
-bf16 weights), so its numbers are the same everywhere. AdamW: https://arxiv.org/abs/1711.05101.
+The invariant: the optimizer sees plain local fp32 tensors, whatever holds them (a module's own parameters, FSDP2's shards, copies
+of bf16 weights), so its numbers are the same everywhere. AdamW: https://arxiv.org/abs/1711.05101.
 """
 
 import importlib
@@ -117,7 +117,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     if tensors[0].is_cuda:
-        norms = torch._foreach_norm(tensors)
+        norms = list(torch._foreach_norm(tensors))
     else:
         rows = [torch.linalg.vector_norm(t, dim=-1) for t in tensors]
         norms = [torch.linalg.vector_norm(r, dtype=torch.float64) for r in rows]

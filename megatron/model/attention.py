@@ -2,8 +2,9 @@
 
 s: sequence, b: micro-batch, h: hidden, g: query groups, n: heads, d: head width, t: tensor-parallel size.
 
-Queries, keys and values are one matrix whose rows are ordered by group: for each group its n/g query heads, its key, its value. So a
-rank's part (whole groups) is a box of it, for multi-head (n/g = 1) and grouped-query attention (https://arxiv.org/abs/2305.13245) alike.
+Queries, keys and values are one matrix whose rows are ordered by group: for each group its n/g query heads, its key, its value. So
+a rank's part (whole groups) is a box of it, for multi-head (n/g = 1) and grouped-query attention alike
+(https://arxiv.org/abs/2305.13245).
 """
 
 import torch.nn.functional as F

@@ -9,9 +9,9 @@
 | every norm's weight                                    | 1                           |
 | rows that only pad the vocabulary                      | 0                           |
 
-sigma is `--init-method-std`. The invariant: an element's value depends on (seed, name of the parameter, its row's block, its place in
-the block) and on nothing of the layout, so every layout, engine and device starts from the same model. Numbers are drawn on the CPU,
-block by block of rows, and each rank draws the rows that it holds.
+sigma is `--init-method-std`. The invariant: an element's value depends on (seed, name of the parameter, its row's block, its place
+in the block) and on nothing of the layout, so every layout, engine and device starts from the same model. Numbers are drawn on the
+CPU, block by block of rows, and each rank draws the rows that it holds.
 """
 
 import zlib
@@ -26,7 +26,9 @@ from megatron.model.shape import ModelShape
 _BLOCK_ELEMENTS = 1 << 18
 
 
-def initialise(name: str, local: Tensor, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: ModelShape, seed: int) -> None:
+def initialise(
+    name: str, local: Tensor, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: ModelShape, seed: int
+) -> None:
     """Fill the box of parameter `name` that begins at `offset` of its global shape, in place."""
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "bias":

@@ -15,6 +15,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _gelu_erf(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
 def _linear(x: Tensor) -> Tensor:
     return x
 
@@ -22,8 +26,9 @@ def _linear(x: Tensor) -> Tensor:
 def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Tensor]:
     """The non-linearity; in a gated MLP the one on the gate (geglu's is the erf form, as in the paper)."""
     if glu is None:
-        return _gelu_tanh if tanh_gelu else F.gelu
-    return {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "liglu": _linear}[glu]
+        return _gelu_tanh if tanh_gelu else _gelu_erf
+    activations: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": _gelu_erf, "reglu": F.relu, "liglu": _linear}
+    return activations[glu]
 
 
 class MLP(nn.Module):

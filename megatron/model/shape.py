@@ -8,7 +8,7 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the modules are built from; names as in `docs/notation.md`."""
+    """What the modules are built from; names as in docs/architecture.md, "Notation"."""
 
     config: ModelConfig
     vocab_size: int

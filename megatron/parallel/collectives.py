@@ -8,7 +8,7 @@ https://arxiv.org/abs/2205.05198, section 4.2.2, g and g-bar for a sequence cut 
     gather_sequence               g:      forward all-gather,      backward reduce-scatter
     reduce_scatter_sequence       g-bar:  forward reduce-scatter,  backward all-gather
 
-Activations are [s, b, h]; with sequence parallelism [s/t, b, h]. The invariant: with one rank each is the identity and costs nothing.
+Activations are [s, b, h]; with sequence parallelism [s/t, b, h]. The invariant: with one rank each is the identity, for nothing.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Linear layers and the embedding, cut over the tensor-parallel ranks (https://arxiv.org/abs/1909.08053, section 3).
 
-Every parameter is a plain local tensor that carries a `ParameterSpec`: its shape in the whole model, along which dimension it is cut,
-and whether its gradient is only a part of the sum. Engines, initialisation and checkpoints read nothing else. The invariant: a
+Every parameter is a plain local tensor that carries a `ParameterSpec`: its shape in the whole model, along which dimension it is
+cut, and whether its gradient is only a part of the sum. Engines, initialisation and checkpoints read nothing else. The invariant: a
 rank's part is a box of the global tensor. h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size.
 """
 
@@ -71,9 +71,9 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Y = X A + b with A cut by rows and X by columns: the ranks' products are added up, then the bias, once.
 
-                  | A_1 |
-        [X_1 ..]  | ..  |
-                  | A_t |
+              | A_1 |
+    [X_1 ..]  | ..  |
+              | A_t |
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel) -> None:

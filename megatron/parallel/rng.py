@@ -1,8 +1,8 @@
 """Randomness that is derived, not carried: every dropout mask follows from where and when it is drawn.
 
-Before each draw the device's generator is seeded from (seed, iteration, microbatch, site, place in the grid). So a resumed run draws
-what the uninterrupted one would have, and no generator state is stored. Activations that all tensor-parallel ranks hold get the same
-mask on all of them; activations that are cut get one for each rank.
+Before each draw the device's generator is seeded from (seed, iteration, microbatch, site, place in the grid). So a resumed run
+draws what the uninterrupted one would have, and no generator state is stored. Activations that all tensor-parallel ranks hold get
+the same mask on all of them; activations that are cut get one for each rank.
 """
 
 import torch
@@ -31,9 +31,7 @@ class RandomStreams:
         self._seed = seed
         self._data_rank = data_rank
         self._tensor_rank = tensor_rank
-        self._generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
+        self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         self._step = (0, 0)
 
     def begin(self, iteration: int, microbatch: int) -> None:

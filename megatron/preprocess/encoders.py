@@ -163,9 +163,7 @@ def choose_encoder(
         except EncoderMismatch as error:
             say(f"encoder {name}: NOT USED, {error.reason}")
         else:
-            say(
-                f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this corpus and {len(AWKWARD)} more"
-            )
+            say(f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this corpus and {len(AWKWARD)} more")
             return name
     say("encoder: the tokenizer itself, several times slower than gigatoken")
     return REFERENCE

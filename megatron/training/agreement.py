@@ -26,9 +26,13 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
     differing = differences(details[0][0], details[rank][0])
     if everyone[rank][1] != everyone[0][1]:
-        differing.append(f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do both see the same --load?")
+        differing.append(
+            f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do both see the same --load?"
+        )
     if everyone[rank][2] != everyone[0][2]:
         differing.append(f"its version is {everyone[rank][2]}, rank 0's {everyone[0][2]}")
     raise LayoutError(
-        f"{details[rank][1]} differs from rank 0:\n  " + "\n  ".join(differing) + "\nstart every rank with the same command line and files"
+        f"{details[rank][1]} differs from rank 0:\n  "
+        + "\n  ".join(differing)
+        + "\nstart every rank with the same command line and files"
     )

@@ -31,7 +31,9 @@ def evaluate_only(run: Run) -> None:
         ConfigError: there is nothing to evaluate.
     """
     if run.plan.config.batch.eval_iters == 0 or not (run.sources.valid or run.sources.test):
-        raise ConfigError("--eval-only has nothing to evaluate: give validation data (--split, --valid-weighted-split-paths) and --eval-iters")
+        raise ConfigError(
+            "--eval-only has nothing to evaluate: give validation data (--split, --valid-weighted-split-paths) and --eval-iters"
+        )
     evaluate_validation(run)
     evaluate_test(run)
 

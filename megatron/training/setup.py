@@ -105,9 +105,7 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
 def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
     """The sources at the state's position."""
     config, batch = plan.config, plan.config.batch
-    valid_samples, test_samples = evaluation_samples(
-        plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final
-    )
+    valid_samples, test_samples = evaluation_samples(plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final)
     sources = build_sources(
         config.data,
         seq_length=config.model.seq_length,

@@ -32,11 +32,19 @@ def boxes(cuts: list[tuple[str, tuple[int, ...], tuple[int, ...]]], *, empty: bo
 ONE = [("a.weight", (0, 0), (7, 5)), ("b", (0,), (4,))]
 ROWS = [("a.weight", (0, 0), (3, 5)), ("a.weight", (3, 0), (4, 5)), ("b", (0,), (1,)), ("b", (1,), (3,))]
 COLUMNS = [("a.weight", (0, 0), (7, 2)), ("a.weight", (0, 2), (7, 3)), ("b", (0,), (4,))]
-TILES = [("a.weight", (0, 0), (4, 3)), ("a.weight", (4, 0), (3, 3)), ("a.weight", (0, 3), (4, 2)), ("a.weight", (4, 3), (3, 2)), ("b", (0,), (4,))]
+TILES = [
+    ("a.weight", (0, 0), (4, 3)),
+    ("a.weight", (4, 0), (3, 3)),
+    ("a.weight", (0, 3), (4, 2)),
+    ("a.weight", (4, 3), (3, 2)),
+    ("b", (0,), (4,)),
+]
 
 
 def save(root: Path, iteration: int = 3, cuts: list = ONE) -> Path:
-    return save_checkpoint(root, iteration, boxes(cuts), scalars={"optimizer_step": 3}, state={"iteration": iteration}, config_yaml=CONFIG)
+    return save_checkpoint(
+        root, iteration, boxes(cuts), scalars={"optimizer_step": 3}, state={"iteration": iteration}, config_yaml=CONFIG
+    )
 
 
 @pytest.mark.parametrize("cut", [ONE, ROWS, COLUMNS, TILES])
@@ -59,7 +67,12 @@ def test_only_owned_chunks_are_written(tmp_path: Path) -> None:
 
 
 def test_files_are_safetensors(tmp_path: Path) -> None:
-    tensors = {"x": torch.randn(3, 5), "half": torch.randn(4).bfloat16(), "none": torch.zeros(0, 4), "strided": torch.randn(4, 6).t()}
+    tensors = {
+        "x": torch.randn(3, 5),
+        "half": torch.randn(4).bfloat16(),
+        "none": torch.zeros(0, 4),
+        "strided": torch.randn(4, 6).t(),
+    }
     size = write_tensors(tmp_path / "t.safetensors", tensors)
     assert size == (tmp_path / "t.safetensors").stat().st_size
     with safe_open(tmp_path / "t.safetensors", framework="pt") as file:
@@ -153,7 +166,7 @@ def test_damaged_tensor_files_are_named(damage: str, tmp_path: Path) -> None:
         victim.write_bytes(whole[:-8])
     else:
         victim.write_bytes(b"\xff" * len(whole))
-    with pytest.raises(CheckpointError, match="rank_00000.safetensors"):
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors"):
         open_checkpoint(tmp_path, 3).load_into(boxes(ONE, empty=True))
 
 

@@ -140,9 +140,7 @@ def _of_type(annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(annotation))
     if get_origin(annotation) is tuple:
         first, second, *_ = get_args(annotation)
-        return (
-            st.lists(simple[first], max_size=3).map(tuple) if second is ... else st.tuples(*map(_of_type, get_args(annotation)))
-        )
+        return st.lists(simple[first], max_size=3).map(tuple) if second is ... else st.tuples(*map(_of_type, get_args(annotation)))
     return st.one_of(*map(_of_type, get_args(annotation)))
 
 

@@ -51,9 +51,7 @@ def test_tokens_of_the_reference(tmp_path, case):
 
 
 @pytest.mark.parametrize("helpers", ["built", "numpy"])
-@pytest.mark.parametrize(
-    "case", golden("openwebtext-100")["index"], ids=lambda case: f"{case['num_samples']}x{case['seq_length']}"
-)
+@pytest.mark.parametrize("case", golden("openwebtext-100")["index"], ids=lambda case: f"{case['num_samples']}x{case['seq_length']}")
 def test_hundred_documents(tmp_path, case, helpers, monkeypatch):
     if helpers == "numpy":
         monkeypatch.setattr("megatron.data.index_helpers.sample_index", index_numpy.sample_index)

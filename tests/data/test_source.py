@@ -23,9 +23,7 @@ def build(tmp_path):
     """Build sources over the first 100 documents, caches in a temporary folder; threads end with the test."""
     opened = []
 
-    def make(
-        place=None, *, num_workers=0, train_samples=900, valid_samples=40, test_samples=0, seq_length=128, seed=1234, **data
-    ):
+    def make(place=None, *, num_workers=0, train_samples=900, valid_samples=40, test_samples=0, seq_length=128, seed=1234, **data):
         data = {"data_path": (HUNDRED,), "split": "90,8,2", "data_cache_path": str(tmp_path / "cache"), **data}
         config = DataConfig(num_workers=num_workers, valid_num_workers=num_workers, **data)
         sources = build_sources(

@@ -26,7 +26,10 @@ def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
     optimizer = AdamW(ours, config)
     theirs = [nn.Parameter(m.weight.detach().clone()) for m in ours]
     reference = torch.optim.AdamW(
-        [{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), eps=1e-6
+        [{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+        eps=1e-6,
     )
     for step in range(5):
         rate = 0.1 / (step + 1)

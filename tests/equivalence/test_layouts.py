@@ -1,4 +1,4 @@
-"""Every layout trains the same model: loss and gradient norm equal the single process's over 10 steps on real text, in fp32 to 1e-5.
+"""Every layout trains the same model: loss and gradient norm equal one process's over 10 steps on real text, to 1e-5 in fp32.
 
 Parameters are not compared: the gradient of the key's bias is zero in exact arithmetic, so Adam turns its rounding into steps.
 """

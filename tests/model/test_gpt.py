@@ -64,7 +64,15 @@ def test_same_logits_as_transformers_gpt2() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=24, n_embd=32, n_layer=2, n_head=4, activation_function="gelu_new", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+            vocab_size=VOCAB,
+            n_positions=24,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            activation_function="gelu_new",
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
         )
     ).eval()
     ours = build(tiny_config(), padded=VOCAB).eval()

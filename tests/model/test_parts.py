@@ -23,7 +23,7 @@ from megatron.parallel.mesh import TensorParallel
         ("liglu", lambda x: x),
     ],
 )
-def test_glu(glu: str, formula) -> None:  # noqa: ANN001
+def test_glu(glu: str, formula) -> None:
     """down(act(gate x) * up x), with the weights of the module itself."""
     mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).blocks["0"].mlp
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,13 @@ def test_initial_weights_have_their_distribution() -> None:
 
 def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
     whole = normal_box(1, "w", (4000, 300), (0, 0), (4000, 300))
-    for offset, shape in (((0, 0), (1000, 300)), ((3333, 0), (667, 300)), ((0, 75), (4000, 75)), ((870, 100), (10, 3)), ((4000, 0), (0, 300))):
+    for offset, shape in (
+        ((0, 0), (1000, 300)),
+        ((3333, 0), (667, 300)),
+        ((0, 75), (4000, 75)),
+        ((870, 100), (10, 3)),
+        ((4000, 0), (0, 300)),
+    ):
         part = normal_box(1, "w", (4000, 300), offset, shape)
         rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         assert (part == whole[rows, columns]).all()

@@ -37,7 +37,7 @@ def test_mix_is_a_hash() -> None:
     assert mix(1, 2) != mix(2, 1)
 
 
-def join(tensor: int, sequence_parallel: bool):  # noqa: ANN201
+def join(tensor: int, sequence_parallel: bool):
     import os
 
     from megatron.parallel.mesh import build_mesh

@@ -120,9 +120,7 @@ def test_missing_transformers_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         return real(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        ConfigError, match=r"--tokenizer-name-or-path .* needs the package transformers: pip install transformers"
-    ):
+    with pytest.raises(ConfigError, match=r"--tokenizer-name-or-path .* needs the package transformers: pip install transformers"):
         build_tokenizer(hf(tmp_path))
 
 

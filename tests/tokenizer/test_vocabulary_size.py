@@ -31,9 +31,7 @@ def test_padding_is_the_least_that_divides(size: int, divisor: int, tensor_paral
 def test_padding_errors() -> None:
     with pytest.raises(ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"):
         padded_vocab_size(101, 128, 1, pad_to=100)
-    with pytest.raises(
-        ConfigError, match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104"
-    ):
+    with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104"):
         padded_vocab_size(101, 128, 4, pad_to=102)
     with pytest.raises(ConfigError, match="must both be at least 1"):
         padded_vocab_size(101, 0, 1)

@@ -120,7 +120,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration, lr):  # noqa: ANN001, ANN202
+    def train_batch(self, microbatches, *, iteration, lr):
         weight = self.model.embedding.word.weight.data
         before = weight.clone()
         if iteration in poison:

@@ -16,11 +16,11 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     import torch
 
     from megatron.config.cli import load_config
+    from megatron.engine.native import NativeEngine
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh
     from megatron.plan import resolve
     from megatron.training.setup import open_data
-    from megatron.engine.native import NativeEngine
 
     loaded = load_config(argv)
     plan = resolve(loaded.config, 1)

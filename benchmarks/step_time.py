@@ -1,0 +1,233 @@
+"""Our full training step beside bare PyTorch loops, in one process, interleaved.
+
+    python benchmarks/step_time.py                                    CPU: the small shapes of docs/benchmarks.md
+    python benchmarks/step_time.py --size 125m --precision bf16       GPU: tokens/s, MFU, peak memory
+
+Contestants, each on the same real tokens, with AdamW (fused), gradient clipping at 1.0 and the loss read every step:
+    trainer   the loop of pretrain_gpt.py: data source, engine, counters, report
+    bare      the fewest lines that train our own model
+    hf        the fewest lines that train Hugging Face's model of the same shape (bf16 by autocast)
+Rounds are interleaved, so that a machine whose speed drifts is as unfair to one as to the other; medians are quoted.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from megatron.config.cli import load_config
+from megatron.model.flops import model_flops_per_token
+from megatron.model.gpt import GPT
+from megatron.observe.throughput import peak_tflops
+from megatron.parallel.grid import Grid
+from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
+from megatron.parallel.rng import RandomStreams
+from megatron.plan import Plan, resolve
+from megatron.training.loop import check_finite, train_iteration
+from megatron.training.run import Run
+from megatron.training.setup import build_run
+from megatron.training.state import TrainState
+
+CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
+# layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
+SIZES = {
+    "tiny": (6, 384, 6, 256, 8, 1024),
+    "125m": (12, 768, 12, 1024, 16, 2048),
+    "350m": (24, 1024, 16, 1024, 16, 2816),
+    "1.3b": (24, 2048, 16, 2048, 8, 5504),
+    "7b": (32, 4096, 32, 2048, 2, 11008),
+}
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --no-add-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    size: Literal["tiny", "125m", "350m", "1.3b", "7b"] = "tiny"
+    """Shape: tiny is for CPUs."""
+    shape: tuple[Literal["gpt2", "llama"], ...] = ("gpt2", "llama")
+    """Architectures to run."""
+    precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    """Number formats to run."""
+    contestants: tuple[Literal["trainer", "bare", "hf"], ...] = ("trainer", "bare", "hf")
+    """Who takes part."""
+    rounds: int = 7
+    """Interleaved rounds."""
+    steps: int = 3
+    """Steps of each contestant in a round."""
+    vocab_size: int = 5120
+    """Rows of the embedding; the corpus has ids below 5000."""
+
+
+def command_line(arguments: Arguments, shape: str, precision: str, folder: str) -> list[str]:
+    layers, hidden, heads, seq, micro, ffn = SIZES[arguments.size]
+    text = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} --micro-batch-size {micro} "
+        f"--global-batch-size {micro} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
+        f"--vocab-size {arguments.vocab_size} --log-interval 10 --data-path {CORPUS} --data-cache-path {folder}/cache "
+        f"--tensorboard-dir {folder}/tensorboard --metrics-file {folder}/metrics.jsonl"
+    )
+    text += f" {LLAMA} --ffn-hidden-size {ffn}" if shape == "llama" else ""
+    text += " --bf16" if precision == "bf16" else ""
+    return text.split()
+
+
+def build_trainer(plan: Plan, device: torch.device) -> Run:
+    """The trainer, silent."""
+    mesh = build_mesh(Grid(1, 1, 1), device)
+    run = build_run(plan, mesh, TrainState(), None, notes=[])
+    run.reporter.say = lambda line: None  # type: ignore[method-assign]
+    return run
+
+
+def trainer_step(run: Run) -> None:
+    """What the loop does in one iteration."""
+    train_iteration(run)
+    check_finite(run.plan, run.state)
+    run.exits.decide(run.state.iteration - 1, run.state.iteration)
+
+
+def next_tokens(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same real batches, without anything of the trainer's around them."""
+    assert run.sources.train is not None
+    batch = run.sources.train.next(run.plan.batch_size.final)[0]
+    return batch.tokens.to(device), batch.labels.to(device)
+
+
+def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
+    """Our model, and as few lines around it as train it in the same arithmetic: fp32 masters of bf16 weights."""
+    half = run.plan.config.precision.bf16
+    model = GPT(run.plan.shape, TensorParallel(), RandomStreams(0, device)).to(device, torch.bfloat16 if half else torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.normal_(parameter, std=0.02)
+        if half:
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    masters = [p.detach().float() if half else p for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
+
+    def step() -> None:
+        tokens, labels = next_tokens(run, device)
+        loss = model(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if half:
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad
+        optimizer.step()
+        if half:
+            torch._foreach_copy_([p.data for p in model.parameters()], masters)
+        model.zero_grad(set_to_none=True)
+        loss.item()
+
+    return step
+
+
+def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
+    """Hugging Face's model in a bare loop."""
+    import transformers
+
+    config, vocab = run.plan.config.model, run.plan.padded_vocab_size
+    if shape == "gpt2":
+        theirs = transformers.GPT2Config(
+            vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size, n_layer=config.num_layers,
+            n_head=config.num_attention_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(theirs)
+    else:
+        theirs = transformers.LlamaConfig(
+            vocab_size=vocab, hidden_size=config.hidden_size, intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.seq_length, tie_word_embeddings=False,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(theirs)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def step() -> None:
+        tokens, labels = next_tokens(run, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=run.plan.config.precision.bf16):
+            logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return step
+
+
+def measure(arguments: Arguments, shape: str, precision: str) -> None:
+    device = choose_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_config(command_line(arguments, shape, precision, folder))
+        plan = resolve(loaded.config, 1)
+        plan.raise_on_errors()
+        run = build_trainer(plan, device)
+        makers: dict[str, Callable[[], Callable[[], None]]] = {
+            "trainer": lambda: lambda: trainer_step(run),
+            "bare": lambda: bare_step(run, device),
+            "hf": lambda: hf_step(run, device, shape),
+        }
+        steps = {name: makers[name]() for name in arguments.contestants}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        memory: dict[str, float] = {}
+        for round_number in range(arguments.rounds + 1):  # the first one warms up
+            for name, step in steps.items():
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                for _ in range(arguments.steps):
+                    step()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                    memory[name] = torch.cuda.max_memory_allocated() / 2**30
+                if round_number:
+                    seconds[name].append((time.perf_counter() - start) / arguments.steps)
+        run.reporter.close()
+    print_rows(plan, shape, precision, seconds, memory, device)
+
+
+def print_rows(
+    plan: Plan, shape: str, precision: str, seconds: dict[str, list[float]], memory: dict[str, float], device: torch.device
+) -> None:
+    tokens = plan.batch_size.final * plan.config.model.seq_length
+    flops = model_flops_per_token(plan.shape)
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    for name, times in seconds.items():
+        rate = tokens / statistics.median(times)
+        low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
+        row = f"{shape:5} {precision:4} {name:8} {rate:10.0f} tokens/s   {low:8.1f} / {middle:8.1f} / {high:8.1f} ms"
+        if "bare" in seconds and name != "bare":
+            ratios = [b / t for b, t in zip(seconds["bare"], times, strict=True)]
+            row += f"   {statistics.median(ratios):.3f} of bare"
+        row += f"   {rate * flops / 1e12:.2f} TFLOPs"
+        row += f"   MFU {rate * flops / 1e12 / peak:.3f}" if peak else ""
+        row += f"   {memory[name]:.1f} GiB" if memory else ""
+        print(row, flush=True)
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    device = choose_device(0)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    rounds = f"{arguments.rounds} rounds of {arguments.steps} steps; min / median / max"
+    print(f"torch {torch.__version__}, {name}, size {arguments.size}, {rounds}")
+    for shape in arguments.shape:
+        for precision in arguments.precision:
+            measure(arguments, shape, precision)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
