@@ -15,7 +15,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Cut the sequence over tensor-parallel ranks where activations are replicated (https://arxiv.org/abs/2205.05198)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): optimizer states (1), gradients (2), parameters (3)."""
     sync_tp_duplicated_parameters: bool = False
     """Repair parameters that are replicated over tensor-parallel ranks should they drift apart."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
