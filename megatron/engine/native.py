@@ -19,6 +19,7 @@ from megatron.engine.sharding import Zero, shard_offset
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
+from megatron.model.norm import describe_norm
 from megatron.parallel.chunk import Chunk
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -248,7 +249,7 @@ class NativeEngine:
             sharding = f"FSDP2, ZeRO {max(1, self._zero_stage)}", f"{data} data-parallel ranks{note}"
         return [
             ("attention", *attention),
-            ("norm", config.normalization, "statistics in fp32" if cpu else "torch's fused kernel, statistics in fp32"),
+            ("norm", *describe_norm(config, self._mesh.device.type)),
             ("loss", "fused projection and cross entropy", "logits are never stored"),
             self._optimizer.description,
             ("precision", str(self._dtype).removeprefix("torch."), "masters, moments and accumulation in fp32"),

@@ -4,12 +4,12 @@ The invariant: the optimizer sees plain local fp32 tensors, whatever holds them 
 of bf16 weights), so its numbers are the same everywhere. AdamW: https://arxiv.org/abs/1711.05101.
 """
 
-import importlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.parallel.layers import ParameterSpec
 
@@ -33,23 +33,6 @@ class Master:
         return len(self.spec.shape) > 1
 
 
-def find_apex() -> tuple[type[torch.optim.Optimizer] | None, str]:
-    """NVIDIA apex's FusedAdam where it is really there, and why not otherwise.
-
-    PyPI's `apex` is an unrelated web toolkit: the package is known by what it offers, not by its name.
-    """
-    try:
-        module = importlib.import_module("apex.optimizers")
-    except ModuleNotFoundError as absent:
-        if absent.name == "apex":
-            return None, "NVIDIA apex is not installed"
-        return None, "the installed 'apex' is not NVIDIA's (it has no apex.optimizers)"
-    except ImportError as broken:
-        return None, f"NVIDIA apex is installed but does not load: {broken}"
-    fused = getattr(module, "FusedAdam", None)
-    return fused, "NVIDIA apex is installed" if fused else "the installed 'apex' is not NVIDIA's (it has no FusedAdam)"
-
-
 class AdamW:
     """Adam with decoupled weight decay on matrices only; moments exist from the start, so that they can be loaded into."""
 
@@ -62,10 +45,10 @@ class AdamW:
         groups = [group for group in groups if group["params"]]
         betas = (config.adam_beta1, config.adam_beta2)
         on_gpu = any(m.weight.is_cuda for m in masters)
-        apex_adam, reason = find_apex() if on_gpu else (None, "apex is for GPUs")
+        apex_adam, reason = apex.find("apex.optimizers", "FusedAdam") if on_gpu else (None, "apex is for GPUs")
         self._step_in_groups = apex_adam is not None
         if apex_adam is not None:
-            self._optimizer: torch.optim.Optimizer = apex_adam(groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)  # type: ignore[call-arg]
+            self._optimizer: torch.optim.Optimizer = apex_adam(groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)
             self.description = ("optimizer", "apex FusedAdam", reason)
         else:
             self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)

@@ -6,9 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron import apex
 from megatron.config.model import ModelConfig
 from megatron.parallel.layers import replicated_parameter
 from megatron.parallel.mesh import TensorParallel
+
+_apex_layer_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
+_apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
 
 
 class LayerNorm(nn.Module):
@@ -22,6 +26,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
+        if x.is_cuda and _apex_layer_norm is not None:
+            return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
         # Torch's kernel keeps mean and variance in fp32 for half-precision inputs, on CPU and GPU.
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
@@ -59,6 +65,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
+        if x.is_cuda and _apex_rms_norm is not None:
+            return _apex_rms_norm(x, self.weight, self.weight.shape, self.eps)
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
@@ -68,3 +76,12 @@ def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """The norm that `--normalization` names, over the hidden size."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(config.hidden_size, config.layernorm_epsilon, tp)
+
+
+def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
+    """(implementation, why) for the table at start."""
+    found, reason = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
+    if device_type == "cpu":
+        own = config.normalization == "RMSNorm"
+        return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
+    return f"{config.normalization}, {'apex, fused' if found else 'torch, fused'}", f"{reason}; statistics in fp32"

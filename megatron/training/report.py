@@ -73,6 +73,13 @@ class Reporter:
             self._metrics = MetricsFile(path, say=self.say) if path else None
             self._emissions = Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say)
 
+    def conventions(self) -> list[tuple[str, str, str]]:
+        """How TFLOPs and MFU are counted, for the table at start."""
+        recompute = self._plan.config.recompute.checkpoint_activations
+        counted = "forward, backward and recomputation" if recompute else "forward and backward"
+        peak = f"MFU against a peak of {self._peak:g} TFLOPs" if self._peak else "no MFU: give --peak-tflops-per-device"
+        return [("TFLOPs", "hardware FLOPs of one device", f"{counted}, attention as if not causal; {peak}")]
+
     def say(self, line: str) -> None:
         """A line of the log, above the progress bar."""
         if self._speaks:

@@ -89,7 +89,13 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
         reporter.say(f"warning: {note}")
     sources = open_data(plan, mesh, state)
     engine = NativeEngine(plan, mesh, timers)
-    reporter.say(start_table([("device", *describe_devices(mesh)), *engine.kernels(), ("index helpers", implementation(), "")]))
+    rows = [
+        ("device", *describe_devices(mesh)),
+        *engine.kernels(),
+        ("index helpers", *describe_index_helpers()),
+        *reporter.conventions(),
+    ]
+    reporter.say(start_table(rows))
     if checkpoint is not None:
         load_engine(engine, checkpoint, config)
         reporter.say(loaded_checkpoint_line(str(config.checkpoint.load), checkpoint.iteration))
@@ -132,6 +138,12 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
     layout = f"pipeline {grid.pipeline} x data {grid.data} x tensor {grid.tensor}" if grid.world_size > 1 else "one process"
     backend = f", {mesh.backend}" if mesh.backend else ""
     return f"{grid.world_size} x {device_name(mesh.device)}", f"{layout}{backend}"
+
+
+def describe_index_helpers() -> tuple[str, str]:
+    """For the table at start."""
+    name, _, why = implementation().partition(" (")
+    return name, why.removesuffix(")") or "built with this installation"
 
 
 def leave_with_error(error: MegatronError) -> NoReturn:

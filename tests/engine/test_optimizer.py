@@ -1,14 +1,11 @@
 """AdamW against torch's, the norm against fp64, and apex recognised by what it offers."""
 
-import sys
-import types
-
 import pytest
 import torch
 from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import AdamW, Master, count_zeros, find_apex, squared_norm
+from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.sharding import shard_offset
 from megatron.parallel.layers import ParameterSpec
 
@@ -81,21 +78,3 @@ def test_shards_are_fsdp2s() -> None:
             offsets = [int(chunk[0]) for chunk in chunks]
             assert [shard_offset(rows, rank, ranks) for rank in range(len(chunks))] == offsets
             assert all(shard_offset(rows, rank, ranks) == rows for rank in range(len(chunks), ranks))
-
-
-def test_apex_is_known_by_what_it_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", None)
-    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
-    assert find_apex()[0] is None
-    toolkit = types.ModuleType("apex")  # PyPI's: a package without optimizers
-    toolkit.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "apex", toolkit)
-    monkeypatch.delitem(sys.modules, "apex.optimizers")
-    found, reason = find_apex()
-    assert found is None
-    assert "not NVIDIA's" in reason
-    optimizers = types.ModuleType("apex.optimizers")
-    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
-    assert "no FusedAdam" in find_apex()[1]
-    optimizers.FusedAdam = torch.optim.AdamW  # type: ignore[attr-defined]
-    assert find_apex() == (torch.optim.AdamW, "NVIDIA apex is installed")
