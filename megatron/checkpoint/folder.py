@@ -3,10 +3,10 @@
 `latest` (as DeepSpeed writes it) decides; `latest_checkpointed_iteration.txt` (as Megatron writes it) is used where it is missing.
 """
 
-import os
 import re
 from pathlib import Path
 
+from megatron.durable import replace_file
 from megatron.errors import CheckpointError
 
 LATEST = "latest"
@@ -32,30 +32,10 @@ def saved_iterations(root: Path) -> list[int]:
     return sorted(iteration for iteration in found if iteration is not None)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def point_to(root: Path, iteration: int) -> None:
     """Move the pointers, as the last act of a save."""
-    write_file(root / LATEST_ITERATION, str(iteration))
-    write_file(root / LATEST, f"global_step{iteration}")
+    replace_file(root / LATEST_ITERATION, str(iteration))
+    replace_file(root / LATEST, f"global_step{iteration}")
 
 
 def pointed_iteration(root: Path) -> int | None:

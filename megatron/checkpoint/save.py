@@ -13,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron import __version__
-from megatron.checkpoint.folder import UNFINISHED, point_to, step_folder, sync_folder, write_file
+from megatron.checkpoint.folder import UNFINISHED, point_to, step_folder
 from megatron.checkpoint.tensor_file import write_tensors
+from megatron.durable import replace_file, sync_folder
 from megatron.errors import CheckpointError
 from megatron.parallel.chunk import Chunk
 
@@ -94,9 +95,9 @@ def _finish(fresh: Path, final: Path, manifest: dict[str, Any], parts: list[dict
             entry = index.setdefault(box.pop("tensor"), {"shape": box["global_shape"], "boxes": []})
             del box["global_shape"]
             entry["boxes"].append(box)
-    write_file(fresh / "index.json", json.dumps(index))
-    write_file(fresh / "config.yaml", config_yaml)
-    write_file(fresh / "manifest.json", json.dumps(manifest, indent=1))
+    replace_file(fresh / "index.json", json.dumps(index))
+    replace_file(fresh / "config.yaml", config_yaml)
+    replace_file(fresh / "manifest.json", json.dumps(manifest, indent=1))
     replaced = final.with_name(final.name + ".replaced")
     if replaced.exists():
         shutil.rmtree(replaced)

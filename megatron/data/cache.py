@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import sync_folder
+from megatron.durable import sync_folder
 from megatron.errors import DataError
 
 Arrays = dict[str, NDArray]

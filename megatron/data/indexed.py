@@ -18,6 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.durable import sync_folder
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -291,15 +292,6 @@ class IndexedDatasetWriter:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries (a rename) to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _blocks(path: Path) -> Iterable[bytes]:

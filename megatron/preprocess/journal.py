@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import sync_folder
+from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.inputs import Position
 
@@ -70,13 +70,7 @@ class Journal:
 
     def save(self, progress: Progress) -> None:
         content = json.dumps({"version": VERSION, "fingerprint": self._fingerprint, "progress": asdict(progress)}, indent=1)
-        temporary = self.path.with_name(self.path.name + ".new")
-        with open(temporary, "w") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
-        sync_folder(self.path.parent)
+        replace_file(self.path, content)
 
     def delete(self) -> None:
         self.path.unlink(missing_ok=True)

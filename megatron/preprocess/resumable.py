@@ -13,7 +13,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import DTYPES, MAGIC, VERSION, bin_path, idx_path, sync_folder
+from megatron.data.indexed import DTYPES, MAGIC, VERSION, bin_path, idx_path
+from megatron.durable import sync_folder
 from megatron.errors import DataError
 
 _CHUNK = 1 << 20  # documents whose index entries are in memory at once

@@ -105,6 +105,7 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
         reporter.say(note)
     remember(state, plan)
     reporter.start(state.iteration)
+    timers.take()  # what building took is no iteration's
     return Run(plan, mesh, engine, sources, state, reporter, timers, exits)
 
 

@@ -1,0 +1,24 @@
+"""Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced (POSIX)."""
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries (a rename, a new file) to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
