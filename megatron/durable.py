@@ -1,4 +1,4 @@
-"""Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced (POSIX)."""
+"""Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced."""
 
 import os
 from pathlib import Path

@@ -133,6 +133,11 @@ class LRSchedule:
 
 
 def differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
-    """What differs, one entry a parameter, by flag name; empty when the two agree."""
-    pairs = [(f.name, getattr(here, f.name), getattr(checkpoint, f.name)) for f in fields(LRSchedule)]
+    """What differs, one entry a parameter, by flag name; empty when the two agree.
+
+    A constant rate has no decay: a run that is prolonged has another default end of it, which changes nothing.
+    """
+    constant = here.style == checkpoint.style == "constant"
+    names = [f.name for f in fields(LRSchedule) if not (constant and f.name in ("decay_steps", "decay_tokens"))]
+    pairs = [(name, getattr(here, name), getattr(checkpoint, name)) for name in names]
     return [f"{FIELD_NAMES[name]}: {ours} here, {theirs} in the checkpoint" for name, ours, theirs in pairs if ours != theirs]

@@ -27,7 +27,7 @@ def train(run: Run) -> Stop:
         CheckpointError: a checkpoint could not be written.
     """
     plan, state = run.plan, run.state
-    stop, saved_at = Stop.NO, state.iteration
+    stop, saved_at, evaluated_at = Stop.NO, state.iteration, -1
     started = time.monotonic() - state.elapsed_seconds
     while stop == Stop.NO and not finished(plan, state):
         before = state.iteration
@@ -40,6 +40,7 @@ def train(run: Run) -> Stop:
         check_finite(plan, state)
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
+            evaluated_at = state.iteration
         stop = run.exits.decide(before, state.iteration)
         if is_due(plan.config.checkpoint.save_interval, before, state.iteration):
             saved_at = save(run)
@@ -47,8 +48,10 @@ def train(run: Run) -> Stop:
         save(run)
     if stop != Stop.NO:
         run.reporter.say(run.exits.line(stop, state.iteration))
-    else:
-        evaluate_test(run)
+        return stop
+    if evaluated_at != state.iteration:
+        evaluate_validation(run)  # after the save: a run that goes on from here later is not moved by it
+    evaluate_test(run)
     return stop
 
 

@@ -109,3 +109,9 @@ def test_all_problems_of_a_schedule_are_told_together():
     with pytest.raises(ConfigError) as failure:
         dataclasses.replace(TR11, min_lr=1.0, warmup_steps=-1, style="WSD")
     assert len(str(failure.value).splitlines()) == 3
+
+
+def test_a_prolonged_constant_rate_agrees() -> None:
+    short, long = (LRSchedule(1e-3, 0.0, "constant", 10, decay) for decay in (100, 200))
+    assert differences(short, long) == []
+    assert len(differences(short, LRSchedule(1e-3, 0.0, "linear", 10, 200))) == 2

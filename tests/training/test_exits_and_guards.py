@@ -86,6 +86,19 @@ def test_eval_and_named_validation_sets(run: Runner) -> None:
     assert found[0]["lm_loss"] != found[1]["lm_loss"]
 
 
+def test_the_end_of_training_is_evaluated_whatever_the_interval(run: Runner, other: Runner) -> None:
+    flags = "--eval-interval 4 --eval-iters 1 --split 60,30,10"
+    found = [entry for entry in map(parse_validation_log_line, run(flags).splitlines()) if entry]
+    names = [(entry["name"], entry["iteration"]) for entry in found]
+    assert names == [("validation", 4), ("validation", 8), ("validation", 10), ("test", 10)]
+    # A run that ended earlier and was prolonged evaluates the same samples as one that was not.
+    for iterations in (6, 10):
+        other(f"{flags} --train-iters {iterations}")
+    assert [e["validation"] for e in other.metrics() if e["iteration"] == 8] == [
+        e["validation"] for e in run.metrics() if e["iteration"] == 8
+    ]
+
+
 def test_eval_only_trains_nothing_and_is_repeatable(run: Runner) -> None:
     run("--exit-interval 5 --eval-iters 2 --split 80,10,10")
     weights = (run.folder / "global_step5" / "rank_00000.safetensors").read_bytes()
