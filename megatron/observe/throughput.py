@@ -56,8 +56,16 @@ def peak_tflops(device_name: str) -> float | None:
     return None
 
 
-def throughput(*, samples: int, tokens: int, flops: float, seconds: float, devices: int, peak_tflops: float | None) -> Throughput:
-    """Rates of work that took `seconds`: `samples`, `tokens` and `flops` are totals over all `devices`."""
+def throughput(
+    *, samples: int, tokens: int, flops: float, model_flops: float, seconds: float, devices: int, peak_tflops: float | None
+) -> Throughput:
+    """Rates of work that took `seconds`: `samples`, `tokens`, `flops` (all that ran) and `model_flops` (without
+    recomputation) are totals over all `devices`. TFLOPs count what ran, MFU the model's."""
     assert seconds > 0, f"work took {seconds} seconds"
     tflops = flops / seconds / devices / 1e12
-    return Throughput(samples / seconds, tokens / seconds, tflops, None if peak_tflops is None else tflops / peak_tflops)
+    return Throughput(
+        samples / seconds,
+        tokens / seconds,
+        tflops,
+        None if peak_tflops is None else model_flops / seconds / devices / 1e12 / peak_tflops,
+    )

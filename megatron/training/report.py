@@ -29,8 +29,9 @@ class _Interval:
     samples: int = 0
     tokens: int = 0
     flops: float = 0.0
+    model_flops: float = 0.0
 
-    def add(self, result: StepResult, *, samples: int, tokens: int, flops: float, seconds: float) -> None:
+    def add(self, result: StepResult, *, samples: int, tokens: int, flops: float, model_flops: float, seconds: float) -> None:
         self.iterations += 1
         self.applied += result.applied
         self.nan += not result.applied and result.loss_scale is None  # with a loss scale it is an overflow
@@ -39,6 +40,7 @@ class _Interval:
         self.samples += samples
         self.tokens += tokens
         self.flops += flops
+        self.model_flops += model_flops
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,13 @@ class Reporter:
         config = self._plan.config
         recompute = config.recompute.checkpoint_activations
         flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length, recompute=recompute)
+        model_flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
         one = _Interval()
         for interval in (one, self._interval):
             tokens = step.batch_size * step.seq_length
-            interval.add(step.result, samples=step.batch_size, tokens=tokens, flops=flops, seconds=step.seconds)
+            interval.add(
+                step.result, samples=step.batch_size, tokens=tokens, flops=flops, model_flops=model_flops, seconds=step.seconds
+            )
         report = self._report(state, step, one)
         if self._tensorboard is not None:
             self._tensorboard.train(report)
@@ -121,6 +126,7 @@ class Reporter:
             samples=interval.samples,
             tokens=interval.tokens,
             flops=interval.flops,
+            model_flops=interval.model_flops,
             seconds=max(interval.seconds, 1e-9),
             devices=self._plan.world_size,
             peak_tflops=self._peak,
