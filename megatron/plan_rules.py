@@ -240,7 +240,11 @@ def warn_of_pipeline(
 
 def warn_of_files(report: Report) -> None:
     """Files that only the training machine need have."""
-    parallel = report.config.parallel
+    parallel, data = report.config.parallel, report.config.data
+    prefixes = data.data_path[1::2] if len(data.data_path) > 1 else data.data_path
+    for prefix in prefixes:
+        if not Path(f"{prefix}.idx").is_file():
+            report.warnings.append(f"{report.given('data.data_path')}: {prefix}.idx is not on this machine.")
     if parallel.deepspeed and parallel.deepspeed_config and not Path(parallel.deepspeed_config).is_file():
         report.warnings.append(
             f"{report.given('parallel.deepspeed_config')} is not there: what it sets (curriculum, precision) is not in this plan."

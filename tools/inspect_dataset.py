@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(asdict(found), indent=1) if given.json else report(found))
-    return 1 if given.strict and found.problems else 0
+    return 1 if given.strict and any(problem.sure for problem in found.problems) else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import tyro
 
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
+from megatron.engine.support import unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
 from megatron.model import flops
@@ -90,6 +91,9 @@ def _plan(options: Options, training: list[str]) -> int:
     if late:
         warnings.append(f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}.")
     at = plan.forecast().at(iteration for iteration in options.at if iteration >= 0)
+    untrained = unsupported(plan)
+    if untrained:
+        warnings.append(f"planned, but not trained by this version yet: {', '.join(untrained)}.")
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
         print(json.dumps(as_json(plan, at, warnings), indent=1))

@@ -16,7 +16,6 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, no_timers
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.sharding import Zero, shard_offset
-from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
 from megatron.model.norm import describe_norm
@@ -27,32 +26,10 @@ from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
 
 
-def refuse_unsupported(plan: Plan) -> None:
-    """Name everything that the plan knows and this engine does not run yet.
-
-    Raises:
-        ConfigError: with one line for each.
-    """
-    config = plan.config
-    asked = {
-        f"--pipeline-model-parallel-size {config.parallel.pipeline_model_parallel_size}": (
-            config.parallel.pipeline_model_parallel_size > 1
-        ),
-        "--fp16 (use --bf16)": config.precision.fp16,
-        "--checkpoint-activations": config.recompute.checkpoint_activations,
-        "--deepspeed": config.parallel.deepspeed,
-        "--sync-tp-duplicated-parameters": config.parallel.sync_tp_duplicated_parameters,
-    }
-    refused = [f"  {flag}" for flag, given in asked.items() if given]
-    if refused:
-        raise ConfigError("this version plans but does not yet train with\n" + "\n".join(refused) + "\nleave these out")
-
-
 class NativeEngine:
     """See `engine/base.py`. Builds the model on the meta device, shards it, then draws the weights that this rank holds."""
 
     def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = no_timers) -> None:
-        refuse_unsupported(plan)
         self._timers = timers
         config = plan.config
         self._mesh = mesh

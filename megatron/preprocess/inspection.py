@@ -36,10 +36,14 @@ class _Documents:
 
 @dataclass
 class Problem:
-    """One kind of finding; `examples` are the numbers of the first documents."""
+    """One kind of finding; `examples` are the numbers of the first documents.
+
+    Not `sure`: found without the tokenizer, from a token that nearly all documents share. A newline before the end does that, too.
+    """
 
     kind: str
     text: str
+    sure: bool = True
     count: int = 0
     examples: list[int] = field(default_factory=list)
 
@@ -97,8 +101,10 @@ def inspect_dataset(
     source = "tokenizer" if eod is not None else "none"
     if eod is None and lasts.part > 0.5 and dataset.num_documents > 1:
         eod, source = lasts.token, "guessed"
-    separators = _usual_separators(firsts, before_last, eod, specials)
-    problems = _borders(dataset, eod, separators)
+    separators = np.array(sorted({*specials, *([] if eod is None else [eod])}), np.int64)
+    if source != "tokenizer":
+        separators = _usual_separators(firsts, before_last, separators)
+    problems = _borders(dataset, eod, separators, sure=source == "tokenizer")
     contents = _contents(dataset, vocab_size, eod, separators)
     return Inspection(
         prefix=dataset.prefix,
@@ -133,7 +139,12 @@ def report(inspection: Inspection) -> str:
         f"  {low:>10} - {high - 1:<10} {count:>12} {'#' * max(1, round(50 * count / most))}" for low, high, count in i.histogram
     ]
     lines += [f"ids: {i.smallest_id} to {i.largest_id}{known}", f"end of document: {end}"]
-    lines += [f"PROBLEM {p.kind}: {p.count} {p.text}; documents {', '.join(map(str, p.examples))}" for p in i.problems]
+    for p in i.problems:
+        doubt = (
+            "" if p.sure else " (or a token that ends or begins nearly every text, as a newline does: the tokenizer's flags tell)"
+        )
+        word = "PROBLEM" if p.sure else "POSSIBLE PROBLEM"
+        lines.append(f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents {', '.join(map(str, p.examples))}")
     return "\n".join(lines if i.problems else [*lines, "no problems found"])
 
 
@@ -187,21 +198,19 @@ def _documents(dataset: IndexedDataset) -> Iterator[_Documents]:
         place = int(bounds[-1])
 
 
-def _usual_separators(firsts: _Common, before_last: _Common, eod: int | None, specials: tuple[int, ...]) -> NDArray[np.int64]:
-    """Ids that are there to separate: those known, and those that nearly all documents have at the border."""
-    found = set(specials) | ({eod} if eod is not None else set())
-    for common in (firsts, before_last):
-        if common.constant:
-            found.add(common.token)
-    return np.array(sorted(found), np.int64)
+def _usual_separators(firsts: _Common, before_last: _Common, known: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Ids that may be there to separate: those known, and those that nearly all documents have at the border."""
+    return np.array(sorted({*known.tolist(), *(common.token for common in (firsts, before_last) if common.constant)}), np.int64)
 
 
-def _borders(dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64]) -> list[Problem]:
+def _borders(dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64], *, sure: bool) -> list[Problem]:
     empty = Problem("empty documents", "documents hold no token but separators")
     start = Problem(
-        "separator at the beginning", "documents begin with a separator (EOD, BOS), beside the one that ends the document before"
+        "separator at the beginning",
+        "documents begin with a separator (EOD, BOS), beside the one that ends the document before",
+        sure,
     )
-    doubled = Problem("doubled separator at the end", "documents end with two separators")
+    doubled = Problem("doubled separator at the end", "documents end with two separators", sure)
     without = Problem("no end of document", f"documents do not end with the end-of-document id {eod}")
     for some in tqdm(
         _documents(dataset), unit=" x 262144 documents", desc="borders", disable=dataset.num_documents < 4 * _DOCUMENTS

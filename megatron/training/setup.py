@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.checkpoint.load import Checkpoint
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
-from megatron.engine.native import NativeEngine, refuse_unsupported
+from megatron.engine.native import NativeEngine
+from megatron.engine.support import refuse_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.observe.log_line import kill_switch_line, loaded_checkpoint_line, no_checkpoint_line
 from megatron.observe.startup import start_table

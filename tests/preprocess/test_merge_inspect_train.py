@@ -188,3 +188,12 @@ def test_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     short = write_lines(tmp_path / "d.jsonl", {"text": "ab ab"})
     assert train_tool.main(["--input", str(short), "--vocab-size", "5000", "--output-dir", str(tmp_path / "short")]) == 0
     assert "fewer than 5000: the text has no more pairs to merge" in capsys.readouterr().out
+
+
+def test_texts_that_end_in_a_newline_have_no_second_separator(tmp_path: Path) -> None:
+    prefix = written(tmp_path / "a", *[[*text, 198, EOD] for text in TEXT])
+    assert problems(prefix, vocab_size=5000, eod=EOD, specials=(EOD,)) == {}
+    unsure = inspect_dataset(prefix).problems  # without the tokenizer nobody can know
+    assert [(problem.kind, problem.sure) for problem in unsure] == [("doubled separator at the end", False)]
+    assert "POSSIBLE PROBLEM" in inspection.report(inspect_dataset(prefix))
+    assert inspect_tool.main([prefix, "--strict"]) == 0
