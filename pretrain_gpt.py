@@ -7,13 +7,17 @@ python pretrain_gpt.py --help                                                   
 
 import sys
 
+from megatron.training.orphans import die_with_launcher
+
+if __name__ == "__main__":
+    die_with_launcher()  # before the slow imports: a launcher that is killed meanwhile must not leave this process behind
+
 from megatron.checkpoint.load import find_start
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.errors import MegatronError
 from megatron.plan import resolve
 from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
-from megatron.training.exits import die_with_launcher
 from megatron.training.loop import train
 from megatron.training.resume import choose_schedule, choose_skip_ranges, starting_state
 from megatron.training.setup import build_run, check_runnable, join_ranks, leave, leave_with_error, world_of_launcher
@@ -21,7 +25,6 @@ from megatron.training.setup import build_run, check_runnable, join_ranks, leave
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to mend it."""
-    die_with_launcher()
     try:
         pretrain(load_config(argv, prog="pretrain_gpt.py"))
     except MegatronError as error:
@@ -35,12 +38,20 @@ def pretrain(loaded: LoadedConfig) -> None:
     world = world_of_launcher(config.parallel.local_rank)
     checkpoint = find_start(config.checkpoint)
     state = starting_state(checkpoint, config)
-    plan = resolve(config, world.size, loaded.origin, consumed_samples=state.consumed_samples)
+    plan = resolve(
+        config,
+        world.size,
+        loaded.origin,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        iteration=state.iteration,
+    )
     check_runnable(plan)
-    plan, notes = choose_skip_ranges(choose_schedule(plan, state), state)
+    plan, about_schedule = choose_schedule(plan, state)
+    plan, about_ranges = choose_skip_ranges(plan, state)
     mesh = join_ranks(plan, world)
     check_agreement(config, state.iteration, mesh)
-    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings, *notes])
+    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings, *about_schedule, *about_ranges])
     try:
         if config.batch.eval_only:
             evaluate_only(run)

@@ -115,13 +115,16 @@ def resolve(
     origin: dict[str, str] | None = None,
     *,
     consumed_samples: int | None = 0,
+    consumed_tokens: int = 0,
+    iteration: int = 0,
     curriculum: Curriculum | None = None,
 ) -> Plan:
     """The plan of `config` on `world_size` processes. Raises nothing for the user's mistakes: see `Plan.errors`.
 
     `origin`: where each dotted field came from (`LoadedConfig.origin`), for the messages. `consumed_samples`: the position that
-    the run starts from; batch sizes that lie behind it need not fit. None: not known, as when a command line with --load is
-    planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: the sequence length's schedule, if there is one.
+    the run starts from, with `consumed_tokens` and `iteration`; batch sizes that lie behind it need not fit, and the end is
+    counted from there: a run whose batch size changes trains its samples all the same. None: not known, as when a command line
+    with --load is planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: the sequence length's schedule.
     """
     asked = config
     errors, warnings = check(asked, origin or {})
@@ -144,7 +147,7 @@ def resolve(
     batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size), stand_in)
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
-    train_iters, train_samples = _train_end(batch_size, report)
+    train_iters, train_samples = _train_end(batch_size, iteration, consumed_samples or 0, consumed_tokens, report)
     lr_schedule = report.attempt(
         lambda: _lr_schedule(config, batch_size.final, train_iters, train_samples), LRSchedule(0.0, 0.0, "constant", 0, 1)
     )
@@ -243,13 +246,16 @@ def _batch_size(report: Report, data_parallel_size: int) -> BatchSizeSchedule:
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
 
 
-def _train_end(schedule: BatchSizeSchedule, report: Report) -> tuple[int, int]:
-    """(iterations, samples) of the whole run; (0, 0) where none are asked for."""
+def _train_end(
+    schedule: BatchSizeSchedule, iteration: int, consumed_samples: int, consumed_tokens: int, report: Report
+) -> tuple[int, int]:
+    """(iterations, samples) of the whole run, counted on from its position; (0, 0) where none are asked for."""
     batch, seq_length = report.config.batch, report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
-        return iterations, samples_of_iterations(schedule, iterations, seq_length)
-    iterations = iterations_for_samples(schedule, batch.train_samples, seq_length)
+        ahead = max(0, iterations - iteration)
+        return iterations, samples_of_iterations(schedule, ahead, seq_length, consumed_samples, consumed_tokens)
+    iterations = iteration + iterations_for_samples(schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens)
     if iterations < 1:
         report.errors.append(
             f"{report.given('batch.train_samples')} makes no whole batch; give at least the first one's {schedule.at(0, 0)}."

@@ -10,7 +10,6 @@ import tyro
 from megatron.checkpoint.folder import pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
-from megatron.config.cli import from_yaml
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.tokenizer import build_tokenizer
 
@@ -48,7 +47,7 @@ def generate(arguments: Arguments) -> str:
     if iteration is None:
         raise CheckpointError(f"{root} has no pointer 'latest'; give --iteration, or the --save folder of a run")
     checkpoint = open_checkpoint(root, iteration)
-    config = from_yaml(checkpoint.config_yaml)
+    config = checkpoint.config()
     files = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file") if getattr(arguments, name)}
     tokenizer = build_tokenizer(replace(config.tokenizer, **files))
     model = load_model(checkpoint)

@@ -3,6 +3,7 @@
 `latest` (as DeepSpeed writes it) decides; `latest_checkpointed_iteration.txt` (as Megatron writes it) is used where it is missing.
 """
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.errors import CheckpointError
 LATEST = "latest"
 LATEST_ITERATION = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".unfinished"
+REPLACED = ".replaced"
 
 
 def step_folder(root: Path, iteration: int) -> Path:
@@ -46,19 +48,28 @@ def pointed_iteration(root: Path) -> int | None:
     """
     latest, number = root / LATEST, root / LATEST_ITERATION
     if latest.is_file():
-        pointer, text = latest, latest.read_text().strip()
+        pointer, text = latest, latest.read_text(errors="replace").strip()
         iteration = iteration_of(text)
     elif number.is_file():
-        pointer, text = number, number.read_text().strip()
-        iteration = int(text) if text.isdigit() else None
+        pointer, text = number, number.read_text(errors="replace").strip()
+        iteration = int(text) if text.isascii() and text.isdigit() else None
     else:
         return None
     there = ", ".join(f"global_step{i}" for i in saved_iterations(root)) or "none"
     if iteration is None:
         raise CheckpointError(f"{pointer} holds {text!r}, which names no checkpoint; write one of those that are there: {there}")
+    _undo_half_a_replacement(step_folder(root, iteration))
     if not (step_folder(root, iteration) / "manifest.json").is_file():
         raise CheckpointError(f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}")
     return iteration
+
+
+def _undo_half_a_replacement(folder: Path) -> None:
+    """A save that replaced a checkpoint of the same iteration was cut off between its two renames: bring the old one back."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if not folder.exists() and (replaced / "manifest.json").is_file():
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            replaced.rename(folder)
 
 
 def traces(root: Path) -> list[str]:

@@ -1,11 +1,8 @@
 """A checkpoint as a whole model in one process: for generating text, export and tests; no engine, no process group."""
 
-import json
-
 import torch
 
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.cli import from_yaml
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.chunk import Chunk
@@ -20,9 +17,8 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
         CheckpointError: the checkpoint is damaged or not whole.
     """
     device = device or torch.device("cpu")
-    config = from_yaml(checkpoint.config_yaml)
-    index = json.loads((checkpoint.folder / "index.json").read_text())
-    vocab_size = index["weight/embedding.word.weight"]["shape"][0]
+    config = checkpoint.config()
+    vocab_size = checkpoint.index()["weight/embedding.word.weight"]["shape"][0]
     with torch.device("meta"):
         model = GPT(ModelShape(config.model, vocab_size, vocab_size), TensorParallel(), RandomStreams(0, device))
     specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]

@@ -6,14 +6,14 @@ The invariant: a kill at any instant leaves the pointers at a whole checkpoint, 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron import __version__
-from megatron.checkpoint.folder import UNFINISHED, point_to, step_folder
+from megatron.checkpoint.folder import REPLACED, UNFINISHED, point_to, step_folder
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.durable import replace_file, sync_folder
 from megatron.errors import CheckpointError
@@ -67,6 +67,21 @@ def save_checkpoint(
     return final
 
 
+def check_writable(root: Path) -> None:
+    """Write and remove a file in the folder that checkpoints will go to, before anything is trained.
+
+    Raises:
+        CheckpointError: it cannot be made or written.
+    """
+    probe = root / ".writable"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        replace_file(probe, "")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"--save {root} cannot be written: {error}; give another folder, or make room") from error
+
+
 def _key(chunk: Chunk) -> str:
     return f"{chunk.kind}/{chunk.name}@{','.join(map(str, chunk.offset))}"
 
@@ -98,7 +113,7 @@ def _finish(fresh: Path, final: Path, manifest: dict[str, Any], parts: list[dict
     replace_file(fresh / "index.json", json.dumps(index))
     replace_file(fresh / "config.yaml", config_yaml)
     replace_file(fresh / "manifest.json", json.dumps(manifest, indent=1))
-    replaced = final.with_name(final.name + ".replaced")
+    replaced = final.with_name(final.name + REPLACED)
     if replaced.exists():
         shutil.rmtree(replaced)
     if final.exists():
@@ -110,7 +125,7 @@ def _finish(fresh: Path, final: Path, manifest: dict[str, Any], parts: list[dict
         shutil.rmtree(replaced)
 
 
-def _together(act: Any, rank: int, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
+def _together(act: Callable[[], Any], rank: int, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
     """Run `act` on every rank and learn all results; a failure of one is an error on all."""
     result, failure = None, None
     try:

@@ -12,6 +12,8 @@ from megatron.config.fields import all_fields
 _POSITIVE = "(0, inf)"
 _NOT_NEGATIVE = "[0, inf)"
 _PROBABILITY = "[0, 1)"
+_COUNT = "[1, 1e15]"  # beyond it, products with the sequence length leave 64 bits
+_WORKERS = "[0, 64]"
 
 RANGES = {
     "model.rotary_base": _POSITIVE,
@@ -38,8 +40,15 @@ RANGES = {
     "precision.loss_scale": _POSITIVE,
     "precision.initial_loss_scale": _POSITIVE,
     "precision.min_loss_scale": _POSITIVE,
-    "data.num_workers": _NOT_NEGATIVE,
-    "data.valid_num_workers": _NOT_NEGATIVE,
+    "batch.micro_batch_size": "[1, 1e9]",
+    "batch.global_batch_size": "[1, 1e9]",
+    "batch.train_iters": _COUNT,
+    "batch.train_samples": _COUNT,
+    "model.seq_length": "[1, 1e9]",
+    "tokenizer.vocab_size": "[1, 2147483647]",
+    "tokenizer.pad_vocab_size_to": "[1, 2147483647]",
+    "data.num_workers": _WORKERS,
+    "data.valid_num_workers": _WORKERS,
     "logging.peak_tflops_per_device": _POSITIVE,
 }
 """Intervals in mathematical notation: [a, b) holds a but not b."""

@@ -29,6 +29,14 @@ def _run(rules: tuple[Rule, ...], asked: Asked) -> list[str]:
 # ---- Errors --------------------------------------------------------------------------------------------------------------------
 
 
+def no_empty_text(asked: Asked) -> Iterator[str]:
+    """An empty path would mean the present folder, or nothing at all."""
+    for dotted, value in asked.values().items():
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            flag = all_fields()[dotted].flag
+            yield f"{flag} is given an empty text; is a shell variable unset? Leave the flag out, or give a value."
+
+
 def one_length(asked: Asked) -> Iterator[str]:
     batch = asked.config.batch
     if batch.train_iters is not None and batch.train_samples is not None:
@@ -274,6 +282,7 @@ def rotary_settings_without_rotary(asked: Asked) -> Iterator[str]:
 
 
 ERRORS: tuple[Rule, ...] = (
+    no_empty_text,
     range_errors,
     one_length,
     one_unit_of_progress,

@@ -93,6 +93,8 @@ class IndexCache:
             for name, (dtype, shape) in shapes.items()
         }
         try:
+            for path in partial.values():
+                _reserve(path)
             build(arrays)
             digests = {name: _digest(array) for name, array in arrays.items()}
             manifest = self._partial(f"{stem}.json")
@@ -140,6 +142,15 @@ def _digest(array: NDArray) -> str:
             start = (raw.size - _BLOCK_BYTES) * place // 63
             digest.update(raw[start : start + _BLOCK_BYTES].data)
     return digest.hexdigest()
+
+
+def _reserve(path: Path) -> None:
+    """Take the file's space from the disk now: written through a mapping, a full disk would end the process by a signal.
+
+    OSError where there is not enough.
+    """
+    with open(path, "rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def _sync(path: Path) -> None:

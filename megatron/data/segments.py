@@ -291,7 +291,7 @@ class History:
         old, length = opened.segment.parts[number].order, len(opened.stream(number))
         fresh = wanted.seed
         while fresh in order.seeds_of(old):  # the same seed would show the same order a second time
-            fresh += 1
+            fresh = (fresh + 1) % 2**32
         if used >= length:
             return order.index_tree(fresh, asked), f"is exhausted and begins afresh with seed {fresh}"
         trees: list[order.Tree] = []

@@ -32,6 +32,11 @@ class StepResult:
     loss_scale: float | None
     """The scale this step ran with (fp16)."""
 
+    @property
+    def is_nan(self) -> bool:
+        """Dropped because it was not finite; with a loss scale an overflow is part of the search for the scale."""
+        return not self.applied and self.loss_scale is None
+
 
 class Engine(Protocol):
     def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:

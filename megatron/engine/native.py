@@ -19,7 +19,7 @@ from megatron.engine.sharding import Zero, shard_offset
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
 from megatron.model.norm import describe_norm
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
@@ -188,11 +188,12 @@ class NativeEngine:
             if rows == 0 or master.weight.numel() == 0:
                 continue
             owner = master.spec.cut_dim is not None or self._mesh.place.tensor == 0
-            tensors = {"weight": master.weight.data}
+            tensors: dict[Kind, Tensor] = {"weight": master.weight.data}
             if optimizer:
-                tensors |= {kind: self._optimizer.moment(master, kind) for kind in ("exp_avg", "exp_avg_sq")}
+                tensors["exp_avg"] = self._optimizer.moment(master, "exp_avg")
+                tensors["exp_avg_sq"] = self._optimizer.moment(master, "exp_avg_sq")
             for kind, tensor in tensors.items():
-                chunks.append(Chunk(kind, master.name, master.spec.shape, master.offset, tensor[:rows], owner))  # type: ignore[arg-type]
+                chunks.append(Chunk(kind, master.name, master.spec.shape, master.offset, tensor[:rows], owner))
         return chunks
 
     def scalars(self) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class NativeEngine:
         elif config.attention_dropout > 0 and cpu:
             attention = "SDPA, math", "attention dropout has no fused kernel on CPU; --attention-dropout 0 does"
         else:
-            attention = "SDPA, fused", "causal, no bias"
+            attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
         data = self._mesh.grid.data
         if self._zero is None:
             sharding = "none", "one data-parallel rank"
@@ -227,7 +228,7 @@ class NativeEngine:
         return [
             ("attention", *attention),
             ("norm", *describe_norm(config, self._mesh.device.type)),
-            ("loss", "fused projection and cross entropy", "logits are never stored"),
+            ("loss", "fused projection and cross entropy", "no logits in fp32 are kept"),
             self._optimizer.description,
             ("precision", str(self._dtype).removeprefix("torch."), "masters, moments and accumulation in fp32"),
             ("sharding", *sharding),

@@ -133,11 +133,6 @@ def iteration_flops(shape: ModelShape, batch_size: int, seq_length: int | None =
     return tokens * hardware_flops_per_token(shape, seq_length, recompute=recompute)
 
 
-def tflops_per_device(flops: int, seconds: float, world_size: int) -> float:
-    """`flops` done in `seconds` by `world_size` devices, in 10^12 a second on each."""
-    return flops / seconds / world_size / 1e12
-
-
 # Memory
 
 

@@ -3,7 +3,7 @@
 The output projection is part of it. Logits are made for a few rows at a time and turned into their own gradient while they are in
 the cache: what a step keeps is one [n, v/t] in the compute dtype until the projection's gradient is made, instead of several in
 fp32. Where Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the ranks one after the
-other, each rank here gives its log-sum-exp and its target logit in one all-gather.
+other, each rank here gives its log-sum-exp and its target logit in one all-gather for each chunk of rows.
 
 n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal `F.cross_entropy(F.linear(..))`
 over the real vocabulary, whatever the cut and the padding.

@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.parallel.layers import replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 
-_apex_layer_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
+_apex_layer_norm, _apex_reason = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
 _apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
 
 
@@ -80,8 +80,8 @@ def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
     """(implementation, why) for the table at start."""
-    found, reason = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
     if device_type == "cpu":
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
-    return f"{config.normalization}, {'apex, fused' if found else 'torch, fused'}", f"{reason}; statistics in fp32"
+    fused = _apex_layer_norm if config.normalization == "LayerNorm" else _apex_rms_norm
+    return f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused", f"{_apex_reason}; statistics in fp32"

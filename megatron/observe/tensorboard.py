@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megatron.config.logging import LoggingConfig
+from megatron.errors import ConfigError
 from megatron.observe.log_line import perplexity
 from megatron.observe.report import Axes, IterationReport
 
@@ -23,6 +24,7 @@ class TensorBoard:
 
     def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print) -> None:
         self._logging = logging
+        self._say = say
         self._file = _open(logging, say) if logging.tensorboard_dir is not None else None
 
     @property
@@ -64,11 +66,17 @@ class TensorBoard:
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
             self._file = None
 
     def _counters(self, at: Axes) -> None:
@@ -96,7 +104,15 @@ class TensorBoard:
 
         # `simple_value`, not the newer tensor form: scripts read these with EventAccumulator.Scalars.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
-        self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        try:
+            self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Training is worth more than its charts; the writer cannot be used again after an error of its thread."""
+        self._file = None
+        self._say(f"cannot write TensorBoard events to {self._logging.tensorboard_dir}: {error}; training goes on without them")
 
 
 def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFileWriter | None:
@@ -105,4 +121,7 @@ def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFileWriter
     except ImportError:
         say("--tensorboard-dir is given, but the package tensorboard is not installed: no TensorBoard (pip install tensorboard)")
         return None
-    return EventFileWriter(logging.tensorboard_dir, max_queue_size=logging.tensorboard_queue_size)
+    try:
+        return EventFileWriter(logging.tensorboard_dir, max_queue_size=logging.tensorboard_queue_size)
+    except OSError as error:
+        raise ConfigError(f"--tensorboard-dir {logging.tensorboard_dir} cannot be written: {error}; give another folder") from error

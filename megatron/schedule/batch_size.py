@@ -189,14 +189,17 @@ def iterations_for_samples(
         consumed_tokens += steps * size * seq_length
 
 
-def samples_of_iterations(schedule: BatchSizeSchedule, train_iters: int, seq_length: int) -> int:
-    """Samples that the first `train_iters` iterations consume; `seq_length`: tokens a sample."""
-    samples = 0
-    while train_iters > 0:
-        tokens = samples * seq_length
-        steps = min(train_iters, _iterations_of_size(schedule, samples, tokens, seq_length) or train_iters)
-        samples += steps * schedule.at(samples, tokens)
-        train_iters -= steps
+def samples_of_iterations(
+    schedule: BatchSizeSchedule, iterations: int, seq_length: int, consumed_samples: int = 0, consumed_tokens: int = 0
+) -> int:
+    """Samples consumed after `iterations` more, from (consumed_samples, consumed_tokens) on; `seq_length`: tokens a sample."""
+    samples, tokens = consumed_samples, consumed_tokens
+    while iterations > 0:
+        steps = min(iterations, _iterations_of_size(schedule, samples, tokens, seq_length) or iterations)
+        taken = steps * schedule.at(samples, tokens)
+        samples += taken
+        tokens += taken * seq_length
+        iterations -= steps
     return samples
 
 

@@ -21,7 +21,7 @@ def evaluate_validation(run: Run) -> None:
 def evaluate_test(run: Run) -> None:
     """Every test set, once, at the end of training."""
     if run.sources.test and run.plan.config.batch.eval_iters > 0:
-        run.reporter.validation(run.state, _evaluate(run, run.sources.test))
+        run.reporter.validation(run.state, _evaluate(run, run.sources.test), test=True)
 
 
 def evaluate_only(run: Run) -> None:

@@ -4,8 +4,6 @@ Rank 0 alone looks at the clock and the kill switch, so that ranks whose clocks 
 any rank counts.
 """
 
-import ctypes
-import os
 import signal
 import time
 from enum import IntEnum
@@ -43,6 +41,7 @@ class Exits:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        signal.signal(number, signal.SIG_DFL)  # a second one ends a process that no longer comes to its next iteration
 
     def decide(self, before: int, after: int) -> Stop:
         """The same answer on all ranks, for a step or jump from iteration `before` to `after`."""
@@ -75,21 +74,3 @@ class Exits:
         if reason == Stop.SIGNAL:
             return f"received a signal to stop; {exit_iteration_line(iteration)}"
         return exit_iteration_line(iteration)
-
-
-def die_with_launcher() -> None:
-    """End this process when torchrun ends: a killed agent must not leave ranks behind that hold the devices (Linux only).
-
-    Only under torchrun: a run that was started from a shell outlives it, if the user wants that.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return
-    if hasattr(libc, "prctl"):
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died in between
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -29,6 +29,7 @@ def train(run: Run) -> Stop:
     plan, state = run.plan, run.state
     stop, saved_at, evaluated_at = Stop.NO, state.iteration, -1
     started = time.monotonic() - state.elapsed_seconds
+    run.reporter.start(state.iteration)
     while stop == Stop.NO and not finished(plan, state):
         before = state.iteration
         skipped = range_at(plan.skip_ranges, state.iteration + 1)
@@ -104,7 +105,7 @@ def count_step(plan: Plan, state: TrainState, result: StepResult, batch_size: in
         state.nan_iterations_in_a_row = 0
     else:
         state.skipped_iterations += 1
-        state.nan_iterations_in_a_row += result.loss_scale is None  # with a loss scale an overflow is part of the search for it
+        state.nan_iterations_in_a_row += result.is_nan
 
 
 def skip_range(run: Run, skipped: tuple[int, int]) -> None:

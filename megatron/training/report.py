@@ -34,7 +34,7 @@ class _Interval:
     def add(self, result: StepResult, *, samples: int, tokens: int, flops: float, model_flops: float, seconds: float) -> None:
         self.iterations += 1
         self.applied += result.applied
-        self.nan += not result.applied and result.loss_scale is None  # with a loss scale it is an overflow
+        self.nan += result.is_nan
         self.loss_sum += result.loss if result.applied else 0.0
         self.seconds += seconds
         self.samples += samples
@@ -154,8 +154,8 @@ class Reporter:
             phase_seconds=step.phase_seconds,
         )
 
-    def validation(self, state: TrainState, losses: dict[str, float]) -> None:
-        """One evaluation of every set; a single one is called `validation`."""
+    def validation(self, state: TrainState, losses: dict[str, float], *, test: bool = False) -> None:
+        """One evaluation of every set; in TensorBoard a single validation set needs no name, a test set has its own."""
         at = Axes(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -165,7 +165,7 @@ class Reporter:
         for name, loss in losses.items():
             self.say(validation_log_line(state.iteration, loss, name))
             if self._tensorboard is not None:
-                self._tensorboard.validation(at, loss, name if len(losses) > 1 else None)
+                self._tensorboard.validation(at, loss, name if test or len(losses) > 1 else None)
             if self._metrics is not None:
                 self._metrics.validation(state.iteration, loss, name)
 

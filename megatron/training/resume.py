@@ -22,21 +22,23 @@ def starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
     return TrainState.from_json(checkpoint.state)
 
 
-def choose_schedule(plan: Plan, state: TrainState) -> Plan:
-    """Settle whose learning-rate schedule holds on resume; the plan with it.
+def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
+    """Settle whose learning-rate schedule holds on resume; the plan with it, and what to say of it.
 
     Raises:
         ConfigError: they differ and no flag says which one holds; names every difference and both flags.
     """
     if not state.lr_schedule:
-        return plan
+        return plan, []
     optimizer = plan.config.optimizer
     saved = LRSchedule(**state.lr_schedule)
     differing = differences(plan.lr_schedule, saved)
-    if not differing or optimizer.override_lr_scheduler:
-        return plan
+    if not differing:
+        return plan, []
+    if optimizer.override_lr_scheduler:
+        return plan, [f"--override-lr-scheduler changes the learning rate: {'; '.join(differing)}"]
     if optimizer.use_checkpoint_lr_scheduler:
-        return replace(plan, lr_schedule=saved)
+        return replace(plan, lr_schedule=saved), [f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {'; '.join(differing)}"]
     raise ConfigError(
         "the learning-rate schedule differs from the checkpoint's:\n  "
         + "\n  ".join(differing)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.save import check_writable
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
 from megatron.engine.native import NativeEngine
@@ -88,6 +89,8 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
     reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     for note in notes:
         reporter.say(f"warning: {note}")
+    if mesh.rank == 0 and config.checkpoint.save is not None and not config.batch.eval_only:
+        check_writable(Path(config.checkpoint.save))
     sources = open_data(plan, mesh, state)
     engine = NativeEngine(plan, mesh, timers)
     rows = [
@@ -105,7 +108,6 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
     for note in sources.take_notes():
         reporter.say(note)
     remember(state, plan)
-    reporter.start(state.iteration)
     timers.take()  # what building took is no iteration's
     return Run(plan, mesh, engine, sources, state, reporter, timers, exits)
 

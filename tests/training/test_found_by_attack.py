@@ -1,0 +1,216 @@
+"""What an attack on the main job once found: each stays mended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import Runner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def by_samples(run: Runner, flags: str) -> list[str]:
+    argv = run.argv(flags)
+    at = argv.index("--train-iters")
+    return [*argv[:at], *argv[at + 2 :], "--train-samples", "40"]
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(8, [4] * 5 + [8, 8]), (2, [4] * 5 + [2] * 10)])
+def test_another_batch_size_on_resume_trains_the_same_samples(batch: int, sizes: list[int], run: Runner) -> None:
+    from process_pool import pretrain, succeed
+
+    succeed(run.pool.run(1, pretrain, by_samples(run, "--exit-interval 5")))
+    succeed(run.pool.run(1, pretrain, by_samples(run, f"--global-batch-size {batch}")))
+    metrics = run.metrics()
+    assert [entry["global_batch_size"] for entry in metrics] == sizes
+    assert metrics[-1]["consumed_samples"] == sum(sizes)  # the last, partial batch is dropped
+
+
+def test_another_batch_size_by_iterations(run: Runner) -> None:
+    run("--exit-interval 5")
+    run("--global-batch-size 16")
+    assert run.metrics()[-1]["consumed_samples"] == 5 * 4 + 5 * 16
+
+
+@pytest.mark.parametrize("delay", [0.5, 3.0])
+def test_no_rank_outlives_a_killed_torchrun(delay: float, run: Runner) -> None:
+    """SIGKILL of the agent while its ranks import, and later; they are found by a marker in their environment."""
+    marker = f"MARKER_OF_TEST={os.getpid()}-{delay}"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "pretrain_gpt.py"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARKER_OF_TEST": marker.partition("=")[2]}
+    process = subprocess.Popen(
+        [*command, *run.argv("--train-iters 100000")], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def alive() -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                marked = entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes()
+                ours = marked and b"pretrain_gpt.py" in (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if ours and int(entry.name) != process.pid:
+                found.append(int(entry.name))
+        return found
+
+    try:
+        deadline = time.monotonic() + 60
+        while len(alive()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(alive()) == 2
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 20
+        while alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert alive() == []
+    finally:
+        for pid in alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_unusable_folder_is_found_before_training(run: Runner) -> None:
+    for flags, mentions in (
+        ("--save /dev/null/x --load /dev/null/x", "--save /dev/null/x cannot be written"),
+        ("--tensorboard-dir /dev/null/x", "--tensorboard-dir /dev/null/x cannot be written"),
+    ):
+        assert mentions in run.error(flags)
+        assert not (run.folder / "latest").exists()
+
+
+def test_tensorboard_on_a_full_disk_does_not_stop_the_run(run: Runner, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("NO TMPFS: mounting a small file system needs root")
+    try:
+        output = run(f"--train-iters 60 --tensorboard-dir {small}/tb --tensorboard-queue-size 2")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert "training goes on without them" in output
+    assert run.metrics()[-1]["iteration"] == 60
+
+
+def test_a_full_disk_for_the_index_cache_is_an_error_with_words(run: Runner, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("NO TMPFS: mounting a small file system needs root")
+    try:
+        error = run.error(f"--data-cache-path {small}")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert error.startswith("DataError")
+    assert "No space left" in error
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-path", "--kill-switch-path", "--tensorboard-dir"])
+def test_an_unset_shell_variable_is_named(flag: str, run: Runner) -> None:
+    from process_pool import pretrain
+
+    outcome = run.pool.run(1, pretrain, [*run.argv(""), flag, ""])[0]
+    assert outcome.kind == "ConfigError"
+    assert f"{flag} is given an empty text" in str(outcome.error)
+
+
+def test_evaluating_an_old_checkpoint_leaves_the_curve_alone(run: Runner) -> None:
+    run("--save-interval 2")
+    (run.folder / "latest").write_text("global_step2")
+    run("--eval-only --eval-iters 1 --split 80,10,10")
+    assert run.losses_of_training() == list(range(1, 11))
+
+
+def test_the_test_loss_has_a_tag_of_its_own(run: Runner, tmp_path: Path) -> None:
+    run(f"--split 80,10,10 --eval-interval 5 --eval-iters 1 --tensorboard-dir {tmp_path}/tb")
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("lm-loss-validation/lm loss validation")] == [5, 10]
+    assert [e.step for e in events.Scalars("lm-loss-validation/test/lm loss validation")] == [10]
+
+
+def test_a_forgotten_load_does_not_begin_over_a_run(run: Runner, other: Runner) -> None:
+    run("--exit-interval 4")
+    for flags in ("--load None", f"--finetune --load {other.folder}"):
+        error = run.error(flags)
+        assert "holds a run (its last checkpoint is global_step4)" in error
+        assert "--allow-fresh-start" in error
+    assert (run.folder / "latest").read_text() == "global_step4"
+    run("--load None --allow-fresh-start --train-iters 2")
+    assert (run.folder / "latest").read_text() == "global_step2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--global-batch-size 100000000000000000000 --micro-batch-size 100000000000000000000",
+        "--train-iters 100000000000000000000000000",
+        "--pad-vocab-size-to 1000000000000000",
+        "--num-workers 100000000",
+    ],
+)
+def test_absurd_numbers_are_refused(flags: str, run: Runner) -> None:
+    assert run.error(flags).startswith("ConfigError")
+
+
+def test_the_largest_seed_can_be_continued(run: Runner) -> None:
+    run("--seed 4294967295 --train-iters 3")
+    run("--seed 4294967295 --train-iters 20000 --exit-interval 4")
+    assert sorted(run.losses()) == [1, 2, 3, 4]
+
+
+def test_damaged_small_files_are_named(run: Runner) -> None:
+    run("--exit-interval 2")
+    folder = run.folder / "global_step2"
+    state = json.loads((folder / "manifest.json").read_text())
+    damages = {
+        "index.json": "{",
+        "manifest.json": json.dumps(state | {"state": None}),
+        "config.yaml": "",
+    }
+    for name, text in damages.items():
+        whole = (folder / name).read_text()
+        (folder / name).write_text(text)
+        error = run.error()
+        assert error.startswith("CheckpointError"), error
+        assert str(folder) in error
+        (folder / name).write_text(whole)
+    (run.folder / "latest").write_bytes(b"\xff\xfe")
+    assert "names no checkpoint" in run.error()
+    (run.folder / "latest").unlink()
+    (run.folder / "latest_checkpointed_iteration.txt").write_text("\u00b2")
+    assert "names no checkpoint" in run.error()
+
+
+def test_writing_a_default_out_changes_nothing(run: Runner) -> None:
+    run("--exit-interval 2")
+    run("--ffn-hidden-size 128 --num-query-groups 2 --kv-channels 16 --exit-interval 3")
+    assert sorted(run.losses()) == [1, 2, 3]
+
+
+def test_a_replacement_that_was_cut_off_is_undone(run: Runner) -> None:
+    run("--exit-interval 2")
+    (run.folder / "global_step2").rename(run.folder / "global_step2.replaced")
+    run("--exit-interval 3")
+    assert sorted(run.losses()) == [1, 2, 3]
+
+
+def test_an_overridden_schedule_is_said(run: Runner) -> None:
+    run("--exit-interval 2")
+    output = run("--lr 1e-3 --override-lr-scheduler --exit-interval 3")
+    assert "--override-lr-scheduler changes the learning rate: --lr: 0.001 here, 0.002 in the checkpoint" in output
