@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from megatron.config.asked import Asked
+from megatron.config.cli import as_error
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import check
 from megatron.config.tree import Config
@@ -103,10 +104,8 @@ class Plan:
 
     def raise_on_errors(self) -> None:
         """Raise one ConfigError that lists all of `errors`, if there are any."""
-        if len(self.errors) == 1:
-            raise ConfigError(self.errors[0])
         if self.errors:
-            raise ConfigError("\n  - ".join([f"{len(self.errors)} errors in the configuration:", *self.errors]))
+            raise as_error(self.errors)
 
 
 def resolve(

@@ -1,5 +1,7 @@
 """From the plan to a `Run`, and out of the process again."""
 
+import contextlib
+import json
 import os
 import platform
 import sys
@@ -17,7 +19,7 @@ from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
 from megatron.engine.native import NativeEngine
 from megatron.engine.support import refuse_unsupported
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.observe.log_line import kill_switch_line, loaded_checkpoint_line, no_checkpoint_line
 from megatron.observe.startup import start_table
 from megatron.observe.timers import COMMUNICATION, Timers
@@ -127,6 +129,12 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
     )
     if state.data:
         sources.load(state.data)
+        position = sources.train.consumed_samples if sources.train is not None else state.consumed_samples
+        if position != state.consumed_samples:
+            raise CheckpointError(
+                f"the checkpoint counts {state.consumed_samples} consumed samples and its data stand at {position}; it is damaged: "
+                "go back to an earlier one"
+            )
     sources.prepare()
     return sources
 
@@ -157,10 +165,21 @@ def leave_with_error(error: MegatronError) -> NoReturn:
         # Most errors are every rank's. Rank 0 tells; if it is the same error, the launcher ends this process meanwhile.
         time.sleep(3)
     prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
-    print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    message = f"{prefix}{type(error).__name__}: {error}"
+    print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    tell_torchrun(message)
     # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
     os._exit(2)
+
+
+def tell_torchrun(message: str) -> None:
+    """Have torchrun's own report name the error as the root cause; it reads this file of each rank that failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": record}))
 
 
 def leave() -> None:

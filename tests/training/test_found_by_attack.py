@@ -214,3 +214,12 @@ def test_an_overridden_schedule_is_said(run: Runner) -> None:
     run("--exit-interval 2")
     output = run("--lr 1e-3 --override-lr-scheduler --exit-interval 3")
     assert "--override-lr-scheduler changes the learning rate: --lr: 0.001 here, 0.002 in the checkpoint" in output
+
+
+def test_two_positions_that_disagree_are_damage(run: Runner) -> None:
+    run("--exit-interval 2")
+    manifest = run.folder / "global_step2" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["consumed_samples"] += 4
+    manifest.write_text(json.dumps(content))
+    assert "counts 12 consumed samples and its data stand at 8" in run.error()
