@@ -301,9 +301,11 @@ def _memory_lines(plan: Plan) -> list[str]:
         model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
         lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     plain, scores, again = (memory_bytes[key] / 1e9 for key in ("activations", "activations_with_scores", "activations_recomputed"))
-    lines.append(
-        _row("  activations", f"{'about':>12}{plain:>12,.2f}   ({scores:,.2f} without a flash kernel, {again:,.2f} recomputed)")
-    )
+    if plan.config.recompute.checkpoint_activations:
+        lines.append(_row("  activations", f"{'about':>12}{again:>12,.2f}   (recomputed; {plain:,.2f} if they were kept)"))
+    else:
+        kept = f"({scores:,.2f} without a flash kernel, {again:,.2f} recomputed)"
+        lines.append(_row("  activations", f"{'about':>12}{plain:>12,.2f}   {kept}"))
     return lines
 
 

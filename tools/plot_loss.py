@@ -4,8 +4,11 @@ Reads a metrics file (JSON lines) or a log with Megatron's lines, and writes a P
 was resumed or rolled back is one curve, without the parts that were lost.
 """
 
+import math
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,8 +86,22 @@ def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | N
     figure.savefig(output, dpi=120)
 
 
+def with_gaps(iterations: list[int], values: list[float]) -> Points:
+    """With a NaN where iterations are missing (a skipped range), so that no line is drawn over what was not trained."""
+    steps = [later - earlier for earlier, later in pairwise(iterations)]
+    usual = Counter(steps).most_common(1)[0][0] if steps else 1
+    found: Points = ([], [])
+    for iteration, value, step in zip(iterations, values, [usual, *steps], strict=True):
+        if step > usual:
+            found[0].append(iteration - step + usual)
+            found[1].append(math.nan)
+        found[0].append(iteration)
+        found[1].append(value)
+    return found
+
+
 def _draw_losses(axes: "Axes", curves: Curves, unigram_entropy: float | None) -> None:
-    axes.plot(*curves.train, color="tab:blue", linewidth=1.0, alpha=0.8, label="training")
+    axes.plot(*with_gaps(*curves.train), color="tab:blue", linewidth=1.0, alpha=0.8, label="training")
     for number, (name, points) in enumerate(curves.validation.items()):
         axes.plot(*points, color=f"C{number + 1}", marker="o", markersize=4, linewidth=1.5, label=name)
     if unigram_entropy is not None:

@@ -58,4 +58,5 @@ def help_line(field: Field) -> tuple[str, str, str]:
     else:
         shown = ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
         hint = f"(default: {shown})"
-    return metavar, field.doc, hint
+    doc = f"Turns off: {field.doc}" if field.is_bool and field.default else field.doc
+    return metavar, doc, hint

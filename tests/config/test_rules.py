@@ -20,6 +20,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both"),
     ({"lr": None}, "--lr is required"),
+    ({"save": ""}, "--save is given an empty text; is a shell variable unset?"),
+    ({"data_path": ("1", "", "1", "b")}, "--data-path is given an empty text"),
     (
         {"rampup_batch_size": (1, 1, 5), "step_batch_size_schedule": "0:1"},
         "--rampup-batch-size 1 1 5 and --step-batch-size-schedule 0:1 exclude each other",

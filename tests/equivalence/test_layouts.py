@@ -70,7 +70,7 @@ def test_layout_trains_as_one_process(
 
 
 def test_the_curve_is_the_golden_one(single: dict[str, Path]) -> None:
-    """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them anew (add a changelog line)."""
+    """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them anew."""
     curves = {shape: curve(folder) for shape, folder in single.items()}
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(json.dumps(curves, indent=1) + "\n")

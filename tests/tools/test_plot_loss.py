@@ -1,6 +1,7 @@
 """tools/plot_loss.py on metrics and logs."""
 
 import importlib.util
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -78,3 +79,10 @@ def test_without_a_loss_it_says_so(plot_loss: ModuleType, tmp_path: Path, capsys
     (tmp_path / "empty.log").write_text("nothing\n")
     assert plot_loss.main([str(tmp_path / "empty.log")]) == 2
     assert "holds neither metrics" in capsys.readouterr().err
+
+
+def test_no_line_is_drawn_over_a_skipped_range(plot_loss: ModuleType) -> None:
+    iterations, values = plot_loss.with_gaps([1, 2, 3, 8, 9], [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert iterations == [1, 2, 3, 4, 8, 9]
+    assert [i for i, value in zip(iterations, values, strict=True) if math.isnan(value)] == [4]
+    assert plot_loss.with_gaps([10, 20, 30], [3.0, 2.0, 1.0]) == ([10, 20, 30], [3.0, 2.0, 1.0])  # every tenth is logged
