@@ -58,6 +58,7 @@ def pretrain(loaded: LoadedConfig) -> None:
         else:
             train(run)
     finally:
+        run.sources.close()
         run.reporter.close()
 
 

@@ -104,7 +104,6 @@ def count_step(plan: Plan, state: TrainState, result: StepResult, batch_size: in
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
         state.nan_iterations_in_a_row = 0
     else:
-        state.skipped_iterations += 1
         state.nan_iterations_in_a_row += result.is_nan
 
 

@@ -38,15 +38,13 @@ class World:
     """What the launcher says of this process; a process without a launcher is a world of one."""
 
     size: int
-    rank: int
     local_rank: int
 
 
 def world_of_launcher(local_rank_flag: int | None = None) -> World:
     """Read the environment that torchrun sets; `--local-rank` of older launchers counts where LOCAL_RANK is missing."""
-    rank = int(os.environ.get("RANK", "0"))
     local_rank = os.environ.get("LOCAL_RANK", local_rank_flag)
-    return World(int(os.environ.get("WORLD_SIZE", "1")), rank, int(local_rank) if local_rank is not None else 0)
+    return World(int(os.environ.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0)
 
 
 def check_runnable(plan: Plan) -> None:

@@ -22,8 +22,6 @@ class TrainState:
     warmup_tokens: int = 0
     """`lr_tokens` at the end of warm-up, for decay by tokens."""
     consumed_valid_samples: int = 0
-    skipped_iterations: int = 0
-    """Steps dropped so far: overflow, or not finite."""
     nan_iterations_in_a_row: int = 0
     elapsed_seconds: float = 0.0
     """Time in training over all launches."""

@@ -180,10 +180,10 @@ def test_one_rank_with_another_configuration_is_named(run: Runner, pool: Process
 
 BAD = {
     "unknown flag": ("--hiden-size 32", "--hidden-size"),
-    "tensor size that does not divide": ("--tensor-model-parallel-size 3", "divi"),
+    "tensor size that does not divide": ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 must divide"),
     "world that does not fit": ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
-    "batch that does not divide": ("--global-batch-size 5", "5"),
-    "ramp with a batch that does not divide": ("--global-batch-size 8 --rampup-batch-size 2 3 100", "5"),
+    "batch that does not divide": ("--global-batch-size 5", "--global-batch-size 5 must be divisible"),
+    "ramp with a batch that does not divide": ("--global-batch-size 8 --rampup-batch-size 2 3 100", "batch size 5"),
     "skip range": ("--skip-train-iteration-range 9", "FIRST-LAST"),
     "skip range backwards": ("--skip-train-iteration-range 9-8", "FIRST-LAST"),
     "fp16 with bf16": ("--fp16 --bf16", "--bf16"),
@@ -221,7 +221,8 @@ def test_damaged_data_is_named_with_sizes(damage: str, run: Runner, tmp_path: Pa
     assert error.startswith("DataError")
     assert "damaged" in error
     if what == "truncate":
-        assert any(character.isdigit() for character in error)
+        assert str(victim.stat().st_size) in error
+        assert str(victim.stat().st_size + 100) in error
 
 
 def test_a_late_bad_token_is_a_clear_error_too(run: Runner, tmp_path: Path) -> None:
