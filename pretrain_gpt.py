@@ -19,7 +19,7 @@ from megatron.plan import resolve
 from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
-from megatron.training.resume import choose_schedule, choose_skip_ranges, starting_state
+from megatron.training.resume import choose_curriculum, choose_schedule, choose_skip_ranges, starting_state
 from megatron.training.setup import build_run, check_runnable, join_ranks, leave, leave_with_error, world_of_launcher
 
 
@@ -38,6 +38,7 @@ def pretrain(loaded: LoadedConfig) -> None:
     world = world_of_launcher(config.parallel.local_rank)
     checkpoint = find_start(config.checkpoint)
     state = starting_state(checkpoint, config)
+    config, about_curriculum = choose_curriculum(config, checkpoint)
     plan = resolve(
         config,
         world.size,
@@ -51,7 +52,8 @@ def pretrain(loaded: LoadedConfig) -> None:
     plan, about_ranges = choose_skip_ranges(plan, state)
     mesh = join_ranks(plan, world)
     check_agreement(config, state.iteration, mesh)
-    run = build_run(plan, mesh, state, checkpoint, notes=[*loaded.warnings, *plan.warnings, *about_schedule, *about_ranges])
+    notes = [*loaded.warnings, *plan.warnings, *about_curriculum, *about_schedule, *about_ranges]
+    run = build_run(plan, mesh, state, checkpoint, notes)
     try:
         if config.batch.eval_only:
             evaluate_only(run)

@@ -25,6 +25,7 @@ import tyro
 from megatron.config.cli import load_config
 from megatron.model.flops import model_flops_per_token
 from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
 from megatron.observe.throughput import peak_tflops
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
@@ -116,7 +117,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
 
     def step() -> None:
         tokens, labels = next_tokens(run, device)
-        loss = model(tokens, labels)
+        loss = model(None, Inputs(tokens, labels))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if half:

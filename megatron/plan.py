@@ -4,16 +4,15 @@ Invariant: a plan is a function of the configuration, the number of processes an
 group and no device, and it always comes back whole: failures are collected in `errors`, all of them, not raised one by one.
 """
 
-import re
 from dataclasses import dataclass
 
 from megatron.config.asked import Asked
 from megatron.config.cli import as_error
-from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import check
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, LayoutError
 from megatron.model import flops
+from megatron.model.partition import Stage, layers_per_rank, partition, whole_model
 from megatron.model.shape import ModelShape
 from megatron.plan_rules import (
     Report,
@@ -36,6 +35,7 @@ from megatron.schedule.batch_size import (
 )
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
+from megatron.schedule.pipeline import PipelineSchedule, choose
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange, parse_ranges
 from megatron.tokenizer import padded_vocab_size, vocab_size_of
@@ -46,7 +46,7 @@ class Plan:
     """Everything that follows from the configuration and the world. Where `errors` is not empty, numbers may be stand-ins.
 
     `parameters` and `stage_parameters` count the padded vocabulary, as published numbers do; `stage_parameters` are those of one
-    rank, by pipeline stage. `train_iters` and `train_samples` are the end by iterations or samples; --train-tokens may come
+    rank, by pipeline rank. `train_iters` and `train_samples` are the end by iterations or samples; --train-tokens may come
     first.
     """
 
@@ -57,7 +57,7 @@ class Plan:
     padded_vocab_size: int
     shape: ModelShape
     parameters: int
-    layers_per_stage: tuple[int, ...]
+    stages: tuple[Stage, ...]
     stage_parameters: tuple[int, ...]
     batch_size: BatchSizeSchedule
     train_iters: int
@@ -83,6 +83,25 @@ class Plan:
         """Key/value heads."""
         return self.shape.query_groups
 
+    @property
+    def pipeline_size(self) -> int:
+        """Pipeline ranks of a replica."""
+        return len(self.stage_parameters)
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Transformer layers of each stage, virtual ones apart."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Virtual stages of each pipeline rank; 1 where stages are not interleaved."""
+        return max(1, len(self.stages) // self.pipeline_size)
+
+    def pipeline_schedule(self, batch_size: int) -> PipelineSchedule:
+        """How a global batch of `batch_size` samples runs through the stages. Raises LayoutError as `num_microbatches`."""
+        return choose(self.num_microbatches(batch_size), self.pipeline_size, self.stages_per_rank)
+
     def num_microbatches(self, batch_size: int) -> int:
         """Microbatches that each data-parallel rank takes for a global batch of `batch_size` samples.
 
@@ -96,6 +115,10 @@ class Plan:
                 f"{self.data_parallel_size} = {share}; change the batch sizes or the number of processes."
             )
         return batch_size // share
+
+    def seq_length_at(self, iteration: int) -> int:
+        """Tokens of a training sample in `iteration` (1-based); evaluation always has the full length."""
+        return self.config.model.seq_length if self.curriculum is None else self.curriculum.at(iteration)
 
     def forecast(self) -> Forecast:
         """The counters and the learning rate at any iteration of an undisturbed run."""
@@ -123,24 +146,23 @@ def resolve(
     `origin`: where each dotted field came from (`LoadedConfig.origin`), for the messages. `consumed_samples`: the position that
     the run starts from, with `consumed_tokens` and `iteration`; batch sizes that lie behind it need not fit, and the end is
     counted from there: a run whose batch size changes trains its samples all the same. None: not known, as when a command line
-    with --load is planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: the sequence length's schedule.
+    with --load is planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: that of DeepSpeed's JSON.
     """
     asked = config
     errors, warnings = check(asked, origin or {})
     report = Report(countable(Asked(asked, origin or {})), errors, warnings)
     config = report.config
-    tensor = config.parallel.tensor_model_parallel_size
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
 
     grid_fits = check_grid(world_size, report)
-    replica = tensor * config.parallel.pipeline_model_parallel_size
-    data_parallel_size = max(1, world_size // replica)
+    data_parallel_size = max(1, world_size // (tensor * pipeline))
 
     vocab_size = report.attempt(lambda: _vocab_size(report), 0)
     padded = report.attempt(lambda: _padded_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
     shape = ModelShape(config.model, vocab_size, padded)
     check_tensor_parallel(shape, report)
-    one_stage: tuple[int, ...] = (config.model.num_layers,)
-    stages = report.attempt(lambda: layers_per_stage(shape, config.parallel), one_stage)
+    uncut: tuple[Stage, ...] = (whole_model(shape),)
+    stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
 
     stand_in: BatchSizeSchedule = ConstantBatchSize(config.batch.global_batch_size or data_parallel_size)
     batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size), stand_in)
@@ -152,7 +174,8 @@ def resolve(
     )
     skip_ranges = _skip_ranges(train_iters, report)
 
-    check_curriculum(curriculum, report)
+    curriculum = _curriculum(report, curriculum)
+    check_curriculum(curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report)
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
     warn_of_files(report)
@@ -164,8 +187,8 @@ def resolve(
         padded_vocab_size=padded,
         shape=shape,
         parameters=flops.parameter_count(shape),
-        layers_per_stage=stages,
-        stage_parameters=flops.stage_parameters(shape, tensor, stages),
+        stages=stages,
+        stage_parameters=flops.stage_parameters(shape, tensor, layers_per_rank(stages, pipeline)),
         batch_size=batch_size,
         train_iters=train_iters,
         train_samples=train_samples,
@@ -189,43 +212,6 @@ def _padded_vocab_size(config: Config, vocab_size: int) -> int:
     return padded_vocab_size(vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to)
 
 
-def layers_per_stage(shape: ModelShape, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Transformer layers of each pipeline stage, cut where the running weight is nearest to an even share.
-
-    The weights are those of --pp-partition-method: uniform counts layers, 'type:transformer|embedding' also counts the embedding
-    and the output projection as one layer each, parameters counts parameters. Every stage has at least one layer.
-
-    Raises ConfigError on more stages than layers or an unknown method.
-    """
-    layers, stages = shape.config.num_layers, parallel.pipeline_model_parallel_size
-    if stages > layers:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages} must not exceed --num-layers {layers}: each stage needs a layer."
-        )
-    ends = _weight_of_ends(shape, parallel.pp_partition_method or "uniform")
-    share = (layers + 2 * ends) / stages
-    cuts = [0]
-    for stage in range(1, stages):
-        nearest = round(stage * share - ends)
-        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - stage)))
-    return tuple(end - begin for begin, end in zip(cuts, [*cuts[1:], layers], strict=True))
-
-
-def _weight_of_ends(shape: ModelShape, method: str) -> float:
-    """What the embedding, and the output projection, weigh in the cut, in layers."""
-    method = method.lower()
-    if method == "parameters":
-        return flops.word_embedding_parameters(shape) / flops.layer_parameters(shape)
-    if method.startswith("type:"):
-        try:
-            return 1.0 if re.search(method.removeprefix("type:"), "embedding") else 0.0
-        except re.error as failure:
-            raise ConfigError(f"--pp-partition-method {method}: {failure}; write it as in type:transformer|embedding.") from None
-    if method == "uniform":
-        return 0.0
-    raise ConfigError(f"--pp-partition-method {method} is unknown; use uniform, parameters or type:REGEX.")
-
-
 def _batch_size(report: Report, data_parallel_size: int) -> BatchSizeSchedule:
     batch = report.config.batch
     if batch.step_batch_size_schedule is not None:
@@ -243,6 +229,45 @@ def _batch_size(report: Report, data_parallel_size: int) -> BatchSizeSchedule:
     if batch.global_batch_size is None:
         raise ConfigError(f"{report.given('batch.rampup_batch_size')} needs --global-batch-size, the size that it ends with.")
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
+
+
+def curriculum_of(config: Config) -> Curriculum | None:
+    """The schedule that the flags describe; None where they describe none, or not all of it (`config.rules` says so).
+
+    Raises ConfigError where the numbers make no schedule.
+    """
+    asked = config.curriculum
+    style = asked.curriculum_schedule_type
+    longest = config.model.seq_length if asked.curriculum_max_difficulty is None else asked.curriculum_max_difficulty
+    if style == "fixed_discrete" and asked.curriculum_difficulties:
+        lengths = asked.curriculum_difficulties
+        return Curriculum(style, min(lengths), max(lengths), difficulties=lengths, max_steps=asked.curriculum_max_steps)
+    if style in (None, "fixed_discrete") or asked.curriculum_min_difficulty is None or asked.curriculum_total_step is None:
+        return None
+    if style == "fixed_root" and asked.curriculum_root_degree is None:
+        return None
+    return Curriculum(
+        style,
+        asked.curriculum_min_difficulty,
+        longest,
+        total_curriculum_step=asked.curriculum_total_step,
+        difficulty_step=asked.curriculum_difficulty_step,
+        root_degree=asked.curriculum_root_degree,
+    )
+
+
+def _curriculum(report: Report, from_deepspeed: Curriculum | None) -> Curriculum | None:
+    """The run's curriculum; flags and DeepSpeed's JSON must agree where both give one."""
+    from_flags = report.attempt(lambda: curriculum_of(report.config), None)
+    if from_flags is None or from_deepspeed is None:
+        return from_flags or from_deepspeed
+    if not from_flags.same_from(1, from_deepspeed):
+        report.errors.append(
+            f"{report.given('curriculum.curriculum_schedule_type')} and the flags beside it make other sequence lengths than the "
+            f"curriculum_learning block of {report.given('parallel.deepspeed_config')}: {from_flags}, and {from_deepspeed}; "
+            "leave one of them out."
+        )
+    return from_flags
 
 
 def _train_end(

@@ -3,7 +3,6 @@
 Invariant: a rule raises nothing; it adds what it found to the report, so that all failures come out together.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,14 +12,17 @@ from megatron.config.asked import Asked
 from megatron.config.fields import all_fields
 from megatron.config.tree import Config
 from megatron.errors import MegatronError
+from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.schedule.batch_size import BatchSizeSchedule, ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
+from megatron.schedule.pipeline import PipelineSchedule, choose
 
 T = TypeVar("T")
 
 HEAD_DIM_MULTIPLE = 64
 USUAL_HIDDEN_PER_LAYER = (32, 256)
+IDLE_WORTH_SAYING = 1 / 3  # a pipeline has about that with twice as many microbatches as stages
 
 
 @dataclass
@@ -63,7 +65,13 @@ COUNTS = (
     "batch.global_batch_size",
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
+    "parallel.num_layers_per_virtual_pipeline_stage",
     "tokenizer.make_vocab_size_divisible_by",
+    "curriculum.curriculum_min_difficulty",
+    "curriculum.curriculum_max_difficulty",
+    "curriculum.curriculum_total_step",
+    "curriculum.curriculum_difficulty_step",
+    "curriculum.curriculum_root_degree",
 )
 
 
@@ -153,8 +161,13 @@ def check_batch_sizes(schedule: BatchSizeSchedule, data_parallel_size: int, cons
         )
 
 
-def check_curriculum(curriculum: Curriculum | None, report: Report) -> None:
-    """What curriculum learning needs beside it: an end and a decay by tokens, one batch size, lengths that the model can take."""
+def check_curriculum(
+    curriculum: Curriculum | None, schedule: BatchSizeSchedule, ahead: range, consumed_tokens: int, report: Report
+) -> None:
+    """What curriculum learning needs beside it: an end and a decay by tokens, one batch size, lengths that the model can take.
+
+    `ahead`: the iterations that are still to come, as far as samples or iterations end them; lengths that lie behind do not matter.
+    """
     if curriculum is None:
         return
     config = report.config
@@ -162,7 +175,7 @@ def check_curriculum(curriculum: Curriculum | None, report: Report) -> None:
     if config.batch.rampup_batch_size or config.batch.step_batch_size_schedule:
         report.errors.append(
             "curriculum learning changes the tokens of a batch already: leave out --rampup-batch-size and "
-            "--step-batch-size-schedule beside it."
+            "--step-batch-size-schedule beside it; tools/to_curriculum.py says what else changes."
         )
     missing = [
         flag
@@ -176,14 +189,44 @@ def check_curriculum(curriculum: Curriculum | None, report: Report) -> None:
         report.errors.append(f"curriculum learning counts in tokens: give {' and '.join(missing)}.")
     if curriculum.max_difficulty > config.model.seq_length:
         report.errors.append(
-            f"curriculum_learning: max_difficulty {curriculum.max_difficulty} must not exceed {report.given('model.seq_length')}."
+            f"curriculum learning: max_difficulty {curriculum.max_difficulty} must not exceed {report.given('model.seq_length')}."
         )
-    tensor = config.parallel.tensor_model_parallel_size
-    step = math.gcd(curriculum.difficulty_step or 0, curriculum.max_difficulty, *curriculum.difficulties)
-    if config.parallel.sequence_parallel and tensor > 1 and step % tensor:
-        report.errors.append(
-            f"--sequence-parallel with curriculum learning: {report.given('parallel.tensor_model_parallel_size')} must divide "
-            f"every sequence length, but they are multiples of {step} only."
+    if not ahead:
+        return
+    _check_cut_sequences(curriculum, ahead, report)
+    if config.batch.train_tokens is not None and isinstance(schedule, ConstantBatchSize):
+        _warn_of_curriculum_end(curriculum, schedule.size, ahead, config.batch.train_tokens - consumed_tokens, report)
+
+
+def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: Report) -> None:
+    """--sequence-parallel cuts each length that will be trained."""
+    tensor = report.config.parallel.tensor_model_parallel_size
+    if not report.config.parallel.sequence_parallel or tensor == 1:
+        return
+    for iteration, length in curriculum.stages(ahead[0], ahead[-1]):
+        if length % tensor:
+            report.errors.append(
+                f"--sequence-parallel with curriculum learning: {report.given('parallel.tensor_model_parallel_size')} must divide "
+                f"every sequence length, but iteration {iteration} has {length}; make the lengths and their steps multiples of "
+                f"{tensor}."
+            )
+            return
+
+
+def _warn_of_curriculum_end(curriculum: Curriculum, batch_size: int, ahead: range, tokens: int, report: Report) -> None:
+    """Tokens are to end the run, at the full length. `tokens`: those that are left, of batches of `batch_size` samples."""
+    batch, full = report.config.batch, report.config.model.seq_length
+    end = curriculum.iteration_reaching(tokens, batch_size, ahead[0], ahead[-1])
+    if end is None:
+        length_flag = "batch.train_samples" if batch.train_samples is not None else "batch.train_iters"
+        report.warnings.append(
+            f"curriculum learning: {report.given(length_flag)} ends the run before {report.given('batch.train_tokens')}, since "
+            "short sequences make fewer tokens; give twice as much, and the tokens decide."
+        )
+    last = curriculum.at(ahead[-1] if end is None else max(end, ahead[0]))
+    if last < full:
+        report.warnings.append(
+            f"curriculum learning: it ends at sequences of {last} tokens and never reaches {report.given('model.seq_length')}."
         )
 
 
@@ -215,26 +258,49 @@ def warn_of_shape(shape: ModelShape, report: Report) -> None:
         )
 
 
-def warn_of_pipeline(
-    layers_per_stage: tuple[int, ...], schedule: BatchSizeSchedule, data_parallel_size: int, report: Report
-) -> None:
-    """Uneven stages, and microbatches too few to fill the pipeline."""
-    config, stages = report.config, len(layers_per_stage)
-    if stages == 1:
+def warn_of_pipeline(stages: Sequence[Stage], schedule: BatchSizeSchedule, data_parallel_size: int, report: Report) -> None:
+    """Uneven stages, microbatches too few to fill the pipeline or in no number that interleaving takes, ZeRO at a high price."""
+    parallel = report.config.parallel
+    ranks = parallel.pipeline_model_parallel_size
+    if ranks == 1 or len(stages) == 1:
         return
-    if len(set(layers_per_stage)) > 1 and "embedding" not in (config.parallel.pp_partition_method or ""):
+    layers = [len(stage.layers) for stage in stages]
+    if len(set(layers)) > 1 and "embedding" not in (parallel.pp_partition_method or ""):
         report.warnings.append(
             f"{report.given('model.num_layers')} over {report.given('parallel.pipeline_model_parallel_size')} stages is uneven "
-            f"({' '.join(map(str, layers_per_stage))}): the largest stage sets the pace."
+            f"({' '.join(map(str, layers))}): the largest stage sets the pace."
         )
-    share = config.batch.micro_batch_size * data_parallel_size
-    seq_length = config.model.seq_length
-    few = [size for size in schedule.upcoming(0, 0, seq_length) if share <= size < stages * share]
-    if few:
-        least = min(few) // share
+    if parallel.num_layers_per_virtual_pipeline_stage is not None and len(stages) == ranks:
         report.warnings.append(
-            f"batch size {min(few)} makes {least} microbatches for {stages} pipeline stages: stages stand idle for "
-            f"{(stages - 1) / (least + stages - 1):.0%} of the time at this size."
+            f"{report.given('parallel.num_layers_per_virtual_pipeline_stage')} has no effect: those are all layers of a rank."
+        )
+    share = report.config.batch.micro_batch_size * data_parallel_size
+    sizes = [size for size in schedule.upcoming(0, 0, report.config.model.seq_length) if size % share == 0]
+    _warn_of_schedules([(size, choose(size // share, ranks, len(stages) // ranks)) for size in sizes], report)
+    if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
+        what = "gathers the parameters anew" if parallel.zero_stage == 3 else "reduces the gradients"
+        report.warnings.append(
+            f"{report.given('parallel.zero_stage')} with {report.given('parallel.pipeline_model_parallel_size')} {what} for every "
+            f"microbatch, {sizes[-1] // share} times a step at batch size {sizes[-1]}; --zero-stage 1 communicates once."
+        )
+
+
+def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Report) -> None:
+    """`by_size`: the batch sizes in samples that the run passes through, in order, each with its schedule."""
+    idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > IDLE_WORTH_SAYING]
+    if idle:
+        (first, schedule), (final, last) = idle[0], by_size[-1]
+        later = f", and for {100 * last.bubble:.0f} % at batch size {final}" if final != first else ""
+        advice = "; larger batches, smaller micro-batches or fewer stages shorten that" if last.bubble > IDLE_WORTH_SAYING else ""
+        report.warnings.append(f"{schedule.describe(first)}{later}{advice}.")
+    broken = [(size, schedule) for size, schedule in by_size if schedule.name == "looped BFS"]
+    if broken:
+        size, schedule = broken[0]
+        ranks, rounds = schedule.ranks, schedule.microbatches // schedule.ranks
+        report.warnings.append(
+            f"{report.given('parallel.num_layers_per_virtual_pipeline_stage')}: the {schedule.microbatches} microbatches of batch "
+            f"size {size} do not divide into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B wants: looped BFS runs "
+            f"them, and keeps the activations of all; batch sizes that make a multiple of {ranks} microbatches are free of that."
         )
 
 

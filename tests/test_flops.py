@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
 
 from megatron.config.model import ModelConfig
 from megatron.model import flops
+from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -137,6 +139,17 @@ def test_hardware_flops_count_the_layers_again_but_not_the_logits():
         flops.hardware_flops_per_token(shaped(GPT2, 256)) == flops.model_flops_per_token(shaped(GPT2, 256)) == 3 * (layers + logits)
     )
     assert flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=True) == 4 * layers + 3 * logits
+    third = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=Fraction(1, 3))
+    assert third == 3 * layers + layers // 3 + 3 * logits
+    half = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # of 3 layers: 1
+    assert half == third
+
+
+@pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 3), Fraction(2, 5), Fraction(1)])
+def test_recomputed_layers_are_those_that_the_blocks_recompute(share):
+    recomputes = Execution(recomputed_part=share).recomputes
+    for start, stop in itertools.combinations(range(13), 2):
+        assert flops.recomputed_layers(range(start, stop), share) == sum(map(recomputes, range(start, stop)))
 
 
 def test_shorter_sequences_cost_less_attention():
@@ -183,3 +196,9 @@ def test_activations_without_dropout_have_no_masks():
     assert flops.layer_activation_bytes(shaped(GPT2), 1) - flops.layer_activation_bytes(shaped(bare), 1) == 32 * 2 * 64
     scores = flops.layer_activation_bytes(shaped(bare), 1, scores_kept=True) - flops.layer_activation_bytes(shaped(bare), 1)
     assert scores == 2 * 4 * 32**2
+
+
+def test_a_stage_keeps_the_inputs_of_recomputed_layers():
+    whole, kept = flops.layer_activation_bytes(shaped(GPT2), 2, scores_kept=True), flops.layer_input_bytes(shaped(GPT2), 2)
+    assert flops.stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True) == 3 * whole
+    assert flops.stage_activation_bytes(shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True) == whole + 2 * kept

@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, LayoutError
+from megatron.model.partition import stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
@@ -229,8 +230,58 @@ def test_shapes_that_are_likely_a_slip_are_warnings():
 
 
 def test_few_microbatches_make_a_bubble():
-    warnings = warnings_of(4, parallel={"pipeline_model_parallel_size": 4}, batch={"global_batch_size": 4})
-    assert "batch size 4 makes 2 microbatches for 4 pipeline stages: stages stand idle for 60% of the time" in warnings
+    pipeline = {"pipeline_model_parallel_size": 4}
+    alone = warnings_of(4, parallel=pipeline, batch={"global_batch_size": 4})
+    assert "pipeline: GPipe, 2 microbatches for 4 stages: ranks stand idle for 60 % of the time at batch size 4; larger" in alone
+    assert "idle" not in warnings_of(4, parallel=pipeline, batch={"global_batch_size": 16})  # 3/11
+    ramp = {"rampup_batch_size": (4, 4, 100), "global_batch_size": 40, "train_iters": None, "train_samples": 1000}
+    ramped = warnings_of(4, parallel=pipeline, batch=ramp, optimizer={"lr_warmup_iters": None})
+    assert "idle for 60 % of the time at batch size 4, and for 13 % at batch size 40." in ramped
+
+
+def test_virtual_stages():
+    virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}
+    plan = resolve(with_changes(model={"num_layers": 8}, parallel=virtual), 2)
+    assert (plan.errors, plan.warnings) == ((), ())
+    assert (plan.layers_per_stage, plan.stages_per_rank, plan.pipeline_size) == ((2, 2, 2, 2), 2, 2)
+    assert [stage.layers for stage in stages_of_rank(plan.stages, 1, 2)] == [range(2, 4), range(6, 8)]
+    plain = resolve(with_changes(model={"num_layers": 8}, parallel={"pipeline_model_parallel_size": 2}), 2)
+    assert plan.stage_parameters == plain.stage_parameters  # the embedding is on the first rank, its copy on the last
+    assert sum(plan.stage_parameters) == plan.parameters + plan.padded_vocab_size * 256
+    assert plan.pipeline_schedule(16).name == "interleaved 1F1B"
+    assert plain.pipeline_schedule(16).name == "1F1B"
+    all_layers = {"parallel": {**virtual, "num_layers_per_virtual_pipeline_stage": 4}, "model": {"num_layers": 8}}
+    assert "--num-layers-per-virtual-pipeline-stage 4 has no effect" in warnings_of(2, **all_layers)
+
+
+def test_virtual_stages_that_do_not_fit():
+    def errors(layers: int, pipeline: int, per_stage: int) -> str:
+        parallel = {"pipeline_model_parallel_size": pipeline, "num_layers_per_virtual_pipeline_stage": per_stage}
+        return errors_of(pipeline, model={"num_layers": layers}, parallel=parallel)
+
+    assert errors(24, 4, 4).endswith("x --pipeline-model-parallel-size 4 = 16 must divide --num-layers 24; use 1, 2, 3, 6.")
+    assert "no value fits: 4 does not divide 30; leave it out" in errors(30, 4, 2)
+    assert "give --pipeline-model-parallel-size 2 or more" in errors(4, 1, 2)
+    assert "--num-layers-per-virtual-pipeline-stage 0 must be at least 1" in errors(4, 2, 0)
+
+
+def test_batch_sizes_that_interleaving_cannot_take():
+    virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    assert "looped BFS" not in warnings_of(2, parallel=virtual, batch={"global_batch_size": 12})
+    ramp = {"rampup_batch_size": (4, 2, 100), "global_batch_size": 16, "train_iters": None, "train_samples": 1000}
+    warnings = warnings_of(2, parallel=virtual, batch=ramp, optimizer={"lr_warmup_iters": None})
+    assert "the 5 microbatches of batch size 10 do not divide into 2 equal rounds over 2 ranks" in warnings  # 3 are one round
+    assert warnings.count("looped BFS") == 1
+
+
+def test_zero_that_communicates_for_every_microbatch():
+    def warnings(world_size: int, **parallel) -> str:
+        return warnings_of(world_size, parallel={"pipeline_model_parallel_size": 2, **parallel})
+
+    assert "--pipeline-model-parallel-size 2 gathers the parameters anew for every microbatch, 4 times" in warnings(4, zero_stage=3)
+    assert "reduces the gradients for every microbatch, 4 times a step at batch size 16" in warnings(4, zero_stage=2)
+    assert "every microbatch" not in warnings(4, zero_stage=1)
+    assert "every microbatch" not in warnings(2, zero_stage=3)  # nobody to communicate with
 
 
 def test_skip_ranges():
@@ -256,7 +307,87 @@ def test_curriculum():
     cut = with_changes(
         **tokens, parallel={"sequence_parallel": True, "tensor_model_parallel_size": 8}, model={"num_attention_heads": 8}
     )
-    assert "must divide every sequence length, but they are multiples of 4 only" in resolve(cut, 8, curriculum=curriculum).errors[0]
+    assert "must divide every sequence length, but iteration 1 has 12" in resolve(cut, 8, curriculum=curriculum).errors[0]
+    # A resume has only the full length before it, and the first length of another schedule is its first multiple.
+    assert resolve(cut, 8, curriculum=curriculum, iteration=50, consumed_samples=800).errors == ()
+    rounded = dataclasses.replace(curriculum, difficulty_step=8)
+    assert resolve(cut, 8, curriculum=rounded).errors == ()
+    uneven = dataclasses.replace(rounded, max_difficulty=100)
+    assert "has 100; make the lengths" in resolve(cut, 8, curriculum=uneven).errors[0]
+
+
+FLAGS: dict[str, dict] = {
+    "batch": {"train_tokens": 200_000},
+    "optimizer": {"lr_decay_tokens": 200_000},
+    "curriculum": {
+        "curriculum_schedule_type": "fixed_linear",
+        "curriculum_min_difficulty": 16,
+        "curriculum_total_step": 50,
+    },
+}
+
+
+def curriculum_flags(tokens: int = 150_000, **changes: object) -> dict[str, dict]:
+    changed = {f"curriculum_{name}": value for name, value in changes.items()}
+    return FLAGS | {"batch": {"train_tokens": tokens}, "curriculum": FLAGS["curriculum"] | changed}
+
+
+def test_curriculum_of_the_flags():
+    plan = resolve(with_changes(**curriculum_flags()), 1)
+    assert plan.errors == ()
+    assert plan.curriculum == Curriculum("fixed_linear", 16, 128, total_curriculum_step=50, difficulty_step=8)
+    assert [plan.seq_length_at(step) for step in (1, 4, 50, 90)] == [16, 24, 128, 128]
+    root = curriculum_flags(schedule_type="fixed_root", root_degree=2, max_difficulty=64)
+    assert resolve(with_changes(**root), 1).seq_length_at(13) == 40
+    discrete = {"curriculum_schedule_type": "fixed_discrete", "curriculum_difficulties": (8, 128), "curriculum_max_steps": (3,)}
+    plan = resolve(with_changes(**FLAGS | {"curriculum": discrete}), 1)
+    assert plan.errors == ()
+    assert [plan.seq_length_at(step) for step in (3, 4)] == [8, 128]
+    assert resolve(with_changes(), 1).seq_length_at(3) == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_difficulty": 256}, "min_difficulty 256 must be at least 1 and at most max_difficulty 128"),
+        ({"total_step": 0}, "--curriculum-total-step 0 must be at least 1"),
+        ({"schedule_type": "fixed_root"}, "needs --curriculum-root-degree"),
+        ({"min_difficulty": None}, "needs --curriculum-min-difficulty"),
+        ({"max_difficulty": 256}, "max_difficulty 256 must not exceed --seq-length 128"),
+    ],
+)
+def test_curriculum_flags_that_make_none(changes: dict[str, object], message: str):
+    (error,) = resolve(with_changes(**curriculum_flags(**changes)), 1).errors
+    assert message in error
+
+
+def test_flags_and_deepspeeds_curriculum_must_agree():
+    config = with_changes(**curriculum_flags())
+    same = Curriculum("fixed_linear", 16, 128, total_curriculum_step=50, difficulty_step=8)
+    assert resolve(config, 1, curriculum=same).errors == ()
+    (error,) = resolve(config, 1, curriculum=dataclasses.replace(same, total_curriculum_step=60)).errors
+    assert "--curriculum-schedule-type fixed_linear" in error
+    assert "--deepspeed-config" in error
+    assert "over 50 iterations" in error
+    assert "over 60 iterations" in error
+
+
+def test_end_of_a_run_with_a_curriculum():
+    """100 iterations of 16 samples: 50 that grow, about 55,000 tokens, and 50 of 128 tokens, 102,400."""
+
+    def remarks(config: dict[str, dict], **position: int) -> list[str]:
+        return [text for text in resolve(with_changes(**config), 1, **position).warnings if "curriculum" in text]
+
+    assert remarks(curriculum_flags()) == []
+    (short,) = remarks(curriculum_flags(tokens=200_000))
+    assert "--train-iters 100 ends the run before --train-tokens 200000" in short
+    (early,) = remarks(curriculum_flags(tokens=10_000))
+    assert "ends at sequences of" in early
+    assert "never reaches --seq-length 128" in early
+    assert "sequences of 64 tokens" in remarks(curriculum_flags(tokens=9000, max_difficulty=64, total_step=3))[0]
+    # what lies behind a resume counts
+    assert remarks(curriculum_flags(tokens=200_000), iteration=60, consumed_samples=960, consumed_tokens=130_000) == []
+    assert remarks(curriculum_flags(), iteration=99, consumed_samples=99 * 16, consumed_tokens=150_001) == []
 
 
 def test_absent_deepspeed_configuration_is_a_warning(tmp_path: Path):
@@ -322,7 +453,9 @@ def test_published_runs_resolve_unchanged(run):
 
 def test_published_oddities_are_warnings():
     assert any("head size 145" in warning for warning in published("tr8-104B")[1].warnings)
-    assert any("4 microbatches for 32 pipeline stages" in warning for warning in published("tr8-104B")[1].warnings)
+    assert any(
+        "GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 %" in warning for warning in published("tr8-104B")[1].warnings
+    )
     assert any("can only be a resume past batch size 1008" in warning for warning in published("tr1-13B")[1].warnings)
 
 

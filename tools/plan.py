@@ -10,7 +10,10 @@ A script is read as text, never run. Exit code: 0, or 2 if the plan has errors.
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +25,10 @@ from megatron.engine.support import unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
 from megatron.model import flops
+from megatron.model.partition import stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.schedule.curriculum import Curriculum, curriculum_from_deepspeed
+from megatron.schedule.pipeline import PipelineSchedule, choose
 from megatron.schedule.progress import Progress
 
 SHOWN_SIZES = 8
@@ -172,6 +177,11 @@ def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, An
         "world_size": plan.world_size,
         "data_parallel_size": plan.data_parallel_size,
         "layers_per_stage": list(plan.layers_per_stage),
+        "parameters_by_pipeline_rank": list(plan.stage_parameters),
+        "pipeline": [
+            {"batch_size": size, "microbatches": made.microbatches, "schedule": made.name, "idle": made.bubble}
+            for size, made in first_and_final(plan)
+        ],
         "padded_vocab_size": plan.padded_vocab_size,
         "train_iters": plan.train_iters,
         "train_samples": plan.train_samples,
@@ -184,45 +194,90 @@ def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, An
     }
 
 
+def first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
+    """The first batch size that the grid can take, and the final one, each with its pipeline schedule; none where none fits."""
+    share = plan.config.batch.micro_batch_size * plan.data_parallel_size
+    sizes = plan.batch_size.upcoming(0, 0, plan.config.model.seq_length)
+    fitting = [size for size in sizes if share > 0 and size % share == 0]
+    return [(size, plan.pipeline_schedule(size)) for size in dict.fromkeys([*fitting[:1], *fitting[-1:]])]
+
+
+def recomputed_share(plan: Plan) -> Fraction:
+    """Share of the layers that are recomputed; one that cannot be read is among the plan's errors."""
+    recompute = plan.config.recompute
+    if not (recompute.checkpoint_activations or recompute.deepspeed_activation_checkpointing):
+        return Fraction(0)
+    try:
+        return Fraction(recompute.checkpoint_fraction)
+    except (ValueError, ZeroDivisionError):
+        return Fraction(1)
+
+
 def memory(plan: Plan) -> dict[str, Any]:
-    """Bytes: the rule by part over the whole model and on the fullest rank, and an estimate of that rank's activations."""
-    config = plan.config
-    half = config.precision.bf16 or config.precision.fp16
-    whole = flops.parameter_memory(plan.parameters, half=half)
-    rank = flops.parameter_memory_per_rank(
-        max(plan.stage_parameters),
-        half=half,
-        data_parallel_size=plan.data_parallel_size,
-        zero_stage=config.parallel.zero_stage,
-    )
+    """Bytes: the rule by part over the whole model, and on the pipeline rank that needs most, with an estimate of its activations.
+
+    "activations" are as configured; the other estimates are what they would be with all kept, and with all layers recomputed.
+    """
+    share, config = recomputed_share(plan), plan.config
+    ranks = range(plan.pipeline_size)
+    parts = [_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
+    needed = [parts[rank].total + activations(plan, rank, share) for rank in ranks]
+    fullest = needed.index(max(needed))
+    whole = flops.parameter_memory(plan.parameters, half=_is_half(plan))
     return {
         "model": {**vars(whole), "total": whole.total},
-        "rank": {**vars(rank), "total": rank.total},
-        "activations": activations(plan, recompute=False, scores_kept=False),
-        "activations_with_scores": activations(plan, recompute=False, scores_kept=True),
-        "activations_recomputed": activations(plan, recompute=True, scores_kept=False),
+        "pipeline_rank": fullest,
+        "rank": {**vars(parts[fullest]), "total": parts[fullest].total},
+        "activations": activations(plan, fullest, share),
+        "activations_kept": activations(plan, fullest, Fraction(0)),
+        "activations_with_scores": activations(
+            plan, fullest, Fraction(0), scores_kept=not config.recompute.recompute_attention_core
+        ),
+        "activations_recomputed": activations(plan, fullest, Fraction(1)),
     }
 
 
-def activations(plan: Plan, *, recompute: bool, scores_kept: bool) -> int:
-    """Estimate for the fuller of the first stage, which keeps a microbatch for each stage, and the last, which has the logits."""
-    parallel, batch = plan.config.parallel, plan.config.batch
-    tensor, micro = max(1, parallel.tensor_model_parallel_size), batch.micro_batch_size
-    half = plan.config.precision.bf16 or plan.config.precision.fp16
-    sharing = {"sequence_parallel": parallel.sequence_parallel, "half": half}
-    layer = flops.layer_activation_bytes(plan.shape, micro, tensor, scores_kept=scores_kept, **sharing)
-    kept = flops.layer_input_bytes(plan.shape, micro, tensor, **sharing) if recompute else layer
-    working = layer if recompute else 0
-    microbatches = max(1, plan.batch_size.final // max(1, micro * plan.data_parallel_size))
-    in_flight = min(len(plan.layers_per_stage), microbatches)
-    first = plan.layers_per_stage[0] * in_flight * kept + working
-    last = plan.layers_per_stage[-1] * kept + working + flops.logits_bytes(plan.shape, micro, tensor)
-    return max(first, last)
+def _is_half(plan: Plan) -> bool:
+    return plan.config.precision.bf16 or plan.config.precision.fp16
+
+
+def _parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
+    return flops.parameter_memory_per_rank(
+        parameters,
+        half=_is_half(plan),
+        data_parallel_size=plan.data_parallel_size,
+        zero_stage=plan.config.parallel.zero_stage,
+    )
+
+
+def _final_schedule(plan: Plan) -> PipelineSchedule:
+    """At the final batch size, rounded down where that does not fit the grid."""
+    share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
+    return choose(max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank)
+
+
+def activations(plan: Plan, pipeline_rank: int, recomputed: Fraction, *, scores_kept: bool = False) -> int:
+    """Estimate in bytes for one rank: all microbatches in flight, a layer at work where layers are recomputed, and the logits."""
+    parallel, micro = plan.config.parallel, plan.config.batch.micro_batch_size
+    tensor = max(1, parallel.tensor_model_parallel_size)
+    sharing = {"sequence_parallel": parallel.sequence_parallel, "half": _is_half(plan), "scores_kept": scores_kept}
+    stages = stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
+    counts = [(len(stage.layers), flops.recomputed_layers(stage.layers, recomputed)) for stage in stages]
+    visits = [
+        flops.stage_activation_bytes(plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing)
+        for layers, again in counts
+    ]
+    kept = _final_schedule(plan).in_flight(pipeline_rank) * sum(visits) // max(1, len(visits))
+    if any(again for _, again in counts):
+        kept += flops.stage_activation_bytes(plan.shape, micro, tensor, layers=1, **sharing)
+    if any(stage.last for stage in stages):
+        kept += flops.logits_bytes(plan.shape, micro, tensor)
+    return kept
 
 
 def flops_of(plan: Plan) -> dict[str, int]:
     """FLOPs at the full sequence length and the final batch size; see megatron/model/flops.py for the two conventions."""
-    shape, recompute = plan.shape, plan.config.recompute.checkpoint_activations
+    shape, recompute = plan.shape, recomputed_share(plan)
     per_token = flops.model_flops_per_token(shape)
     return {
         "model_per_token": per_token,
@@ -236,9 +291,11 @@ def as_text(plan: Plan, at: list[Progress], warnings: list[str]) -> list[str]:
     """The plan for people, a line an entry."""
     lines = [*_model_lines(plan), *_training_lines(plan), *_memory_lines(plan), *_flops_lines(plan)]
     if at:
-        lines += ["", f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'learning rate':>14}"]
+        lines += ["", f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} {'learning rate':>14}"]
     lines += [
-        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} {p.global_batch_size:>6} {p.lr:>14.3E}" for p in at
+        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} {p.global_batch_size:>6} {p.seq_length:>7} "
+        f"{p.lr:>14.3E}"
+        for p in at
     ]
     lines += ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
     lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
@@ -256,19 +313,38 @@ def _model_lines(plan: Plan) -> list[str]:
             "parameters",
             f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} ({plan.vocab_size:,} real)",
         ),
-        _row("  on a rank", f"{fullest:,} at most (stage {plan.stage_parameters.index(fullest)}), before ZeRO"),
+        _row("  on a rank", f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), before ZeRO"),
         _row(
             "grid",
             f"{plan.world_size} processes = {parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} data; ZeRO {parallel.zero_stage}",
         ),
-        _row("layers by stage", " ".join(map(str, plan.layers_per_stage))),
+        *_pipeline_lines(plan),
         _row(
             "attention",
             f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, {plan.num_query_groups} key/value groups",
         ),
         _row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
     ]
+
+
+def _pipeline_lines(plan: Plan) -> list[str]:
+    """Nothing for a single stage."""
+    if plan.pipeline_size == 1:
+        return []
+    each = f", in {plan.stages_per_rank} virtual stages on each rank" if plan.stages_per_rank > 1 else ""
+    millions = (f"{parameters / 1e6:,.1f}" for parameters in plan.stage_parameters)
+    rows = [
+        _row("layers by stage", _in_runs(map(str, plan.layers_per_stage)) + each),
+        _row("  parameters, 10^6", f"{_in_runs(millions)} by pipeline rank"),
+    ]
+    return rows + [_row("", made.describe(size).removeprefix("pipeline: ")) for size, made in first_and_final(plan)]
+
+
+def _in_runs(texts: Iterable[str]) -> str:
+    """'5, 10 x 6, 5'."""
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return ", ".join(text if length == 1 else f"{length} x {text}" for text, length in runs)
 
 
 def _training_lines(plan: Plan) -> list[str]:
@@ -281,8 +357,10 @@ def _training_lines(plan: Plan) -> list[str]:
         _row("batch (microbatches)", ", ".join(sizes)),
         _row("iterations", f"{plan.train_iters:,}"),
         _row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
-        _row("tokens", f"{plan.train_samples * seq_length:,}"),
+        _row("tokens", f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else "")),
     ]
+    if plan.curriculum is not None:
+        lines.append(_row("sequence length", str(plan.curriculum)))
     if batch.train_tokens is not None:
         last = plan.forecast().iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
         lines.append(_row("ends by tokens", f"{batch.train_tokens:,} tokens or the end above: iteration {last:,}"))
@@ -296,27 +374,35 @@ def _training_lines(plan: Plan) -> list[str]:
 
 def _memory_lines(plan: Plan) -> list[str]:
     memory_bytes = memory(plan)
-    lines = [_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   by the rule of 18 bytes a parameter (16 in fp32)")]
+    where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most" if plan.pipeline_size > 1 else ""
+    rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
+    lines = [_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "half_weights", "optimizer_states", "gradients", "total"):
         model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
         lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
-    plain, scores, again = (memory_bytes[key] / 1e9 for key in ("activations", "activations_with_scores", "activations_recomputed"))
-    if plan.config.recompute.checkpoint_activations:
-        lines.append(_row("  activations", f"{'about':>12}{again:>12,.2f}   (recomputed; {plain:,.2f} if they were kept)"))
+    configured, kept, scores, again = (
+        memory_bytes[key] / 1e9 for key in ("activations", "activations_kept", "activations_with_scores", "activations_recomputed")
+    )
+    if share := recomputed_share(plan):
+        note = f"{_of_the_layers(share)} recomputed; {kept:,.2f} if all were kept"
     else:
-        kept = f"({scores:,.2f} without a flash kernel, {again:,.2f} recomputed)"
-        lines.append(_row("  activations", f"{'about':>12}{plain:>12,.2f}   {kept}"))
-    return lines
+        note = f"{scores:,.2f} without a flash kernel, {again:,.2f} recomputed"
+    if plan.pipeline_size > 1:
+        visits = _final_schedule(plan).in_flight(memory_bytes["pipeline_rank"])
+        note += f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} in flight"
+    return [*lines, _row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
+
+
+def _of_the_layers(share: Fraction) -> str:
+    return "all layers" if share == 1 else f"{share} of the layers"
 
 
 def _flops_lines(plan: Plan) -> list[str]:
-    counts, recompute = flops_of(plan), plan.config.recompute.checkpoint_activations
+    counts, share = flops_of(plan), recomputed_share(plan)
+    recomputation = f"{_of_the_layers(share)} recomputed" if share else "no recomputation"
     return [
         _row("FLOPs a token", f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware"),
-        _row(
-            "FLOPs an iteration",
-            f"{counts['hardware_per_iteration']:.4e} hardware, {'with' if recompute else 'no'} recomputation",
-        ),
+        _row("FLOPs an iteration", f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}"),
         _row("FLOPs of the run", f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted as full)"),
     ]
 

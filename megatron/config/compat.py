@@ -49,7 +49,7 @@ _MEMORY = "it changes memory only, and there is no such switch here"
 _OVERLAP = "communication overlaps computation wherever the engine can do so"
 _FP32 = "it is always so here"
 _TENSORBOARD = "TensorBoard gets no such points here"
-_MASKS = "it changes which tokens are attended to or trained on, which is not built in"
+_SCORES = "the scaling by layer cancels out in exact arithmetic, and attention scores are held in fp32, where none overflows"
 
 TABLE: tuple[Row, ...] = (
     # model
@@ -66,13 +66,13 @@ TABLE: tuple[Row, ...] = (
         "rotary and ALiBi models have no table of positions anyway",
         needs="model.position_embedding_type",
     ),
-    _harmless("--no-query-key-layer-scaling", "the scaling by layer, which cancels out in exact arithmetic, does not exist here"),
+    _harmless("--no-query-key-layer-scaling", _SCORES),
+    _harmless("--apply-query-key-layer-scaling", _SCORES),
     _harmless("--attention-softmax-in-fp32", _SDPA),
     _harmless("--use-cpu-initialization", "every weight is initialised from the seed and its name, the same on any device"),
     _refused("--openai-gelu", "GELU in its tanh form is the default: take out this flag and --no-bias-gelu-fusion"),
     _refused("--apply-residual-connection-post-layernorm", "residuals are taken before the norm (pre-LN), as in GPT-2"),
     _refused("--init-method-xavier-uniform", "weights are drawn from a normal distribution; see --init-method-std"),
-    _refused("--fp32-residual-connection", "the residual stream has the precision of the computation"),
     _refused("--num-experts", "there are no mixtures of experts", arity=1),
     # kernels
     _harmless("--no-masked-softmax-fusion", _SDPA),
@@ -93,10 +93,9 @@ TABLE: tuple[Row, ...] = (
     _harmless("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
     _renamed("--tokenizer-type", "--tokenizer-type", "PretrainedFromHF", arity=1, only=("HuggingFaceTokenizer", "HFTokenizer")),
     _renamed("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
-    _refused("--reset-position-ids", _MASKS),
-    _refused("--reset-attention-mask", _MASKS),
-    _refused("--eod-mask-loss", _MASKS),
-    _refused("--loss-on-targets-only", _MASKS),
+    _refused(
+        "--loss-on-targets-only", "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of documents"
+    ),
     # optimizer and precision
     _renamed("--override-opt-param-scheduler", "--override-lr-scheduler"),
     _renamed("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
@@ -121,7 +120,6 @@ TABLE: tuple[Row, ...] = (
     _harmless("--overlap-param-gather", _OVERLAP),
     _harmless("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
     _harmless("--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)),
-    _refused("--num-layers-per-virtual-pipeline-stage", "there are no interleaved pipeline stages", arity=1),
     # recomputation
     _renamed("--recompute-granularity", "--checkpoint-activations", arity=1, only=("full",)),
     _harmless("--recompute-granularity", f"{_SDPA} and stores no scores", arity=1, only=("selective",)),

@@ -30,6 +30,12 @@ class DataConfig:
     """Threads that read training samples ahead; 0 reads in the training thread."""
     valid_num_workers: int = 2
     """Threads that read validation samples ahead."""
+    reset_position_ids: bool = False
+    """Count positions from 0 again behind each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Attention stays within a document, which ends with its end-of-document token."""
+    eod_mask_loss: bool = False
+    """No loss on what is predicted from an end-of-document token: the beginning of another document."""
 
 
 @dataclass(frozen=True)

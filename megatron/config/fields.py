@@ -76,7 +76,7 @@ class Field:
         if isinstance(self.arity, int) and self.arity > 1:
             return f"{self.arity} values, each {_expected(typing.get_args(self.annotation)[0])}"
         if self.arity == "*":
-            return "a list of text"
+            return "a list of text" if typing.get_args(self.annotation)[0] is str else "a list of whole numbers"
         return _expected(self.annotation)
 
     def convert(self, texts: Sequence[str]) -> typing.Any:

@@ -50,7 +50,8 @@ def _annotated(field: Field) -> Any:
 
 def help_line(field: Field) -> tuple[str, str, str]:
     """(what its values look like, its text, its default), as --help shows them; empty where there is nothing to show."""
-    metavar = "" if field.is_bool else "STR ..." if field.arity == "*" else field.spec.metavar
+    many = field.arity == "*" and ("INT ..." if field.annotation == tuple[int, ...] else "STR ...")
+    metavar = "" if field.is_bool else many or field.spec.metavar
     if field.required:
         hint = "(required)"
     elif field.default is None or field.default == ():

@@ -92,10 +92,20 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
 
 
 def _give(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
+    bare = [_without_quotes(value) for value in values]
+    if bare != values:
+        line.warnings.append(f"{' '.join([typed, *values])} is read as {' '.join([typed, *bare])}: the shell left the quotes in.")
+        values = bare
     try:
         line.given[field.dotted] = Given(_value(field, flag, values), typed)
     except ValueError as error:
         line.errors.append(f"{' '.join([typed, *values])} {error}.")
+
+
+def _without_quotes(value: str) -> str:
+    """`'type:embedding'` as a script that keeps its flags in a variable passes it, quotes and all."""
+    quoted = len(value) > 2 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if quoted else value
 
 
 def _value(field: Field, flag: str, values: list[str]) -> Any:

@@ -33,9 +33,9 @@ class OptimizerConfig:
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay."""
     override_lr_scheduler: bool = False
-    """On resume, take the schedule from this command line although the checkpoint's differs."""
+    """On resume, take the schedules of learning rate and curriculum from this command line although the checkpoint's differ."""
     use_checkpoint_lr_scheduler: bool = False
-    """On resume, take the schedule from the checkpoint and ignore this command line's."""
+    """On resume, take the schedules of learning rate and curriculum from the checkpoint and ignore this command line's."""
     weight_decay: float = 0.01
     """Decoupled weight decay; not applied to biases and norms."""
     adam_beta1: float = 0.9

@@ -12,12 +12,17 @@ class ParallelConfig:
     """Stages that the layers are cut into."""
     pp_partition_method: str | None = None
     """How layers are cut into stages: uniform, parameters, or type:REGEX (as in 'type:transformer|embedding')."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Interleave: each rank has several stages of this many layers (https://arxiv.org/abs/2104.04473). Shorter idle times, more
+    communication. Default: one stage a rank."""
     sequence_parallel: bool = False
     """Cut the sequence over tensor-parallel ranks where activations are replicated (https://arxiv.org/abs/2205.05198)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): optimizer states (1), gradients (2), parameters (3)."""
+    check_invariants_interval: int = 1000
+    """Every so many iterations, and at each start, check that copies of a parameter are equal on all ranks; 0 turns it off."""
     sync_tp_duplicated_parameters: bool = False
-    """Repair parameters that are replicated over tensor-parallel ranks should they drift apart."""
+    """Repair copies that drifted apart, instead of stopping: those of the first rank hold."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: nccl with GPUs, gloo without."""
     distributed_timeout_minutes: float = 10.0

@@ -9,6 +9,8 @@ class PrecisionConfig:
     """Compute in fp16, with loss scaling."""
     bf16: bool = False
     """Compute in bf16. Without --fp16 and --bf16: fp32."""
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in fp32 with --fp16 or --bf16."""
     loss_scale: float | None = None
     """Static loss scale for fp16. Default: dynamic."""
     initial_loss_scale: float = 2.0**32
@@ -18,4 +20,4 @@ class PrecisionConfig:
     loss_scale_window: int = 1000
     """Iterations without overflow after which the dynamic scale doubles."""
     hysteresis: int = 2
-    """Overflows that are tolerated before the dynamic scale halves."""
+    """Overflow with which the dynamic scale begins to halve, counted since it last doubled: 2 lets one pass."""

@@ -7,5 +7,10 @@ from dataclasses import dataclass
 class RecomputeConfig:
     checkpoint_activations: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass (https://arxiv.org/abs/1604.06174)."""
+    checkpoint_fraction: str = "1"
+    """Part of the layers that --checkpoint-activations is for, evenly spread: 1 for all, 1/3 for every third."""
+    recompute_attention_core: bool = False
+    """Recompute scores and their product with the values only; saves memory where attention has no flash kernel
+    (https://arxiv.org/abs/2205.05198, section 5)."""
     deepspeed_activation_checkpointing: bool = False
     """The same by DeepSpeed's implementation; needs --deepspeed."""

@@ -9,11 +9,14 @@ import math
 from collections.abc import Callable, Iterator
 
 from megatron.config.asked import Asked
+from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
 from megatron.config.ranges import range_errors
 from megatron.config.tree import Config
 
 Rule = Callable[[Asked], Iterator[str]]
+
+DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 
 
 def check(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -217,6 +220,44 @@ def deepspeed_recomputation(asked: Asked) -> Iterator[str]:
         )
 
 
+def curriculum_of_one_type(asked: Asked) -> Iterator[str]:
+    """A forgotten --curriculum-schedule-type would train another run, so a flag that has no effect is an error here."""
+    style = asked.config.curriculum.curriculum_schedule_type
+    needed, taken = USED[style] if style is not None else (set(), set())
+    for name in vars(asked.config.curriculum):
+        dotted = f"curriculum.{name}"
+        if name in needed and not asked.differs(dotted):
+            yield f"{asked.given('curriculum.curriculum_schedule_type')} needs {all_fields()[dotted].flag}."
+        elif name in {"curriculum_schedule_type", *needed, *taken} or not asked.differs(dotted):
+            continue
+        elif style is None:
+            yield f"{asked.given(dotted)} needs --curriculum-schedule-type; without it there is no curriculum."
+        else:
+            yield f"{asked.given(dotted)} has no effect with {asked.given('curriculum.curriculum_schedule_type')}; leave it out."
+
+
+def one_way_to_cut_layers(asked: Asked) -> Iterator[str]:
+    method, virtual = "parallel.pp_partition_method", "parallel.num_layers_per_virtual_pipeline_stage"
+    if asked[virtual] is not None and (asked[method] or "uniform").lower() != "uniform":
+        yield f"{asked.given(method, virtual)} both say where layers are cut into stages; give one of them."
+
+
+def documents_have_ends(asked: Asked) -> Iterator[str]:
+    """Only a tokenizer knows the id that ends documents; --vocab-size does not tell it."""
+    wanted = [dotted for dotted in DOCUMENT_FLAGS if asked[dotted]]
+    tokenizer = asked.config.tokenizer
+    files = (
+        (tokenizer.vocab_file, tokenizer.merge_file)
+        if tokenizer.tokenizer_type == "GPT2BPETokenizer"
+        else (tokenizer.tokenizer_name_or_path,)
+    )
+    if wanted and None in files:
+        yield (
+            f"{asked.given(*wanted)} must know the id that ends documents, which the tokenizer of the data tells: give "
+            "--vocab-file and --merge-file, or --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+        )
+
+
 # ---- Warnings: nothing is silently ignored -------------------------------------------------------------------------------------
 
 
@@ -253,6 +294,43 @@ def loss_scale_without_use(asked: Asked) -> Iterator[str]:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if asked.differs(f"precision.{name}"):
                 yield f"{asked.given(f'precision.{name}')} has no effect without --fp16."
+
+
+def static_loss_scale_wins(asked: Asked) -> Iterator[str]:
+    precision = asked.config.precision
+    if precision.fp16 and precision.loss_scale is not None and not asked.config.parallel.deepspeed:
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if asked.differs(f"precision.{name}"):
+                static = asked.given("precision.loss_scale")
+                yield f"{asked.given(f'precision.{name}')} has no effect beside {static}, which is static."
+
+
+def loss_scale_that_rounds(asked: Asked) -> Iterator[str]:
+    """A power of two changes exponents only; any other scale rounds each gradient once more."""
+    precision = asked.config.precision
+    if not precision.fp16 or asked.config.parallel.deepspeed:
+        return
+    used = ("loss_scale",) if precision.loss_scale is not None else ("initial_loss_scale", "min_loss_scale")
+    for name in used:
+        scale = asked[f"precision.{name}"]
+        if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
+            below = 2.0 ** (math.frexp(scale)[1] - 1)
+            others = f"{below:.10g} and {2 * below:.10g}"
+            yield f"{asked.given(f'precision.{name}')} is no power of two, so scaling rounds; {others} do not."
+
+
+def fp32_residual_of_fp32(asked: Asked) -> Iterator[str]:
+    precision = asked.config.precision
+    if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
+        yield f"{asked.given('precision.fp32_residual_connection')} has no effect without --fp16 or --bf16: everything is fp32."
+
+
+def alibi_has_no_positions_to_reset(asked: Asked) -> Iterator[str]:
+    if asked.config.data.reset_position_ids and asked.config.model.position_embedding_type == "alibi":
+        yield (
+            f"{asked.given('data.reset_position_ids')} has no effect with --position-embedding-type alibi, whose bias depends on "
+            "distances only."
+        )
 
 
 def deepspeed_config_without_deepspeed(asked: Asked) -> Iterator[str]:
@@ -301,6 +379,9 @@ ERRORS: tuple[Rule, ...] = (
     folders_that_flags_need,
     one_manner_of_start,
     deepspeed_recomputation,
+    curriculum_of_one_type,
+    documents_have_ends,
+    one_way_to_cut_layers,
 )
 
 WARNINGS: tuple[Rule, ...] = (
@@ -308,6 +389,10 @@ WARNINGS: tuple[Rule, ...] = (
     decay_by_tokens_wins,
     wsd_without_its_style,
     loss_scale_without_use,
+    static_loss_scale_wins,
+    loss_scale_that_rounds,
+    fp32_residual_of_fp32,
+    alibi_has_no_positions_to_reset,
     deepspeed_config_without_deepspeed,
     save_without_interval,
     tensorboard_without_folder,

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.kernels import KernelsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -19,10 +21,12 @@ class Config:
 
     model: ModelConfig
     batch: BatchConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

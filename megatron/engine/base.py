@@ -26,16 +26,18 @@ class StepResult:
     grad_norm: float
     """Of the whole model, before clipping, unscaled; may be nan or inf."""
     applied: bool
-    """False: a value was not finite, and the step was dropped on all ranks."""
+    """False: loss or gradient norm was not finite, and the step was dropped on all ranks."""
     num_zeros: int | None
     """Zeros in the gradient, where they are counted."""
     loss_scale: float | None
     """The scale this step ran with (fp16)."""
+    overflow: bool
+    """Dropped as part of the search for a loss scale: no sign of trouble."""
 
     @property
     def is_nan(self) -> bool:
-        """Dropped because it was not finite; with a loss scale an overflow is part of the search for the scale."""
-        return not self.applied and self.loss_scale is None
+        """Dropped, and no other loss scale would have saved it."""
+        return not self.applied and not self.overflow
 
 
 class Engine(Protocol):
@@ -52,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of the optimizer's state as JSON: its step count."""
+        """The rest of the optimizer's state as JSON: its step count, and the search for a loss scale."""
         ...
 
     def loaded(self, scalars: dict[str, Any] | None) -> None:

@@ -1,7 +1,7 @@
-"""The engine on PyTorch's own parts: FSDP2 over the data-parallel ranks, AdamW on fp32 masters.
+"""The engine on PyTorch's own parts: FSDP2 over the data-parallel ranks, torch's pipeline schedules, AdamW on fp32 masters.
 
-A single data-parallel rank needs no sharding and pays for none: its module holds plain parameters, which in bf16 are copies of fp32
-masters, and autograd accumulates their gradients in fp32.
+A single data-parallel rank needs no sharding and pays for none: its modules hold plain parameters, which in bf16 and fp16 are
+copies of fp32 masters, and autograd accumulates their gradients in fp32.
 """
 
 import math
@@ -14,65 +14,77 @@ from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, no_timers
+from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
+from megatron.engine.pipeline import OneStage, Pipeline, Runner
 from megatron.engine.sharding import Zero, shard_offset
-from megatron.model.gpt import GPT
+from megatron.model.execution import Execution
+from megatron.model.gpt import GPT, WORD_EMBEDDING
 from megatron.model.init import initialise
+from megatron.model.inputs import Inputs
 from megatron.model.norm import describe_norm
+from megatron.model.partition import stages_of_rank
 from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import RandomStreams
+from megatron.parallel.rng import Moment, RandomStreams
 from megatron.plan import Plan
 
 
 class NativeEngine:
-    """See `engine/base.py`. Builds the model on the meta device, shards it, then draws the weights that this rank holds."""
+    """See `engine/base.py`. Builds this rank's stages on the meta device, shards them, then draws the weights that it holds."""
 
     def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = no_timers) -> None:
         self._timers = timers
         config = plan.config
-        self._mesh = mesh
+        self._plan, self._mesh = plan, mesh
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
-        self._dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-        self._zero_stage = config.parallel.zero_stage
-        self._streams = RandomStreams(config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor)
+        self._execution = execution = Execution.of(config, dynamic_shapes=plan.curriculum is not None)
+        self._dtype = execution.dtype or torch.float32
+        self._loss_scale = LossScale(config.precision) if config.precision.fp16 else None
+        streams = RandomStreams(config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor)
         with torch.device("meta"):
-            self.model = GPT(plan.shape, mesh.tensor_parallel, self._streams)
-        specs: dict[str, ParameterSpec] = {name: p.spec for name, p in self.model.named_parameters()}  # type: ignore[attr-defined]
-        self._zero = self._shard()
-        if self._zero is None:
-            self.model.to_empty(device=mesh.device)
-        else:
-            self._zero.materialise(mesh.device)
-        self._masters = self._make_masters(specs)
+            self.stages = [
+                GPT(plan.shape, mesh.tensor_parallel, streams, stage, execution)
+                for stage in stages_of_rank(plan.stages, mesh.place.pipeline, mesh.grid.pipeline)
+            ]
+        specs = [{name: p.spec for name, p in stage.named_parameters()} for stage in self.stages]  # type: ignore[attr-defined]
+        self._zeros = [self._shard(stage) for stage in self.stages]
+        self._masters: list[Master] = []
+        for stage, zero, spec in zip(self.stages, self._zeros, specs, strict=True):
+            if zero is None:
+                stage.to_empty(device=mesh.device)
+            else:
+                zero.materialise(mesh.device)
+            self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
+        self._runner = self._make_runner()
         for chunk in self.chunks(optimizer=False):
             initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, plan.shape, config.batch.seed)
         self._refresh_model()
 
     # -- construction ---------------------------------------------------------------------------------------------------------
 
-    def _shard(self) -> Zero | None:
+    def _shard(self, stage: GPT) -> Zero | None:
         if self._mesh.grid.data > 1:
-            mesh = self._mesh.data_parallel_mesh()
+            mesh, zero_stage = self._mesh.data_parallel_mesh(), self._plan.config.parallel.zero_stage
             clock = self._mesh.tensor_parallel.clock
-            return Zero(self.model, mesh, stage=self._zero_stage, compute_dtype=self._dtype, clock=clock)
-        self.model.to(self._dtype)
+            return Zero(stage, mesh, stage=zero_stage, compute_dtype=self._dtype, clock=clock)
+        stage.to(self._dtype)
         return None
 
-    def _make_masters(self, specs: dict[str, ParameterSpec]) -> list[Master]:
+    def _make_masters(self, stage: GPT, zero: Zero | None, specs: dict[str, ParameterSpec]) -> list[Master]:
         masters = []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in stage.named_parameters():
             spec, local = specs[name], _local(parameter.detach())
-            if self._zero is None and self._dtype != torch.float32:
+            if zero is None and self._dtype != torch.float32:
                 parameter.grad_dtype = torch.float32  # accumulate over microbatches in fp32
                 local = torch.zeros_like(local, dtype=torch.float32)
             local.zero_()  # vocabulary padding stays zero for ever: its gradient is zero, too
             offset = self._offset(spec, tuple(parameter.shape))
-            masters.append(Master(name, spec, offset, parameter, nn.Parameter(local, requires_grad=False)))
+            masters.append(Master(spec.copy_of or name, spec, offset, parameter, nn.Parameter(local, requires_grad=False)))
         return masters
 
     def _offset(self, spec: ParameterSpec, tp_local_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,68 +92,75 @@ class NativeEngine:
         offset = [0] * len(spec.shape)
         if spec.cut_dim is not None:
             offset[spec.cut_dim] = self._mesh.place.tensor * tp_local_shape[spec.cut_dim]
-        if self._zero is not None:
+        if self._mesh.grid.data > 1:
             offset[0] += shard_offset(tp_local_shape[0], self._mesh.place.data, self._mesh.grid.data)
         return tuple(offset)
+
+    def _make_runner(self) -> Runner:
+        if self._mesh.grid.pipeline == 1:
+            return OneStage(self.stages[0], self._zeros[0])
+        residual = torch.float32 if self._execution.fp32_residual else self._dtype
+        return Pipeline(self.stages, self._zeros, self._mesh, num_stages=len(self._plan.stages), dtype=residual)
 
     # -- a step ---------------------------------------------------------------------------------------------------------------
 
     def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:
-        total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        self.model.train()
+        for stage in self.stages:
+            stage.train()
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with self._timers("forward-backward"):
-            self._forward_backward(microbatches, iteration, total)
+            loss = self._runner.run(self._inputs(microbatches, iteration), scale / len(microbatches), train=True)
         with self._timers("optimizer"):
-            result = self._apply_gradients(total, lr)
-            self.model.zero_grad(set_to_none=True)
+            result = self._apply_gradients(loss, scale, lr)
+            for stage in self.stages:
+                stage.zero_grad(set_to_none=True)
         return result
 
-    def _forward_backward(self, microbatches: Sequence[Microbatch], iteration: int, total: Tensor) -> None:
-        """Gradients of the whole batch into the parameters, its mean loss on this rank into `total`."""
-        for number, microbatch in enumerate(microbatches):
-            if self._zero is not None:
-                self._zero.before_backward(last=number == len(microbatches) - 1)
-            self._streams.begin(iteration, number)
-            loss = self._loss(microbatch) / len(microbatches)
-            loss.backward()
-            total += loss.detach()
-
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        self.model.eval()
+        for stage in self.stages:
+            stage.eval()
         with torch.no_grad():
-            for microbatch in microbatches:
-                total += self._loss(microbatch) / len(microbatches)
-        values = total.double().unsqueeze(0) / (self._mesh.grid.data * self._mesh.grid.tensor)
-        return self._sum_over_ranks(values)[0]
+            loss = self._runner.run(self._inputs(microbatches, 0), 1.0, train=False)
+        return self._sum_over_ranks(self._share(loss).unsqueeze(0))[0]
 
-    def _loss(self, microbatch: Microbatch) -> Tensor:
-        device = self._mesh.device
-        mask = microbatch.loss_mask
-        return self.model(
-            microbatch.tokens.to(device, non_blocking=True),
-            microbatch.labels.to(device, non_blocking=True),
-            None if mask is None else mask.to(device, non_blocking=True),
-        )
+    def _inputs(self, microbatches: Sequence[Microbatch], iteration: int) -> list[Inputs]:
+        """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
+        return [
+            Inputs(m.tokens, m.labels, m.loss_mask, moment=Moment(iteration, number)).to(self._mesh.device)
+            for number, m in enumerate(microbatches)
+        ]
 
-    def _apply_gradients(self, loss: Tensor, lr: float) -> StepResult:
+    def _apply_gradients(self, loss: Tensor, scale: float, lr: float) -> StepResult:
         for master in self._masters:
             gradient = master.model.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = _local(gradient)
         self._add_partial_gradients()
+        self._add_tied_gradients()
         loss_value, squares, zeros = self._reduce_step(loss)
-        norm = math.sqrt(squares) if math.isfinite(squares) else squares
+        norm = math.sqrt(squares) / scale if math.isfinite(squares) else squares
         applied = math.isfinite(loss_value) and math.isfinite(norm)
         if applied:
-            if self._clip > 0 and norm > self._clip:
+            clipped = self._clip / (norm + 1e-6) if self._clip > 0 and norm > self._clip else 1.0
+            if clipped / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
-                torch._foreach_mul_(gradients, self._clip / (norm + 1e-6))
+                torch._foreach_mul_(gradients, clipped / scale)
             self._optimizer.step(lr)
             self._refresh_model()
         for master in self._masters:
             master.weight.grad = None
-        return StepResult(loss_value, norm, applied, int(zeros) if self._count_zeros else None, None)
+        overflow = self._update_loss_scale(applied=applied, loss_is_finite=math.isfinite(loss_value))
+        used_scale = None if self._loss_scale is None else scale
+        return StepResult(loss_value, norm, applied, int(zeros) if self._count_zeros else None, used_scale, overflow)
+
+    def _update_loss_scale(self, *, applied: bool, loss_is_finite: bool) -> bool:
+        """Every rank comes to the same scale, as it saw the same norm. True: the step was dropped as part of the search for it."""
+        if self._loss_scale is None:
+            return False
+        if applied:
+            self._loss_scale.applied()
+            return False
+        return self._loss_scale.overflowed() and loss_is_finite
 
     def _add_partial_gradients(self) -> None:
         """Norms and biases behind a cut sequence saw a part of it each: add the parts up, in one message."""
@@ -155,18 +174,32 @@ class NativeEngine:
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
+    def _add_tied_gradients(self) -> None:
+        """The word embedding and its copy on the last stage each saw one use of it: both take the sum, so that they stay equal."""
+        if self._plan.config.model.untie_embeddings_and_output_weights or self._mesh.ends is None:
+            return
+        for master in self._masters:
+            if master.name == WORD_EMBEDDING and master.weight.grad is not None and master.weight.grad.numel():
+                with self._mesh.tensor_parallel.clock():
+                    dist.all_reduce(master.weight.grad, group=self._mesh.ends)
+
     def _reduce_step(self, loss: Tensor) -> tuple[float, float, float]:
         """Mean loss, squared gradient norm and zeros of the whole model: one message for all three."""
         mine = [m.weight.grad for m in self._masters if self._counts(m) and m.weight.grad is not None]
         squares = squared_norm(mine).to(loss.device)
         zeros = count_zeros(mine).to(loss.device) if self._count_zeros else torch.zeros_like(squares)
-        share = loss.double() / (self._mesh.grid.data * self._mesh.grid.tensor)
-        loss_value, squares_value, zeros_value = self._sum_over_ranks(torch.stack((share, squares, zeros)))
+        loss_value, squares_value, zeros_value = self._sum_over_ranks(torch.stack((self._share(loss), squares, zeros)))
         return loss_value, squares_value, zeros_value
 
+    def _share(self, loss: Tensor) -> Tensor:
+        """This rank's part of the mean loss: the ranks of the last stage each have one, the others zero."""
+        return loss.double() / (self._mesh.grid.data * self._mesh.grid.tensor)
+
     def _counts(self, master: Master) -> bool:
-        """A parameter that all tensor-parallel ranks hold is counted by the first of them."""
-        return bool(master.weight.numel()) and (master.spec.cut_dim is not None or self._mesh.place.tensor == 0)
+        """Whether the parameter is this rank's to count and to store: of several copies the first rank's is."""
+        if master.weight.numel() == 0 or master.spec.copy_of is not None:
+            return False
+        return master.spec.cut_dim is not None or self._mesh.place.tensor == 0
 
     def _sum_over_ranks(self, values: Tensor) -> list[float]:
         if self._mesh.grid.world_size > 1:
@@ -176,7 +209,7 @@ class NativeEngine:
 
     def _refresh_model(self) -> None:
         """Low-precision weights follow their masters."""
-        if self._zero is None and self._dtype != torch.float32:
+        if self._mesh.grid.data == 1 and self._dtype != torch.float32:
             torch._foreach_copy_([m.model.data for m in self._masters], [m.weight.data for m in self._masters])
 
     # -- state ----------------------------------------------------------------------------------------------------------------
@@ -187,7 +220,7 @@ class NativeEngine:
             rows = max(0, min(master.weight.shape[0], master.spec.shape[0] - master.offset[0]))  # without vocabulary padding
             if rows == 0 or master.weight.numel() == 0:
                 continue
-            owner = master.spec.cut_dim is not None or self._mesh.place.tensor == 0
+            owner = self._counts(master)
             tensors: dict[Kind, Tensor] = {"weight": master.weight.data}
             if optimizer:
                 tensors["exp_avg"] = self._optimizer.moment(master, "exp_avg")
@@ -197,13 +230,16 @@ class NativeEngine:
         return chunks
 
     def scalars(self) -> dict[str, Any]:
-        return {"optimizer_step": self._optimizer.step_count}
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
+        return {"optimizer_step": self._optimizer.step_count, **scale}
 
     def loaded(self, scalars: dict[str, Any] | None) -> None:
         if scalars is None:
             self._optimizer.reset()
         else:
             self._optimizer.set_step_count(int(scalars["optimizer_step"]))
+            if self._loss_scale is not None and "loss_scale" in scalars:
+                self._loss_scale.load(scalars["loss_scale"])
         self._refresh_model()
 
     def parameter_norm(self) -> float:
@@ -211,7 +247,7 @@ class NativeEngine:
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def kernels(self) -> list[tuple[str, str, str]]:
-        config = self.model.shape.config
+        config = self._plan.config.model
         cpu = self._mesh.device.type == "cpu"
         if config.position_embedding_type == "alibi":
             attention = "SDPA with a bias", "ALiBi needs one"
@@ -220,19 +256,47 @@ class NativeEngine:
         else:
             attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
         data = self._mesh.grid.data
-        if self._zero is None:
+        if data == 1:
             sharding = "none", "one data-parallel rank"
         else:
-            note = "; stage 0 runs as 1: the same numbers with less memory" if self._zero_stage == 0 else ""
-            sharding = f"FSDP2, ZeRO {max(1, self._zero_stage)}", f"{data} data-parallel ranks{note}"
-        return [
+            zero_stage = self._plan.config.parallel.zero_stage
+            note = "; stage 0 runs as 1: the same numbers with less memory" if zero_stage == 0 else ""
+            sharding = f"FSDP2, ZeRO {max(1, zero_stage)}", f"{data} data-parallel ranks{note}"
+        rows = [
             ("attention", *attention),
             ("norm", *describe_norm(config, self._mesh.device.type)),
             ("loss", "fused projection and cross entropy", "no logits in fp32 are kept"),
             self._optimizer.description,
-            ("precision", str(self._dtype).removeprefix("torch."), "masters, moments and accumulation in fp32"),
+            ("precision", *self._describe_precision()),
             ("sharding", *sharding),
         ]
+        if self._mesh.grid.pipeline > 1:
+            rows.append(("pipeline", *self._describe_pipeline()))
+        if recomputation := self._describe_recomputation():
+            rows.append(("recomputation", *recomputation))
+        if self._execution.compile:
+            graphs = "any sequence length" if self._execution.dynamic_shapes else "one graph for all layers"
+            rows.append(("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it"))
+        return rows
+
+    def _describe_precision(self) -> tuple[str, str]:
+        stream = ", residual stream fp32" if self._execution.fp32_residual else ""
+        scale = f"; loss scale {self._loss_scale.describe()}" if self._loss_scale is not None else ""
+        return str(self._dtype).removeprefix("torch.") + stream, f"masters, moments and accumulation in fp32{scale}"
+
+    def _describe_pipeline(self) -> tuple[str, str]:
+        ranks, stages = self._mesh.grid.pipeline, self._plan.stages
+        layers = " ".join(str(len(stage.layers)) for stage in stages)
+        virtual = f", {len(stages) // ranks} stages on each" if len(stages) > ranks else ""
+        return f"{ranks} ranks{virtual}, torch.distributed.pipelining", f"layers of the stages: {layers}"
+
+    def _describe_recomputation(self) -> tuple[str, str] | None:
+        part = self._execution.recomputed_part
+        if part:
+            return ("every layer" if part == 1 else f"{part} of the layers"), "keeps their inputs only"
+        if self._execution.recompute_attention_core:
+            return "attention core", "keeps queries, keys and values, not what is between them and the output"
+        return None
 
 
 def _local(tensor: Tensor) -> Tensor:

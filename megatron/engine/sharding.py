@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Clock
 
 
@@ -46,6 +47,7 @@ class Zero:
     def __init__(self, model: GPT, mesh: DeviceMesh, *, stage: int, compute_dtype: torch.dtype, clock: Clock) -> None:
         self._model = model
         self._reduce_each_microbatch = stage >= 2
+        self._compute_dtype = compute_dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
             reduce_dtype=torch.float32,
@@ -67,10 +69,12 @@ class Zero:
         after that. So run one, on as few tokens as the layout allows.
         """
         self._model.to_empty(device=device)
-        tokens = torch.zeros((1, self._model.tp.size), dtype=torch.long, device=device)
+        tp, hidden_size = self._model.tp, self._model.shape.config.hidden_size
+        tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)
+        stream = torch.zeros((1 if tp.sequence_parallel else tp.size, 1, hidden_size), dtype=self._compute_dtype, device=device)
         self._model.eval()
         with torch.no_grad():
-            self._model(tokens, tokens)
+            self._model(None if self._model.stage.first else stream, Inputs(tokens, tokens))
         for sharded in self._sharded:
             sharded.reshard()
 

@@ -7,14 +7,8 @@ from megatron.plan import Plan
 def unsupported(plan: Plan) -> list[str]:
     """What of a plan no engine runs yet, one line each."""
     config = plan.config
-    stages = config.parallel.pipeline_model_parallel_size
     asked = {
-        f"--pipeline-model-parallel-size {stages}": stages > 1,
-        "--fp16 (--bf16 is there)": config.precision.fp16,
-        "--checkpoint-activations": config.recompute.checkpoint_activations,
         "--deepspeed": config.parallel.deepspeed,
-        "--sync-tp-duplicated-parameters": config.parallel.sync_tp_duplicated_parameters,
-        "a curriculum of sequence lengths": plan.curriculum is not None,
     }
     return [flag for flag, given in asked.items() if given]
 

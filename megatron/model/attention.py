@@ -7,18 +7,24 @@ a rank's part (whole groups) is a box of it, for multi-head (n/g = 1) and groupe
 (https://arxiv.org/abs/2305.13245).
 """
 
+from itertools import pairwise
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import Dropout
+from megatron.model.inputs import Documents
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, split_evenly
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import Moment
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, shape: ModelShape, dropout: Dropout, tp: TensorParallel) -> None:
+    def __init__(self, shape: ModelShape, dropout: Dropout, tp: TensorParallel, *, recompute_core: bool = False) -> None:
         super().__init__()
         config = shape.config
         self.head_dim = shape.head_dim
@@ -30,8 +36,9 @@ class SelfAttention(nn.Module):
             config.num_attention_heads * shape.head_dim, config.hidden_size, bias=config.add_bias_linear, tp=tp
         )
         self.dropout = dropout
+        self.recompute_core = recompute_core
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
@@ -42,13 +49,44 @@ class SelfAttention(nn.Module):
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
-        context = F.scaled_dot_product_attention(
-            query,
-            key,
-            value.permute(1, 2, 0, 3),
-            attn_mask=positions.bias,
-            dropout_p=self.dropout.seed(),
-            is_causal=positions.bias is None,
-            enable_gqa=n > 1,
-        )
+        value = value.permute(1, 2, 0, 3)
+        if self.recompute_core and torch.is_grad_enabled():
+            context = checkpoint(self._core, query, key, value, positions, moment, use_reentrant=False, preserve_rng_state=False)
+        else:
+            context = self._core(query, key, value, positions, moment)
         return self.out(context.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, n d/t]
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, moment: Moment) -> Tensor:
+        """Causal attention of [b, n/t, s, d] on keys and values [b, g/t, s, d] -> [b, n/t, s, d]."""
+        p = self.dropout.seed(moment)
+        if positions.documents is not None:
+            return _attend_by_document(query, key, value, positions.bias, positions.documents, p)
+        return _attend(query, key, value, positions.bias, p)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=dropout_p,
+        is_causal=bias is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@torch.compiler.disable  # every batch has other documents: a graph for each would never end
+def _attend_by_document(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, documents: Documents, dropout_p: float
+) -> Tensor:
+    """Each document by itself: no s x s mask is made, and shorter documents cost less. ALiBi's bias depends on distances only."""
+    samples = []
+    for sample, bounds in enumerate(documents):
+        parts = []
+        for start, stop in pairwise(bounds):
+            q, k, v = (t[sample : sample + 1, :, start:stop] for t in (query, key, value))
+            length = stop - start
+            parts.append(_attend(q, k, v, None if bias is None else bias[:, :, :length, :length], dropout_p))
+        samples.append(torch.cat(parts, dim=2))
+    return torch.cat(samples)

@@ -1,15 +1,18 @@
 """A transformer layer: norm, attention, residual; norm, MLP, residual (pre-norm, as GPT-2)."""
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
+from megatron.model.execution import Execution
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.model.positions import Positions
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
+from megatron.parallel.rng import Moment, RandomStreams
 
 _SITES_PER_BLOCK = 3
 
@@ -17,19 +20,32 @@ _SITES_PER_BLOCK = 3
 class Block(nn.Module):
     """Layer number `index` of the whole model, whichever stage it lies in."""
 
-    def __init__(self, shape: ModelShape, index: int, tp: TensorParallel, streams: RandomStreams) -> None:
+    def __init__(
+        self, shape: ModelShape, index: int, tp: TensorParallel, streams: RandomStreams, execution: Execution | None = None
+    ) -> None:
         super().__init__()
-        config = shape.config
+        config, execution = shape.config, execution or Execution()
         site = 1 + _SITES_PER_BLOCK * index  # site 0 is the embedding's
         residual_is_cut = tp.sequence_parallel
         self.input_norm = build_norm(config, tp)
-        self.attention = SelfAttention(shape, Dropout(config.attention_dropout, site, streams, cut=True), tp)
+        core_dropout = Dropout(config.attention_dropout, site, streams, cut=True)
+        self.attention = SelfAttention(shape, core_dropout, tp, recompute_core=execution.recompute_attention_core)
         self.attention_dropout = Dropout(config.hidden_dropout, site + 1, streams, cut=residual_is_cut)
         self.post_attention_norm = build_norm(config, tp)
         self.mlp = MLP(shape, tp)
         self.mlp_dropout = Dropout(config.hidden_dropout, site + 2, streams, cut=residual_is_cut)
+        self.recompute = execution.recomputes(index)
+        if execution.compile:
+            # The method, not the module: FSDP2's hooks and the recomputation stay outside of the graph.
+            self._compute = torch.compile(self._compute, dynamic=execution.dynamic_shapes)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
-        x = x + self.attention_dropout(self.attention(self.input_norm(x), positions))
-        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)))
+        if self.recompute and torch.is_grad_enabled():
+            # Each dropout seeds the generator itself, so there is no state of it to preserve.
+            return checkpoint(self._compute, x, positions, moment, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._compute(x, positions, moment)
+
+    def _compute(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.input_norm(x), positions, moment), moment)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.rng import RandomStreams
+from megatron.parallel.rng import Moment, RandomStreams
 
 
 class Dropout(nn.Module):
@@ -19,13 +19,13 @@ class Dropout(nn.Module):
         self._streams = streams
         self._cut = cut
 
-    def seed(self) -> float:
+    def seed(self, moment: Moment) -> float:
         """Seed the generator for this site; returns the probability in force (0 in evaluation)."""
         if not self.training or self.p == 0.0:
             return 0.0
-        self._streams.seed(self._site, cut=self._cut)
+        self._streams.seed(moment, self._site, cut=self._cut)
         return self.p
 
-    def forward(self, x: Tensor) -> Tensor:
-        p = self.seed()
+    def forward(self, x: Tensor, moment: Moment) -> Tensor:
+        p = self.seed(moment)
         return F.dropout(x, p) if p else x

@@ -9,11 +9,12 @@ Notation: s sequence length, b micro-batch size, h hidden size, f feed-forward s
 q = a d, k = (query groups) d, l layers, V padded vocabulary, t tensor-parallel size.
 
 FLOPs conventions, both counting a multiply-add as 2 and causal attention as if it were full (as published numbers do):
-model FLOPs are forward + backward (3 forwards); hardware FLOPs also count what activation recomputation does again (a 4th forward
-of the layers, not of the logits).
+model FLOPs are forward + backward (3 forwards); hardware FLOPs also count what full activation recomputation does again (a 4th
+forward of the layers that it is for, not of the logits), and not the attention core's, as flash kernels do that always.
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megatron.model.shape import ModelShape
 
@@ -82,15 +83,15 @@ def parameters_without_embeddings(shape: ModelShape) -> int:
     return shape.config.num_layers * layer_parameters(shape) + norm_parameters(shape)
 
 
-def stage_parameters(shape: ModelShape, tensor_parallel_size: int, layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
-    """Parameters of one rank in each pipeline stage, before ZeRO shards them.
+def stage_parameters(shape: ModelShape, tensor_parallel_size: int, layers_per_rank: tuple[int, ...]) -> tuple[int, ...]:
+    """Parameters of one rank at each place in the pipeline, over all its virtual stages, before ZeRO shards them.
 
-    The first stage has the embedding, the last the final norm and the output projection: where that is tied, a copy of the word
-    embedding, so that the sum over stages exceeds `parameter_count` by it.
+    The first rank has the embedding, the last the final norm and the output projection: where that is tied, a copy of the word
+    embedding, so that the sum over ranks exceeds `parameter_count` by it.
     """
     per_layer = layer_parameters(shape, tensor_parallel_size)
     words = word_embedding_parameters(shape, tensor_parallel_size)
-    stages = [layers * per_layer for layers in layers_per_stage]
+    stages = [layers * per_layer for layers in layers_per_rank]
     stages[0] += words + first_stage_extra_parameters(shape)
     stages[-1] += norm_parameters(shape)
     if len(stages) > 1 or shape.config.untie_embeddings_and_output_weights:
@@ -117,14 +118,23 @@ def model_flops_per_token(shape: ModelShape, seq_length: int | None = None) -> i
     return 3 * (layers + logits)
 
 
-def hardware_flops_per_token(shape: ModelShape, seq_length: int | None = None, *, recompute: bool = False) -> int:
-    """`model_flops_per_token` and, with full activation recomputation, the layers' second forward; what Megatron's log prints."""
+def hardware_flops_per_token(shape: ModelShape, seq_length: int | None = None, *, recompute: Fraction | float = 0) -> int:
+    """`model_flops_per_token` and the second forward of the layers that are recomputed; what Megatron's log prints.
+
+    `recompute`: their share of all layers, from 0 to 1 (False and True are none and all).
+    """
     layers, logits = forward_flops_per_token(shape, seq_length)
-    return (4 if recompute else 3) * layers + 3 * logits
+    again = recomputed_layers(range(shape.config.num_layers), recompute) * layers // shape.config.num_layers
+    return 3 * layers + again + 3 * logits
 
 
-def iteration_flops(shape: ModelShape, batch_size: int, seq_length: int | None = None, *, recompute: bool = False) -> int:
-    """Hardware FLOPs of one iteration over all ranks; model FLOPs with recompute=False. `batch_size` in samples.
+def recomputed_layers(layers: range, share: Fraction | float) -> int:
+    """How many of `layers` (global numbers) are recomputed where a `share` of the model's is, evenly spread over it."""
+    return int(layers.stop * share) - int(layers.start * share)
+
+
+def iteration_flops(shape: ModelShape, batch_size: int, seq_length: int | None = None, *, recompute: Fraction | float = 0) -> int:
+    """Hardware FLOPs of one iteration over all ranks; model FLOPs with recompute=0. `batch_size` in samples.
 
     For GPT-2's shape this is 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) with recomputation, and 72 and V/(12 l h) in place of 96 and
     V/(16 l h) without (2104.04473).
@@ -215,6 +225,25 @@ def layer_input_bytes(
     """All that full recomputation keeps of a layer for one microbatch: its input, 2 s b h in half precision (2205.05198, 5)."""
     values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
     return (2 if half else 4) * values // (tensor_parallel_size if sequence_parallel else 1)
+
+
+def stage_activation_bytes(
+    shape: ModelShape,
+    micro_batch_size: int,
+    tensor_parallel_size: int = 1,
+    *,
+    layers: int,
+    recomputed_layers: int = 0,
+    sequence_parallel: bool = False,
+    half: bool = True,
+    scores_kept: bool = False,
+) -> int:
+    """What one microbatch keeps of a stage with that many layers until its backward pass, on one rank: all activations of a layer,
+    or its input only where it is recomputed."""
+    sharing = {"sequence_parallel": sequence_parallel, "half": half}
+    whole = layer_activation_bytes(shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing)
+    kept = layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
+    return (layers - recomputed_layers) * whole + recomputed_layers * kept
 
 
 def logits_bytes(shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1) -> int:

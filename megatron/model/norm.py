@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm over the last dimension, statistics in fp32 whatever the activations are."""
+"""LayerNorm and RMSNorm over the last dimension, statistics in fp32 whatever the activations are.
+
+The output has the weights' dtype: that of the computation, also where the residual stream is kept in fp32.
+"""
 
 from typing import Any
 
@@ -26,6 +29,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
+        if x.dtype != self.weight.dtype:
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
         if x.is_cuda and _apex_layer_norm is not None:
             return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
         # Torch's kernel keeps mean and variance in fp32 for half-precision inputs, on CPU and GPU.
@@ -40,7 +46,7 @@ class _RMSNormFunction(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
         rstd = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight).to(x.dtype)
+        return (x * rstd).mul_(weight).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -65,9 +71,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        if x.is_cuda and _apex_rms_norm is not None:
+        if x.is_cuda and x.dtype == self.weight.dtype and _apex_rms_norm is not None:
             return _apex_rms_norm(x, self.weight, self.weight.shape, self.eps)
-        if x.is_cuda:
+        if x.is_cuda and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 

@@ -1,26 +1,29 @@
 """Rotary and ALiBi positions. What they need is computed once for a forward pass and given to every block."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.model.inputs import Documents, Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention must know of positions; both None for learned positions, which the embedding has added already."""
+    """What attention must know of positions; nothing for learned positions, which the embedding has added already."""
 
     cos: Tensor | None = None
-    """[s, 1, 1, 1, rotary_dim / 2], fp32"""
+    """[s, 1, 1, 1, rotary_dim / 2], or [s, b, ...] where samples differ in positions; fp32"""
     sin: Tensor | None = None
-    """[s, 1, 1, 1, rotary_dim / 2], fp32"""
+    """As `cos`."""
     bias: Tensor | None = None
     """[1, heads/t, s, s]: ALiBi with the causal mask in it, in the activations' dtype."""
+    documents: Documents | None = None
+    """Given: attention stays within a document."""
 
 
 def rotary_table(seq_length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -86,11 +89,17 @@ class PositionTables:
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._positions = Positions()
 
-    def at(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
-        key = (seq_length, device, dtype)
+    def of(self, inputs: Inputs, dtype: torch.dtype) -> Positions:
+        """The positions of a microbatch; `dtype` of the activations."""
+        key = (inputs.tokens.shape[1], inputs.tokens.device, dtype)
         if key != self._key:
-            self._key, self._positions = key, self._make(seq_length, device, dtype)
-        return self._positions
+            self._key, self._positions = key, self._make(*key)
+        positions = self._positions
+        if inputs.position_ids is not None and positions.cos is not None and positions.sin is not None:
+            rows = inputs.position_ids.t()
+            cos, sin = (table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin))
+            positions = replace(positions, cos=cos, sin=sin)
+        return positions if inputs.documents is None else replace(positions, documents=inputs.documents)
 
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         config = self._shape.config

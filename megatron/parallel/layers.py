@@ -21,12 +21,14 @@ class ParameterSpec:
 
     `shape` counts real rows only; a local tensor may be larger where the vocabulary is padded. `cut_dim` None: every
     tensor-parallel rank holds all of it. `partial_gradient`: each rank sees only its slice of the sequence, so gradients must be
-    added up over the tensor-parallel ranks.
+    added up over the tensor-parallel ranks. `copy_of`: it is a copy of the named parameter, which lives on another pipeline stage:
+    their gradients must be added up, and it is counted and stored there.
     """
 
     shape: tuple[int, ...]
     cut_dim: int | None = None
     partial_gradient: bool = False
+    copy_of: str | None = None
 
 
 def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Parameter:

@@ -46,6 +46,9 @@ class Mesh:
     devices: DeviceMesh | None
     """Axes ("pp", "dp", "tp"); None in a world of one."""
     tensor_parallel: TensorParallel
+    ends: dist.ProcessGroup | None
+    """The first and the last pipeline rank at this rank's data and tensor coordinates, where the embedding may be tied; None on
+    the ranks between, and without a pipeline."""
     control: dist.ProcessGroup | None
     """A gloo group of all ranks for small objects and decisions, so that they never queue behind GPU work."""
 
@@ -53,6 +56,11 @@ class Mesh:
         """The one-dimensional mesh of this rank's data-parallel group."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices["dp"]
+
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks that a microbatch passes through, in order."""
+        assert self.devices is not None, "a world of one has no mesh"
+        return self.devices.get_group("pp")
 
     def describe(self) -> str:
         """`rank 3 on host (pipeline 0, data 1, tensor 1)`, for messages that must name a rank."""
@@ -103,7 +111,7 @@ def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = Fa
     place = grid.place(rank)
     if world_size == 1:
         tensor_parallel = TensorParallel(sequence_parallel=False)
-        return Mesh(grid, rank, place, device, None, None, tensor_parallel, None)
+        return Mesh(grid, rank, place, device, None, None, tensor_parallel, None, None)
     devices = init_device_mesh(device.type, (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=("pp", "dp", "tp"))
     backend = dist.get_backend()
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
@@ -113,4 +121,17 @@ def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = Fa
         group=devices.get_group("tp") if grid.tensor > 1 else None,
         sequence_parallel=sequence_parallel and grid.tensor > 1,
     )
-    return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, control)
+    return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, _group_of_ends(grid, rank), control)
+
+
+def _group_of_ends(grid: Grid, rank: int) -> dist.ProcessGroup | None:
+    """Every rank must help to make every group, its own or not."""
+    if grid.pipeline == 1:
+        return None
+    mine = None
+    for data in range(grid.data):
+        for tensor in range(grid.tensor):
+            ranks = [grid.rank(Place(pipeline, data, tensor)) for pipeline in (0, grid.pipeline - 1)]
+            group = dist.new_group(ranks)
+            mine = group if rank in ranks else mine
+    return mine

@@ -1,9 +1,12 @@
 """Randomness that is derived, not carried: every dropout mask follows from where and when it is drawn.
 
 Before each draw the device's generator is seeded from (seed, iteration, microbatch, site, place in the grid). So a resumed run
-draws what the uninterrupted one would have, and no generator state is stored. Activations that all tensor-parallel ranks hold get
-the same mask on all of them; activations that are cut get one for each rank.
+draws what the uninterrupted one would have, and no generator state is stored; a block that is computed again in the backward pass
+draws what it drew the first time, whichever microbatches ran in between. Activations that all tensor-parallel ranks hold get the
+same mask on all of them; activations that are cut get one for each rank.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +24,15 @@ def mix(*words: int) -> int:
     return state
 
 
+class Moment(NamedTuple):
+    """When a draw happens: which forward pass it belongs to."""
+
+    iteration: int
+    """1-based."""
+    microbatch: int
+    """Its number in this rank's part of the global batch."""
+
+
 class RandomStreams:
     """Seeds the generator of `device` for each dropout of a step.
 
@@ -32,14 +44,10 @@ class RandomStreams:
         self._data_rank = data_rank
         self._tensor_rank = tensor_rank
         self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        self._step = (0, 0)
 
-    def begin(self, iteration: int, microbatch: int) -> None:
-        """Name the microbatch whose forward pass comes next."""
-        self._step = (iteration, microbatch)
-
-    def seed(self, site: int, *, cut: bool) -> None:
+    @torch.compiler.disable  # a generator's seed is no part of a graph
+    def seed(self, moment: Moment, site: int, *, cut: bool) -> None:
         """Seed for the draw at `site`; `cut`: the activation differs between tensor-parallel ranks."""
         tensor_rank = self._tensor_rank + 1 if cut else 0
         # The CPU generator looks at the low 32 bits only.
-        self._generator.manual_seed(mix(self._seed, *self._step, site, self._data_rank, tensor_rank) & 0xFFFFFFFF)
+        self._generator.manual_seed(mix(self._seed, *moment, site, self._data_rank, tensor_rank) & 0xFFFFFFFF)

@@ -5,8 +5,8 @@ Sources: https://arxiv.org/abs/2108.06084; the schedules of DeepSpeed's "curricu
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 CurriculumStyle = Literal["fixed_linear", "fixed_root", "fixed_discrete"]
 
 TENSOR_CORE_MULTIPLE = 8
+FOREVER = 10**15  # iterations
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Curriculum:
     def __post_init__(self) -> None:
         if self.style not in ("fixed_linear", "fixed_root", "fixed_discrete"):
             raise ConfigError(
-                f"curriculum_learning: schedule_type '{self.style}' is unknown; use fixed_linear, fixed_root or fixed_discrete."
+                f"curriculum learning: schedule_type '{self.style}' is unknown; use fixed_linear, fixed_root or fixed_discrete."
             )
         if not 1 <= self.min_difficulty <= self.max_difficulty:
             raise ConfigError(
-                f"curriculum_learning: min_difficulty {self.min_difficulty} must be at least 1 and at most max_difficulty "
+                f"curriculum learning: min_difficulty {self.min_difficulty} must be at least 1 and at most max_difficulty "
                 f"{self.max_difficulty}."
             )
         if self.style == "fixed_discrete":
@@ -60,22 +61,32 @@ class Curriculum:
         bad = [f"{name} {value}" for name, value in needed.items() if value is None or value < 1]
         if bad:
             raise ConfigError(
-                f"curriculum_learning: {self.style} needs {' and '.join(needed)}, each at least 1; given {', '.join(bad)}."
+                f"curriculum learning: {self.style} needs {' and '.join(needed)}, each at least 1; given {', '.join(bad)}."
             )
 
     def _check_discrete(self) -> None:
         rising = all(a < b for a, b in pairwise(self.max_steps))
         if len(self.max_steps) != len(self.difficulties) - 1 or not rising:
             raise ConfigError(
-                "curriculum_learning: fixed_discrete needs a list `difficulty` and a rising list `max_step` that is one shorter "
+                "curriculum learning: fixed_discrete needs a list `difficulty` and a rising list `max_step` that is one shorter "
                 f"(the last difficulty has no end); given {len(self.difficulties)} difficulties, max_step {list(self.max_steps)}."
             )
         outside = [d for d in self.difficulties if not self.min_difficulty <= d <= self.max_difficulty]
         if outside:
             raise ConfigError(
-                f"curriculum_learning: difficulty {outside} must be between min_difficulty {self.min_difficulty} and "
+                f"curriculum learning: difficulty {outside} must be between min_difficulty {self.min_difficulty} and "
                 f"max_difficulty {self.max_difficulty}."
             )
+
+    def __str__(self) -> str:
+        if self.style == "fixed_discrete":
+            lengths = [f"{length} up to iteration {step}" for length, step in zip(self.difficulties, self.max_steps, strict=False)]
+            return f"{self.style}: " + ", ".join([*lengths, f"{self.difficulties[-1]} from then on"])
+        root = f" (root {self.root_degree})" if self.style == "fixed_root" else ""
+        return (
+            f"{self.style}{root} from {self.min_difficulty} to {self.max_difficulty} tokens over {self.total_curriculum_step} "
+            f"iterations in steps of {self.difficulty_step}"
+        )
 
     def at(self, step: int) -> int:
         """Sequence length in tokens of iteration `step` (1-based, the one about to run)."""
@@ -93,12 +104,48 @@ class Curriculum:
         least = -(-self.min_difficulty // self.difficulty_step) * self.difficulty_step
         return min(max(length, least), self.max_difficulty)
 
+    def stages(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """(iteration, length in tokens): the lengths that iterations `first` to `last` have, each from that iteration on.
+
+        Neighbours differ. A discrete schedule may have a length again later; the others only grow.
+        """
+        step, before = first, None
+        while step <= last:
+            length = self.at(step)
+            if length != before:
+                yield step, length
+            step, before = self._end_of_stage(step, length, last) + 1, length
+
+    def _end_of_stage(self, step: int, length: int, last: int) -> int:
+        """The last iteration up to `last` whose length is surely that of iteration `step`, `length`."""
+        if self.style == "fixed_discrete":
+            entry = bisect_left(self.max_steps, step)
+            return last if entry == len(self.max_steps) else min(last, self.max_steps[entry])
+        return step - 1 + bisect_right(range(step, last + 1), length, key=self.at)
+
+    def same_from(self, first: int, other: "Curriculum") -> bool:
+        """Whether both have the same lengths in all iterations from `first` on."""
+        return list(self.stages(first, FOREVER)) == list(other.stages(first, FOREVER))
+
+    def iteration_reaching(self, tokens: int, batch_size: int, first: int, last: int) -> int | None:
+        """The iteration by which `tokens` are consumed, counted from before iteration `first`; None if not up to `last`.
+
+        `batch_size` is in samples.
+        """
+        starts = list(self.stages(first, last))
+        for (start, length), (end, _) in zip(starts, [*starts[1:], (last + 1, 0)], strict=True):
+            needed = -(-tokens // (batch_size * length))
+            if needed <= end - start:
+                return start - 1 + needed
+            tokens -= (end - start) * batch_size * length
+        return None
+
     def warnings(self) -> list[str]:
         """Lengths that Tensor Cores are slow on."""
         lengths = [("min_difficulty", self.min_difficulty), ("difficulty_step", self.difficulty_step)]
         lengths += [("difficulty", length) for length in self.difficulties]
         return [
-            f"curriculum_learning: {name} {length} is not a multiple of {TENSOR_CORE_MULTIPLE}: slow on Tensor Cores."
+            f"curriculum learning: {name} {length} is not a multiple of {TENSOR_CORE_MULTIPLE}: slow on Tensor Cores."
             for name, length in lengths
             if length is not None and length % TENSOR_CORE_MULTIPLE
         ]

@@ -71,11 +71,11 @@ def train_iteration(run: Run) -> None:
     """One global batch: data, step, counters, report."""
     plan, state, timers = run.plan, run.state, run.timers
     start = time.perf_counter()
-    seq_length = plan.config.model.seq_length
+    seq_length = plan.seq_length_at(state.iteration + 1)
     batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
     with timers(DATA_WAIT):
         assert run.sources.train is not None, "the plan has train samples"
-        microbatches = run.sources.train.next(batch_size)
+        microbatches = run.sources.train.next(batch_size, seq_length)
     learning_rate = state.learning_rate(plan.lr_schedule)
     result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
     state.advance(batch_size, batch_size * seq_length)
@@ -117,10 +117,10 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
             f"iterations {first} to {state.iteration} of the range {first}-{last} had been trained before this start and stay "
             "trained; roll back to before them to undo that"
         )
-    seq_length = plan.config.model.seq_length
     before = state.iteration
     while state.iteration < last and not finished(plan, state):
         batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
+        seq_length = plan.seq_length_at(state.iteration + 1)
         run.sources.train.advance(batch_size)
         state.advance(batch_size, batch_size * seq_length)
     run.reporter.jump(state.iteration - before)

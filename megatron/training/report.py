@@ -150,6 +150,7 @@ class Reporter:
             loss_scale=step.result.loss_scale,
             num_zeros=step.result.num_zeros,
             params_norm=step.params_norm,
+            curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
         )

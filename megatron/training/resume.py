@@ -6,7 +6,8 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
 from megatron.errors import CheckpointError, ConfigError
-from megatron.plan import Plan
+from megatron.plan import Plan, curriculum_of
+from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, differences
 from megatron.training.state import TrainState
 
@@ -44,6 +45,42 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
         + "\n  ".join(differing)
         + "\ngive --override-lr-scheduler to go on with this command line's, or --use-checkpoint-lr-scheduler with the checkpoint's"
     )
+
+
+def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
+    """Settle whose curriculum holds on resume, by the same flags as the learning rate's schedule; the configuration with it, and
+    what to say of it. Only lengths that are still to come count: a curriculum that is over need not be given any more.
+
+    Raises:
+        ConfigError: they differ and no flag says which one holds.
+        CheckpointError: the checkpoint's configuration is damaged.
+    """
+    if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
+        return config, []
+    saved, first = checkpoint.config(), checkpoint.iteration + 1
+    here, there = _coming_lengths(config, first), _coming_lengths(saved, first)
+    if here == there:
+        return config, []
+    differing = (
+        f"{curriculum_of(config) or 'none'} here, {curriculum_of(saved) or 'none'} in the checkpoint; iteration {first} has "
+        f"sequences of {here[0][1] or config.model.seq_length} tokens here and of {there[0][1] or saved.model.seq_length} there"
+    )
+    if config.optimizer.override_lr_scheduler:
+        return config, [f"--override-lr-scheduler changes the curriculum: {differing}"]
+    if config.optimizer.use_checkpoint_lr_scheduler:
+        return replace(config, curriculum=saved.curriculum), [f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {differing}"]
+    raise ConfigError(
+        f"the curriculum differs from the checkpoint's: {differing}; give --override-lr-scheduler to go on with this command "
+        "line's schedules, or --use-checkpoint-lr-scheduler with the checkpoint's"
+    )
+
+
+def _coming_lengths(config: Config, first: int) -> list[tuple[int, int | None]]:
+    """(iteration, length from it on); None is the full length, whatever --seq-length is."""
+    curriculum = curriculum_of(config)
+    if curriculum is None:
+        return [(first, None)]
+    return [(at, None if length == config.model.seq_length else length) for at, length in curriculum.stages(first, FOREVER)]
 
 
 def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:

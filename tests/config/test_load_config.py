@@ -125,7 +125,7 @@ def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: obje
     ("flags", "message"),
     [
         ("--hiden-size 3", "unknown flag --hiden-size; perhaps you meant --hidden-size"),
-        ("--num-lay 3", "unknown flag --num-lay; perhaps you meant --num-layers."),
+        ("--num-lay 3", "unknown flag --num-lay; perhaps you meant --num-layers or --num-layers-per-virtual-pipeline-stage."),
         ("--qwertyuiop", "unknown flag --qwertyuiop; --help lists all flags."),
         ("-x", "unknown flag -x; --help lists all flags."),
         ("--fp16 True", "'True' after --fp16 belongs to no flag; write --fp16=True."),
@@ -145,6 +145,18 @@ def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: obje
 )
 def test_bad_command_lines(flags: str, message: str):
     assert error_of(*flags.split()).startswith(message)
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_quotes_that_the_shell_left_in(quote: str):
+    loaded = load_config([*REQUIRED, "--pp-partition-method", f"{quote}type:transformer|embedding{quote}"])
+    assert loaded.config.parallel.pp_partition_method == "type:transformer|embedding"
+    assert loaded.warnings == [
+        f"--pp-partition-method {quote}type:transformer|embedding{quote} is read as "
+        "--pp-partition-method type:transformer|embedding: the shell left the quotes in."
+    ]
+    for text in ("'", "'a", "a'b", "'a\""):
+        assert load_config([*REQUIRED, "--save", text]).config.checkpoint.save == text
 
 
 def test_stray_value_at_the_start():

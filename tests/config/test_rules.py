@@ -64,7 +64,30 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"require_load": True, "allow_fresh_start": True, "load": "x"},
         "--require-load and --allow-fresh-start exclude each other",
     ),
+    (
+        {"pp_partition_method": "parameters", "num_layers_per_virtual_pipeline_stage": 2},
+        "--pp-partition-method parameters and --num-layers-per-virtual-pipeline-stage 2 both say where layers are cut",
+    ),
     ({"deepspeed_activation_checkpointing": True}, "--deepspeed-activation-checkpointing needs --deepspeed"),
+    (
+        {"curriculum_total_step": 9},
+        "--curriculum-total-step 9 needs --curriculum-schedule-type; without it there is no curriculum.",
+    ),
+    ({"curriculum_max_steps": (3, 4)}, "--curriculum-max-steps 3 4 needs --curriculum-schedule-type"),
+    (
+        {"curriculum_schedule_type": "fixed_linear", "curriculum_min_difficulty": 8},
+        "--curriculum-schedule-type fixed_linear needs --curriculum-total-step.",
+    ),
+    ({"curriculum_schedule_type": "fixed_discrete"}, "fixed_discrete needs --curriculum-difficulties."),
+    (
+        {
+            "curriculum_schedule_type": "fixed_linear",
+            "curriculum_min_difficulty": 8,
+            "curriculum_total_step": 9,
+            "curriculum_root_degree": 2,
+        },
+        "--curriculum-root-degree 2 has no effect with --curriculum-schedule-type fixed_linear; leave it out.",
+    ),
     ({"hidden_dropout": 1.0}, "--hidden-dropout 1.0 must be at least 0 and below 1."),
     ({"rotary_percent": 0.0}, "--rotary-percent 0.0 must be above 0 and at most 1."),
     ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be at least 0 and at most 1."),
@@ -77,6 +100,15 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"train_tokens": -5}, "--train-tokens -5 must be at least 1."),
     ({"seed": 2**32}, "--seed 4294967296 must be at least 0 and at most 4294967295."),
     ({"init_method_std": 0.0}, "--init-method-std 0.0 must be above 0"),
+    ({"loss_scale": 0.0}, "--loss-scale 0.0 must be above 0, and finite."),
+    ({"loss_scale_window": 0}, "--loss-scale-window 0 must be at least 1."),
+    ({"hysteresis": 0}, "--hysteresis 0 must be at least 1."),
+    ({"eod_mask_loss": True, "vocab_size": 500}, "--eod-mask-loss must know the id that ends documents"),
+    ({"eod_mask_loss": True, "vocab_file": "v"}, "--eod-mask-loss must know the id that ends documents"),
+    (
+        {"reset_position_ids": True, "reset_attention_mask": True, "tokenizer_type": "PretrainedFromHF"},
+        "--reset-position-ids and --reset-attention-mask must know the id",
+    ),
 ]
 
 REMARKS: list[tuple[dict[str, object], str]] = [
@@ -95,6 +127,21 @@ REMARKS: list[tuple[dict[str, object], str]] = [
     ({"log_timers_to_tensorboard": True}, "--log-timers-to-tensorboard has no effect without --tensorboard-dir."),
     ({"log_loss_scale_to_tensorboard": False}, "--no-log-loss-scale-to-tensorboard has no effect without"),
     ({"rotary_base": 5.0}, "--rotary-base 5.0 has no effect without --position-embedding-type rotary."),
+    (
+        {"fp16": True, "loss_scale": 16.0, "hysteresis": 3},
+        "--hysteresis 3 has no effect beside --loss-scale 16.0, which is static.",
+    ),
+    ({"fp16": True, "loss_scale": 12.0}, "--loss-scale 12.0 is no power of two, so scaling rounds; 8 and 16 do not."),
+    (
+        {"fp16": True, "initial_loss_scale": 5000.0},
+        "--initial-loss-scale 5000.0 is no power of two, so scaling rounds; 4096 and 8192",
+    ),
+    ({"fp16": True, "min_loss_scale": 0.3}, "--min-loss-scale 0.3 is no power of two, so scaling rounds; 0.25 and 0.5 do not."),
+    ({"fp32_residual_connection": True}, "--fp32-residual-connection has no effect without --fp16 or --bf16"),
+    (
+        {"reset_position_ids": True, "position_embedding_type": "alibi", "vocab_file": "v", "merge_file": "m"},
+        "--reset-position-ids has no effect with --position-embedding-type alibi",
+    ),
 ]
 
 
@@ -129,6 +176,14 @@ def test_warnings(changes: dict[str, object], message: str):
         {"zero_stage": 0},
         {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0.0, "clip_grad": 0.0},
         {"local_rank": -1},
+        {"fp16": True},
+        {"fp16": True, "fp32_residual_connection": True, "loss_scale": 0.5},
+        {"fp16": True, "initial_loss_scale": 4096.0, "min_loss_scale": 1.0, "loss_scale_window": 500, "hysteresis": 3},
+        {"bf16": True, "fp32_residual_connection": True},
+        {"reset_position_ids": True, "vocab_file": "v", "merge_file": "m"},
+        {"eod_mask_loss": True, "tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "folder"},
+        {"curriculum_schedule_type": "fixed_linear", "curriculum_min_difficulty": 8, "curriculum_total_step": 9},
+        {"curriculum_schedule_type": "fixed_discrete", "curriculum_difficulties": (8, 16), "curriculum_max_steps": (4,)},
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ def load(tmp_path: Path, text: str | bytes) -> Config:
         ("data: {data_path: one}", "data.data_path", ("one",)),
         ("data: {data_path: []}", "data.data_path", ()),
         ("batch: {rampup_batch_size: [16, 16, 5_000_000]}", "batch.rampup_batch_size", (16, 16, 5_000_000)),
+        ("curriculum: {curriculum_difficulties: [8, 1_024]}", "curriculum.curriculum_difficulties", (8, 1024)),
         ("batch: {rampup_batch_size: null}", "batch.rampup_batch_size", None),
         ("checkpoint: {save: ~}", "checkpoint.save", None),
         ("checkpoint: {save: 'null'}", "checkpoint.save", "null"),
@@ -79,6 +80,10 @@ def test_values(tmp_path: Path, text: str, field: str, value: object):
         ("precision: {fp16: yes}", "precision.fp16: 'yes' ({}:1) must be true or false."),
         ("checkpoint: {save: true}", "checkpoint.save: 'true' ({}:1) must be text; if the text is true, put it in quotes."),
         ("batch: {rampup_batch_size: [1, 2]}", "batch.rampup_batch_size: [1, 2] ({}:1) must be 3 values"),
+        (
+            "curriculum: {curriculum_max_steps: [8, x]}",
+            "curriculum.curriculum_max_steps: [8, x] ({}:1) must be a list of whole numbers.",
+        ),
         ("data: {data_path: [[a]]}", "data.data_path: [...] ({}:1) must be a list of text."),
         (
             "batch: {seed: !!python/name:os.sep 1}",

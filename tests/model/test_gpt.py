@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from builders import VOCAB, build, some_tokens, tiny_config
 
+from megatron.model.inputs import Inputs
+
 SHAPES = {
     "gpt2": {},
     "llama": {
@@ -37,7 +39,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(shape: str, masked: bool)
     model = build(tiny_config(**SHAPES[shape]))
     tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
     mask = (torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3)) > 0.3).float() if masked else None
-    loss = model(tokens, labels, mask)
+    loss = model(None, Inputs(tokens, labels, mask))
     loss.backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -52,7 +54,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(shape: str, masked: bool)
 
 def test_vocabulary_padding_changes_nothing() -> None:
     tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
-    losses = [build(tiny_config(), padded=padded)(tokens, labels) for padded in (VOCAB, 128, 512)]
+    losses = [build(tiny_config(), padded=padded)(None, Inputs(tokens, labels)) for padded in (VOCAB, 128, 512)]
     assert losses[0] == losses[1] == losses[2]
 
 

@@ -7,11 +7,13 @@ import torch
 from builders import build, some_tokens, tiny_config
 
 from megatron.model.init import normal_box
+from megatron.model.inputs import Inputs
 from megatron.model.mlp import choose_activation
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.model.positions import alibi_bias, alibi_slopes, rotary_table, rotate
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import Moment
 
 
 @pytest.mark.parametrize(
@@ -152,9 +154,8 @@ def test_dropout_is_off_in_evaluation_and_derived_in_training() -> None:
     tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
 
     def loss(iteration: int, microbatch: int) -> float:
-        model.streams.begin(iteration, microbatch)
         torch.rand(iteration + microbatch)  # whatever else drew numbers
-        return model(tokens, labels).item()
+        return model(None, Inputs(tokens, labels, moment=Moment(iteration, microbatch))).item()
 
     model.train()
     assert loss(1, 0) == loss(1, 0)

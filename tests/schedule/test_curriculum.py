@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.schedule.curriculum import Curriculum, curriculum_from_deepspeed
+from megatron.schedule.curriculum import FOREVER, Curriculum, curriculum_from_deepspeed
 
 LINEAR = Curriculum("fixed_linear", min_difficulty=64, max_difficulty=2048, total_curriculum_step=36_000, difficulty_step=8)
 DEEPSPEED = {
@@ -46,6 +46,55 @@ def test_root_growth():
 def test_discrete_growth():
     schedule = Curriculum("fixed_discrete", 64, 2048, difficulties=(64, 512, 2048), max_steps=(10, 20))
     assert [schedule.at(step) for step in (1, 10, 11, 20, 21, 10**6)] == [64, 64, 512, 512, 2048, 2048]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        LINEAR,
+        dataclasses.replace(LINEAR, min_difficulty=60, max_difficulty=2044, total_curriculum_step=700),
+        dataclasses.replace(LINEAR, style="fixed_root", root_degree=3, total_curriculum_step=5000),
+        dataclasses.replace(LINEAR, min_difficulty=2048),
+        Curriculum("fixed_discrete", 8, 64, difficulties=(8, 64, 64, 16), max_steps=(10, 20, 900)),
+        Curriculum("fixed_discrete", 8, 8, difficulties=(8,)),
+    ],
+    ids=str,
+)
+def test_stages_are_the_changes_of_the_length(schedule: Curriculum):
+    for first, last in ((1, 5000), (700, 705), (901, 901), (5, 4)):
+        lengths = [schedule.at(step) for step in range(first, last + 1)]
+        changes = [(first + i, n) for i, n in enumerate(lengths) if i == 0 or n != lengths[i - 1]]
+        assert list(schedule.stages(first, last)) == changes
+
+
+def test_stages_without_end_are_few():
+    assert list(LINEAR.stages(35_900, FOREVER))[-1] == (36_000, 2048)
+    assert len(list(LINEAR.stages(1, FOREVER))) == 249  # 64, 72, ... 2048
+
+
+def test_iteration_that_reaches_a_number_of_tokens():
+    schedule = dataclasses.replace(LINEAR, total_curriculum_step=100)
+    for first in (1, 40, 200):
+        tokens = 0
+        for step in range(first, first + 150):
+            before, tokens = tokens, tokens + 4 * schedule.at(step)
+            assert schedule.iteration_reaching(tokens, 4, first, 400) == step
+            assert schedule.iteration_reaching(before + 1, 4, first, 400) == step
+            assert schedule.iteration_reaching(tokens + 1, 4, first, step) is None
+
+
+def test_schedules_are_the_same_where_their_lengths_are():
+    longer = dataclasses.replace(LINEAR, total_curriculum_step=36_001)
+    assert LINEAR.same_from(1, dataclasses.replace(LINEAR))
+    assert not LINEAR.same_from(1, longer)
+    assert LINEAR.same_from(36_001, longer)
+
+
+def test_words_for_people():
+    assert str(LINEAR) == "fixed_linear from 64 to 2048 tokens over 36000 iterations in steps of 8"
+    assert str(dataclasses.replace(LINEAR, style="fixed_root", root_degree=2)).startswith("fixed_root (root 2) from 64")
+    discrete = Curriculum("fixed_discrete", 8, 64, difficulties=(8, 64), max_steps=(10,))
+    assert str(discrete) == "fixed_discrete: 8 up to iteration 10, 64 from then on"
 
 
 def test_odd_lengths_are_a_warning():

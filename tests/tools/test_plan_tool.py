@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.model import ModelConfig
+from megatron.model import flops
+from megatron.model.shape import ModelShape
 from tools import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +98,54 @@ def test_text_for_people(capsys):
     assert "error: " not in text
 
 
+def test_stages_and_their_schedule(capsys):
+    arguments, world = published("tr8-104B")
+    assert plan.main(["--world-size", world, *arguments]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "layers by stage       32 x 2\n",
+        "978.3, 30 x 807.5, 954.6 by pipeline rank",
+        "GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 % of the time at batch size 16\n",
+        "1F1B, 512 microbatches for 32 stages: ranks stand idle for 6 % of the time at batch size 2048\n",
+        "32 microbatches in flight",
+    ):
+        assert part in text
+    first, final = as_json(capsys, "--world-size", world, *arguments)["pipeline"]
+    assert (first["batch_size"], first["microbatches"], first["schedule"]) == (16, 4, "GPipe")
+    assert (final["batch_size"], final["schedule"], final["idle"]) == (2048, "1F1B", pytest.approx(31 / 543))
+    assert plan.main(["--world-size", "1", *SMALL]) == 0
+    assert "stage" not in capsys.readouterr().out
+
+
+def test_virtual_stages(capsys):
+    virtual = [*SMALL, "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    assert plan.main(["--world-size", "2", *virtual]) == 0
+    text = capsys.readouterr().out
+    assert "layers by stage       4 x 1, in 2 virtual stages on each rank" in text
+    assert "interleaved 1F1B, 8 microbatches for 2 ranks of 2 virtual stages: ranks stand idle for 6 % of the time" in text
+    assert "5 virtual stages in flight" in text
+    result = as_json(capsys, "--world-size", "2", *virtual)
+    assert result["layers_per_stage"] == [1, 1, 1, 1]
+    assert len(result["parameters_by_pipeline_rank"]) == 2
+
+
+def test_activations_follow_pipeline_and_recomputation(capsys):
+    def activations(*flags: str) -> tuple[int, int, int]:
+        memory = as_json(capsys, "--world-size", "2", *SMALL, "--pipeline-model-parallel-size", "2", *flags)["memory_bytes"]
+        return memory["pipeline_rank"], memory["activations"], memory["activations_with_scores"]
+
+    shape = ModelShape(ModelConfig(4, hidden_size=256, num_attention_heads=4, seq_length=128), 1000, 1024)
+    layer, kept = flops.layer_activation_bytes(shape, 2, half=False), flops.layer_input_bytes(shape, 2, half=False)
+    assert activations()[:2] == (0, 4 * layer)  # 2 layers, 2 microbatches in flight
+    assert activations("--num-layers-per-virtual-pipeline-stage", "1")[:2] == (0, 5 * layer)
+    logits = flops.logits_bytes(shape, 2)  # little is kept, so that the last rank needs most
+    assert activations("--checkpoint-activations")[:2] == (1, 2 * kept + layer + logits)
+    assert activations("--checkpoint-activations", "--checkpoint-fraction", "1/2")[:2] == (0, 2 * (kept + layer) + layer)
+    rank, plain, scores = activations("--recompute-attention-core")
+    assert (rank, plain) == (0, scores)
+    assert activations()[2] > scores
+
+
 def test_errors_are_printed_and_counted(capsys):
     argv = ["--world-size", "6", *SMALL, "--tensor-model-parallel-size", "3", "--skip-train-iteration-range", "5"]
     assert plan.main(argv) == 2
@@ -169,7 +221,9 @@ def test_curriculum_of_a_deepspeed_configuration(capsys, tmp_path):
     assert result["at"][0]["consumed_tokens"] == 16 * 16
     assert result["at"][1]["consumed_tokens"] < 50 * 16 * 128
     assert plan.main(["--world-size", "1", "--", *SMALL, *more]) == 0
-    assert "ends by tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ends by tokens" in out
+    assert re.search(r"^sequence length +fixed_linear from 16 to 128 tokens over 50 iterations in steps of 8$", out, re.MULTILINE)
     for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not list")):
         path.write_text(content)
         assert message in as_json(capsys, "--world-size", "1", "--", *SMALL, *more, code=2)["errors"][0]

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Curriculum learning on the quickstart's corpus: what is planned, training, a resume in mid-growth.
+#
+#     bash examples/quickstart.sh                  # once, for the corpus and the tokenizer
+#     bash examples/curriculum_learning/run.sh     # about a minute on 2 cores
+#
+# What it makes is in quickstart/curriculum (or $QUICKSTART_DIR/curriculum).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/setup_env.sh
+setup_env "data,observe"
+
+work="${QUICKSTART_DIR:-quickstart}"
+run=$work/curriculum
+[[ -f ${work}/stdlib_text_document.idx ]] || stop "there is no corpus in $work; run 'bash examples/quickstart.sh' first"
+
+arguments=(
+    --config examples/curriculum_learning/curriculum.yaml --data-path "$work/stdlib_text_document"
+    --vocab-file "$work/tokenizer/vocab.json" --merge-file "$work/tokenizer/merges.txt"
+    --save "$run" --load "$run" --tensorboard-dir "$run/tensorboard"
+)
+rm -rf "$run" # a run of its own each time
+
+say "what will be trained: samples, tokens, sequence length and learning rate after some iterations"
+python tools/plan.py --world-size 1 --at 1 10 25 50 100 123 -- "${arguments[@]}"
+say "training; the job ends after 40 iterations, while the length still grows"
+python pretrain_gpt.py "${arguments[@]}" --exit-interval 40
+say "the same command goes on, until the tokens are trained"
+python pretrain_gpt.py "${arguments[@]}"
+say "done: validation losses at the full length are in $run/metrics.jsonl, TensorBoard's curriculum_seqlen in $run/tensorboard"

@@ -1,0 +1,42 @@
+"""How blocks are computed: recomputation, precision of the residual stream, compiling. None of it changes the mathematics.
+
+Full recomputation keeps a block's input only (https://arxiv.org/abs/1604.06174); of a fraction of the blocks, evenly spread over
+the model, it trades less time for less memory. Selective recomputation repeats the attention core alone, which is cheap to compute and
+large to keep where no flash kernel is at work (https://arxiv.org/abs/2205.05198, section 5).
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from megatron.config.tree import Config
+
+
+@dataclass(frozen=True)
+class Execution:
+    dtype: torch.dtype | None = None
+    """What the blocks compute in, which the residual stream need not have; None: the dtype of both."""
+    recomputed_part: Fraction = Fraction(0)
+    """Of all blocks: 1 for every block, 1/3 for every third."""
+    recompute_attention_core: bool = False
+    fp32_residual: bool = False
+    compile: bool = False
+    dynamic_shapes: bool = False
+    """Compile for any sequence length."""
+
+    @classmethod
+    def of(cls, config: Config, *, dynamic_shapes: bool) -> "Execution":
+        recompute, precision = config.recompute, config.precision
+        return cls(
+            dtype=torch.float16 if precision.fp16 else torch.bfloat16 if precision.bf16 else torch.float32,
+            recomputed_part=Fraction(recompute.checkpoint_fraction) if recompute.checkpoint_activations else Fraction(0),
+            recompute_attention_core=recompute.recompute_attention_core,
+            fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
+            compile=config.kernels.use_torch_compile,
+            dynamic_shapes=dynamic_shapes,
+        )
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether the block with this number in the whole model is recomputed; the same on every layout."""
+        return (layer + 1) * self.recomputed_part // 1 > layer * self.recomputed_part // 1

@@ -1,0 +1,126 @@
+"""The search for a loss scale against tables of steps: x is an overflow, a dot a good step."""
+
+import json
+
+import pytest
+
+from megatron.config.precision import PrecisionConfig
+from megatron.engine.base import StepResult
+from megatron.engine.loss_scale import LossScale
+
+TR8 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12, min_loss_scale=1.0, loss_scale_window=500, hysteresis=2)
+MEGATRON = PrecisionConfig(fp16=True)
+SHORT = PrecisionConfig(fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=2)
+PROMPT = PrecisionConfig(fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
+
+
+def walk(scale: LossScale, steps: str) -> list[float]:
+    """The scale after each step."""
+    after = []
+    for step in steps:
+        if step == "x":
+            scale.overflowed()
+        else:
+            scale.applied()
+        after.append(scale.scale)
+    return after
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "scales"),
+    [
+        (SHORT, "...", [8, 8, 16]),
+        (SHORT, "......", [8, 8, 16, 16, 16, 32]),
+        (SHORT, "x", [8]),
+        (SHORT, "xxx", [8, 4, 2]),
+        (SHORT, "xxxxx", [8, 4, 2, 2, 2]),
+        (SHORT, "x.x.x", [8, 8, 4, 4, 2]),  # a good step alone does not restore hysteresis
+        (SHORT, "xx...xx", [8, 4, 4, 4, 8, 8, 4]),  # a doubling does
+        (SHORT, "..x..x...", [8, 8, 8, 8, 8, 4, 4, 4, 8]),  # an overflow begins the window anew
+        (PROMPT, "xx..x", [4, 2, 2, 4, 2]),
+    ],
+)
+def test_sequences(config: PrecisionConfig, steps: str, scales: list[float]) -> None:
+    assert walk(LossScale(config), steps) == scales
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "exponent"),
+    [
+        (TR8, "." * 499, 12),
+        (TR8, "." * 500, 13),
+        (TR8, "." * 1500, 15),
+        (TR8, "x" + "." * 499 + "x", 11),
+        (TR8, "x" + "." * 500 + "x", 13),
+        (TR8, "x" * 13, 0),
+        (TR8, "x" * 40, 0),
+        (MEGATRON, "." * 999, 32),
+        (MEGATRON, "." * 1000, 33),
+        (MEGATRON, "x" * 17, 16),
+        (MEGATRON, "x" * 17 + "." * 1000, 17),
+        (MEGATRON, "x" * 17 + "." * 1000 + "x", 17),
+    ],
+)
+def test_published_settings(config: PrecisionConfig, steps: str, exponent: int) -> None:
+    assert walk(LossScale(config), steps)[-1] == 2.0**exponent
+
+
+def test_a_search_ends_at_the_minimum() -> None:
+    """The step that ran at the minimum is the first that no scale could have saved."""
+    scale = LossScale(SHORT)
+    assert [scale.overflowed() for _ in range(5)] == [True, True, True, False, False]
+    walk(scale, "...")
+    assert scale.scale == 4.0
+    assert scale.overflowed()
+
+
+def test_the_minimum_bounds_an_uneven_scale() -> None:
+    scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=5.0, min_loss_scale=4.0, hysteresis=1))
+    assert scale.overflowed()
+    assert scale.scale == 4.0
+    assert not scale.overflowed()
+
+
+def test_a_static_scale_never_moves() -> None:
+    scale = LossScale(PrecisionConfig(fp16=True, loss_scale=128.0, loss_scale_window=1, hysteresis=1))
+    assert walk(scale, "x...x") == [128.0] * 5
+    assert not scale.overflowed()
+
+
+def test_a_search_goes_on_from_its_state() -> None:
+    steps = "x..x...xx....x....xx"
+    for cut in range(len(steps)):
+        whole, first, second = LossScale(SHORT), LossScale(SHORT), LossScale(SHORT)
+        expected = walk(whole, steps)
+        walk(first, steps[:cut])
+        second.load(json.loads(json.dumps(first.state())))
+        assert walk(second, steps[cut:]) == expected[cut:], cut
+
+
+def test_a_state_is_taken_within_the_bounds_of_the_new_run() -> None:
+    before = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=8.0, loss_scale_window=100, hysteresis=5))
+    walk(before, "." * 50)
+    after = LossScale(PrecisionConfig(fp16=True, min_loss_scale=16.0, loss_scale_window=10, hysteresis=1))
+    after.load(before.state())
+    assert walk(after, ".x") == [32.0, 16.0]
+
+
+def test_between_static_and_dynamic() -> None:
+    static, dynamic = LossScale(PrecisionConfig(fp16=True, loss_scale=128.0)), LossScale(SHORT)
+    walk(dynamic, "xx")
+    static.load(dynamic.state())
+    assert static.scale == 128.0
+    again = LossScale(SHORT)
+    again.load(static.state())
+    assert walk(again, "xx") == [8.0, 4.0]
+    assert static.state() == {"dynamic": False, "scale": 128.0}
+
+
+def test_descriptions() -> None:
+    assert LossScale(PrecisionConfig(fp16=True, loss_scale=12.0)).describe() == "static 12"
+    assert LossScale(TR8).describe() == "dynamic, now 4096, at least 1, window 500, hysteresis 2"
+
+
+@pytest.mark.parametrize(("applied", "overflow", "is_nan"), [(True, False, False), (False, True, False), (False, False, True)])
+def test_an_overflow_is_no_nan_step(applied: bool, overflow: bool, is_nan: bool) -> None:
+    assert StepResult(1.0, 1.0, applied, None, 8.0, overflow).is_nan == is_nan

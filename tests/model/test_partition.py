@@ -1,0 +1,108 @@
+"""Every layer is on one stage, in order, whatever the split."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.errors import ConfigError
+from megatron.model.partition import Stage, layers_per_rank, partition, stages_of_rank, whole_model
+from megatron.model.shape import ModelShape
+
+
+def shape(layers: int, vocab_size: int = 256) -> ModelShape:
+    return ModelShape(ModelConfig(layers, hidden_size=16, num_attention_heads=1, seq_length=8), vocab_size, vocab_size)
+
+
+def parallel(ranks: int, method: str | None = None, per_virtual: int | None = None) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline_model_parallel_size=ranks, pp_partition_method=method, num_layers_per_virtual_pipeline_stage=per_virtual
+    )
+
+
+def counts(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    return tuple(len(stage.layers) for stage in stages)
+
+
+def assert_whole(stages: tuple[Stage, ...], layers: int) -> None:
+    assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
+    assert [stage.index for stage in stages] == list(range(len(stages)))
+    assert all(stage.layers for stage in stages)
+    assert [stage.first for stage in stages] == [True] + [False] * (len(stages) - 1)
+    assert [stage.last for stage in stages] == [False] * (len(stages) - 1) + [True]
+
+
+METHODS = st.sampled_from([None, "uniform", "parameters", "type:transformer", "type:transformer|embedding", "TYPE:Embedding"])
+
+
+@given(st.data(), METHODS, st.integers(1, 100_000))
+def test_no_layer_is_lost(data, method, vocab_size):
+    layers = data.draw(st.integers(1, 90))
+    ranks = data.draw(st.integers(1, layers))
+    stages = partition(shape(layers, vocab_size), parallel(ranks, method))
+    assert len(stages) == ranks
+    assert_whole(stages, layers)
+    assert [stages_of_rank(stages, rank, ranks) for rank in range(ranks)] == [(stage,) for stage in stages]
+    assert layers_per_rank(stages, ranks) == counts(stages)
+
+
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 5))
+def test_virtual_stages_are_dealt_in_turn(ranks, per_rank, per_virtual):
+    layers = ranks * per_rank * per_virtual
+    stages = partition(shape(layers), parallel(ranks, per_virtual=per_virtual))
+    assert counts(stages) == (per_virtual,) * (ranks * per_rank)
+    assert_whole(stages, layers)
+    dealt = [stages_of_rank(stages, rank, ranks) for rank in range(ranks)]
+    assert all(stage.index % ranks == rank for rank in range(ranks) for stage in dealt[rank])
+    assert sorted((stage for rank in dealt for stage in rank), key=lambda stage: stage.index) == list(stages)
+    assert dealt[0][0].first
+    assert dealt[-1][-1].last
+    assert layers_per_rank(stages, ranks) == (per_rank * per_virtual,) * ranks
+
+
+@given(st.integers(1, 90), st.integers(1, 90))
+def test_uniform_stages_differ_by_a_layer_at_most(layers, ranks):
+    if ranks <= layers:
+        sizes = counts(partition(shape(layers), parallel(ranks)))
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_pipeline_is_one_stage():
+    assert partition(shape(5), parallel(1)) == (whole_model(shape(5)),) == (Stage(0, range(5), first=True, last=True),)
+
+
+def test_bloom():
+    stages = partition(shape(70), parallel(12, "type:transformer|embedding"))
+    assert counts(stages) == (5, *[6] * 10, 5)
+    assert (stages[1].layers, stages[-1].layers) == (range(5, 11), range(65, 70))
+
+
+def test_an_embedding_heavier_than_all_layers_leaves_each_stage_one():
+    heavy = shape(6, vocab_size=10**6)
+    assert counts(partition(heavy, parallel(4, "parameters"))) == (1, 2, 2, 1)
+    assert counts(partition(heavy, parallel(6, "parameters"))) == (1,) * 6
+
+
+@pytest.mark.parametrize(
+    ("layers", "asked", "message"),
+    [
+        (3, parallel(4), "--pipeline-model-parallel-size 4 must not exceed --num-layers 3"),
+        (6, parallel(2, "by-hand"), "by-hand is unknown; use uniform, parameters or type:REGEX"),
+        (6, parallel(2, "type:("), "write it as in type:transformer|embedding"),
+        (12, parallel(2, per_virtual=4), "= 8 must divide --num-layers 12; use 1, 2, 3, 6"),
+        (7, parallel(2, per_virtual=1), "no value fits: 2 does not divide 7; leave it out"),
+        (4, parallel(1, per_virtual=2), "give --pipeline-model-parallel-size 2 or more"),
+    ],
+)
+def test_impossible_splits(layers, asked, message):
+    with pytest.raises(ConfigError) as caught:
+        partition(shape(layers), asked)
+    assert message in str(caught.value)
+
+
+def test_the_method_does_not_change_a_whole_model():
+    for method in ("uniform", "parameters", "type:embedding"):
+        assert partition(shape(4), replace(parallel(1), pp_partition_method=method)) == (whole_model(shape(4)),)

@@ -1,0 +1,270 @@
+"""From batch-size ramp-up to curriculum learning: which flags of an old command line change, and how.
+
+    python tools/to_curriculum.py --train-tokens 300_000_000_000 -- <arguments of pretrain_gpt.py>
+    python tools/to_curriculum.py train/my-run/my-run.slurm
+
+The arithmetic is that of the BigScience 104B run (S: --seq-length, B: the final --global-batch-size):
+
+    --train-tokens           --train-samples x S, unless given here
+    --train-samples          twice the old one, so that the tokens end the run; more where the tokens need it
+    --lr-decay-tokens        --lr-decay-samples x S; without that flag the decay ends with the run: --train-tokens
+    --curriculum-total-step  --train-tokens / B / S / 2: half of the iterations at the full length
+    --curriculum-min-difficulty 64, --curriculum-difficulty-step 8; lengths end at S
+    --lr-warmup-*            stays in samples; a fraction becomes the samples that it was
+
+A run by --train-iters keeps its iterations (doubled, too). A script is read as text, never run. Exit code: 0, or 2 where the old
+or the new command line has errors.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from megatron.config.asked import Asked
+from megatron.config.cli import load_config
+from megatron.config.fields import all_fields, build
+from megatron.config.tree import Config
+from megatron.errors import ConfigError, MegatronError
+from megatron.launch_script import parse_command, read_launch_script
+from megatron.plan import Plan, resolve
+
+NO_END = 10**15  # iterations
+
+
+@dataclass(frozen=True)
+class Options:
+    """All other arguments, after '--', are the old command line of pretrain_gpt.py; or a .slurm, .sh or .yaml file comes first."""
+
+    train_tokens: int | None = None
+    """Tokens to train. Default: the old --train-tokens, else as many as the old samples have at the full length. The 104B run took
+    300B, fewer than its 300M samples of 2048 tokens."""
+    min_difficulty: int = 64
+    """Sequence length to begin with. Shorter is more stable at first; a large model, or other data, may need more than 64: watch
+    the validation loss of the first hundreds of iterations. A multiple of 8."""
+    total_step: int | None = None
+    """Iterations until the full length. Longer is more stable, too long overfits to short sequences: the validation loss jumps
+    within a few warm-ups. Default: half of the iterations that the tokens make at the full length."""
+    difficulty_step: int = 8
+    """Lengths are multiples of it. Smaller grows more evenly; 8 is what Tensor Cores ask for."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of the old command line: the fields with new values, None or () taking one out."""
+
+    old: Asked
+    new: Config
+    values: dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what changes for `argv` (default: the command line). Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else _first_file(argv)
+    options = tyro.cli(Options, args=argv[:end], prog="to_curriculum.py", description=__doc__)
+    try:
+        plan, origin = read_old(argv[end + 1 :] if "--" in argv else argv[end:])
+        change = to_curriculum(plan, origin, options)
+        kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
+        new = resolve(change.new, plan.world_size, kept)
+        new.raise_on_errors()
+    except MegatronError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+    print("\n".join([*flags(change), "", *deepspeed_block(new), "", *consequences(plan, new)]))
+    return 0
+
+
+def _first_file(argv: list[str]) -> int:
+    """Where the old command begins if there is no '--': at a script or YAML file."""
+    files = (i for i, word in enumerate(argv) if Path(word).suffix in (".slurm", ".sh", ".sbatch", ".bash", ".yaml", ".yml"))
+    return next(files, len(argv))
+
+
+def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
+    """The plan of the old command line on one replica of the model, which says all that matters here; and its fields' origin.
+
+    Raises ConfigError where it cannot be read, has errors, or does not say its batch size.
+    """
+    first = Path(words[0]) if words and not words[0].startswith("-") else None
+    if first is not None and first.suffix in (".yaml", ".yml"):
+        arguments = ["--config", *words]
+    elif first is not None and first.suffix in (".slurm", ".sh", ".sbatch", ".bash"):
+        arguments = [*read_launch_script(first).arguments, *words[1:]]
+    else:
+        arguments = list(parse_command(words).arguments)
+    loaded = load_config(arguments, prog="to_curriculum.py")
+    batch, parallel = loaded.config.batch, loaded.config.parallel
+    if batch.global_batch_size is None and batch.step_batch_size_schedule is None:
+        raise ConfigError("--global-batch-size is not given, and how many processes there will be is not known here; give it.")
+    if loaded.config.curriculum.curriculum_schedule_type is not None:
+        raise ConfigError("the command line has a curriculum already (--curriculum-schedule-type); there is nothing to translate.")
+    replica = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    plan = resolve(loaded.config, replica, loaded.origin)
+    plan.raise_on_errors()
+    return plan, loaded.origin
+
+
+def to_curriculum(plan: Plan, origin: dict[str, str], options: Options) -> Change:
+    """Work out the new values.
+
+    Raises ConfigError for a schedule that cannot count tokens, or sizes that make no curriculum.
+    """
+    old = Asked(plan.config, origin)
+    batch, optimizer, seq_length = plan.config.batch, plan.config.optimizer, plan.config.model.seq_length
+    if optimizer.lr_decay_style == "WSD":
+        raise ConfigError("--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use cosine or linear.")
+    if plan.train_samples < 1:
+        raise ConfigError("the old command line says no end; give --train-samples or --train-iters.")
+    tokens = _first_given(options.train_tokens, batch.train_tokens, plan.train_samples * seq_length)
+    total = _first_given(options.total_step, max(1, tokens // (2 * plan.batch_size.final * seq_length)))
+    values: dict[str, Any] = {
+        "batch.rampup_batch_size": None,
+        "batch.step_batch_size_schedule": None,
+        "batch.global_batch_size": plan.batch_size.final,
+        "batch.train_tokens": tokens,
+        "optimizer.lr_decay_samples": None,
+        "optimizer.lr_decay_iters": None,
+        "optimizer.lr_decay_tokens": _decay_tokens(plan, tokens),
+        "curriculum.curriculum_schedule_type": "fixed_linear",
+        "curriculum.curriculum_min_difficulty": options.min_difficulty,
+        "curriculum.curriculum_total_step": total,
+        "curriculum.curriculum_difficulty_step": options.difficulty_step,
+    }
+    if optimizer.lr_warmup_fraction is not None:
+        values["optimizer.lr_warmup_fraction"] = None
+        values |= _warmup(plan)
+    values |= _length(plan, _with(plan.config, values), tokens)
+    return Change(old, _with(plan.config, values), values)
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _with(config: Config, values: dict[str, Any]) -> Config:
+    return build(Asked(config, {}).values() | values)
+
+
+def _decay_tokens(plan: Plan, tokens: int) -> int:
+    optimizer = plan.config.optimizer
+    if optimizer.lr_decay_tokens is not None:
+        return optimizer.lr_decay_tokens
+    if optimizer.lr_decay_samples is None and optimizer.lr_decay_iters is None:
+        return tokens
+    return plan.lr_schedule.decay_steps * plan.config.model.seq_length
+
+
+def _warmup(plan: Plan) -> dict[str, int]:
+    """A fraction was one of the decay in samples, which is gone."""
+    samples = math.ceil(plan.lr_schedule.warmup_steps)
+    if plan.config.batch.train_samples is not None:
+        return {"optimizer.lr_warmup_samples": samples}
+    return {"optimizer.lr_warmup_iters": math.ceil(samples / plan.batch_size.final)}
+
+
+def _length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
+    """Samples or iterations that are no less than what the tokens need."""
+    curriculum = resolve(new, plan.world_size).curriculum
+    needed = curriculum.iteration_reaching(tokens, plan.batch_size.final, 1, NO_END) if curriculum is not None else None
+    batch = plan.config.batch
+    if batch.train_samples is not None:
+        return {"batch.train_samples": max(2 * batch.train_samples, (needed or 0) * plan.batch_size.final)}
+    return {"batch.train_iters": max(2 * plan.train_iters, needed or 0)}
+
+
+def flags(change: Change) -> list[str]:
+    """What to take out, change and put in, with where it stands now."""
+    out, changed, put_in = [], [], []
+    for dotted, value in change.values.items():
+        before = change.old[dotted]
+        if before == value:
+            if dotted == "curriculum.curriculum_difficulty_step":
+                put_in.append(f"  {_flag(dotted, value)}")
+        elif value is None:
+            out.append(f"  {change.old.given(dotted)}")
+        elif before is None or not change.old.differs(dotted):
+            put_in.append(f"  {_flag(dotted, value)}")
+        else:
+            changed.append(f"  {change.old.given(dotted)}  ->  {_flag(dotted, value)}")
+    parts = (("take out", out), ("change", changed), ("put in", put_in))
+    return [line for title, lines in parts if lines for line in (title, *lines)]
+
+
+def _flag(dotted: str, value: Any) -> str:
+    return f"{all_fields()[dotted].flag} {f'{value:_}' if isinstance(value, int) else value}"
+
+
+def deepspeed_block(new: Plan) -> list[str]:
+    """The curriculum as DeepSpeed's JSON has it, for who starts the run there."""
+    curriculum = new.curriculum
+    assert curriculum is not None, "the new command line has one"
+    block = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": curriculum.min_difficulty,
+        "max_difficulty": curriculum.max_difficulty,
+        "schedule_type": curriculum.style,
+        "schedule_config": {
+            "total_curriculum_step": curriculum.total_curriculum_step,
+            "difficulty_step": curriculum.difficulty_step,
+        },
+    }
+    text = json.dumps({"curriculum_learning": block}, indent=2)
+    return ["instead of the --curriculum-* flags, in the JSON of --deepspeed-config", *text.splitlines()]
+
+
+def consequences(old: Plan, new: Plan) -> list[str]:
+    """The numbers that the change comes down to, and what is left to judge."""
+    assert new.curriculum is not None, "the new command line has one"
+    assert new.config.batch.train_tokens is not None, "it was worked out"
+    assert new.curriculum.total_curriculum_step is not None, "it is linear"
+    batch, tokens = new.batch_size.final, new.config.batch.train_tokens
+    end = new.curriculum.iteration_reaching(tokens, batch, 1, NO_END) or 0
+    stages = list(new.curriculum.stages(1, new.curriculum.total_curriculum_step))
+    change_every = new.curriculum.total_curriculum_step / len(stages)
+    lines = [
+        f"the run ends at iteration {end:,} with {tokens:,} tokens of {end * batch:,} samples; the old one had "
+        f"{old.train_iters:,} iterations and {old.train_samples:,} samples",
+        f"there are {len(stages)} lengths from {stages[0][1]} to {stages[-1][1]} tokens; one lasts {change_every:,.0f} iterations",
+        *_about_warmup(old, new),
+        "the training loss is that of the current length: compare by the validation loss, which always has the full one, and "
+        "evaluate more often (--eval-interval)",
+        "memory is largest at the full length: try --micro-batch-size without the curriculum; it may grow, since the batch size no "
+        "longer starts small",
+    ]
+    return ["what comes of it", *(f"- {line}" for line in [*lines, *new.curriculum.warnings()])]
+
+
+def _about_warmup(old: Plan, new: Plan) -> list[str]:
+    """Warm-up by samples is far shorter in steps without a ramp, and in tokens with short sequences."""
+    samples, batch = old.lr_schedule.warmup_steps, new.batch_size.final
+    if samples <= 0:
+        return []
+    steps = math.ceil(samples / batch)
+    before = next(p for p in _progress(old) if p[1] >= samples)[0]
+    (state,) = new.forecast().at([steps])
+    return [
+        f"the warm-up's {samples:,.0f} samples are {steps:,} iterations and {state.consumed_tokens:,} tokens now, instead of "
+        f"{before:,} iterations in the old run; if that is too steep, lengthen it (the 104B run went from 216,320 samples to "
+        "3,750,000: 375M tokens by a mean length of 100)"
+    ]
+
+
+def _progress(plan: Plan) -> Iterator[tuple[int, int]]:
+    """(iteration, consumed samples), without end."""
+    iteration = samples = 0
+    while True:
+        yield iteration, samples
+        samples += plan.batch_size.at(samples, samples * plan.config.model.seq_length)
+        iteration += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
