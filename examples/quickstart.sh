@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: environment, corpus, tokenizer, tensor- and data-parallel training, resume, loss curve, text.
+# From a fresh clone to a trained model: environment, corpus, tokenizer, training on tensor- and pipeline-parallel ranks, resume, loss
+# curve, text.
 #
 #     bash examples/quickstart.sh
 #
@@ -29,8 +30,11 @@ if has_gpu; then
     precision=(--bf16)
 fi
 tensor_parallel=$((processes > 1 ? 2 : 1))
-data_parallel=$((processes / tensor_parallel))
-layout="tensor parallel $tensor_parallel x data parallel $data_parallel"
+pipeline_parallel=$((processes > 2 ? 2 : 1))
+data_parallel=$((processes / tensor_parallel / pipeline_parallel))
+# Two for each stage: with fewer, the pipeline's ranks wait longer for each other.
+microbatches=$((pipeline_parallel > 1 ? 2 * pipeline_parallel : 1))
+layout="TP $tensor_parallel x PP $pipeline_parallel x DP $data_parallel"
 say "$processes processes on $(has_gpu && echo "GPUs" || echo "the CPU"): $layout"
 # More threads would fight over the cores.
 export OMP_NUM_THREADS=1
@@ -53,10 +57,10 @@ fi
 # ---- Training --------------------------------------------------------------------------------------------------------------------
 train() {
     torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py \
-        --tensor-model-parallel-size "$tensor_parallel" \
+        --tensor-model-parallel-size "$tensor_parallel" --pipeline-model-parallel-size "$pipeline_parallel" \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --position-embedding-type rotary \
         --hidden-dropout 0 --attention-dropout 0 \
-        --micro-batch-size $((16 / data_parallel)) --global-batch-size 16 \
+        --micro-batch-size $((16 / data_parallel / microbatches)) --global-batch-size 16 \
         --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --lr-decay-iters 200 \
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "${dataset}_text_document" --split "$split" \

@@ -122,8 +122,8 @@ TABLE: tuple[Row, ...] = (
     _harmless("--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)),
     # recomputation
     _renamed("--recompute-granularity", "--checkpoint-activations", arity=1, only=("full",)),
-    _harmless("--recompute-granularity", f"{_SDPA} and stores no scores", arity=1, only=("selective",)),
-    _harmless("--recompute-activations", f"{_SDPA} and stores no scores"),
+    _renamed("--recompute-granularity", "--recompute-attention-core", arity=1, only=("selective",)),
+    _renamed("--recompute-activations", "--recompute-attention-core"),
     _harmless("--recompute-method", "each layer is recomputed by itself", arity=1, only=("uniform",)),
     _harmless("--recompute-num-layers", "each layer is recomputed by itself", arity=1, only=("1",)),
     _harmless("--checkpoint-num-layers", "each layer is recomputed by itself", arity=1, only=("1",)),

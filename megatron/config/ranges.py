@@ -25,6 +25,7 @@ RANGES = {
     "batch.seed": "[0, 4294967295]",  # what numpy.random.RandomState takes
     "batch.eval_iters": _NOT_NEGATIVE,
     "batch.exit_duration_in_mins": _POSITIVE,
+    "parallel.check_invariants_interval": _NOT_NEGATIVE,
     "parallel.distributed_timeout_minutes": _POSITIVE,
     "parallel.local_rank": "[-1, inf)",  # -1 is what some launchers pass for "none"
     "optimizer.lr": _POSITIVE,

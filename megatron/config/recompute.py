@@ -1,6 +1,7 @@
 """Trading compute for memory: activations that are computed again in the backward pass."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True)
@@ -14,3 +15,8 @@ class RecomputeConfig:
     (https://arxiv.org/abs/2205.05198, section 5)."""
     deepspeed_activation_checkpointing: bool = False
     """The same by DeepSpeed's implementation; needs --deepspeed."""
+
+    @property
+    def recomputed_part(self) -> Fraction:
+        """Part of the layers that are recomputed whole. Raises ValueError or ZeroDivisionError where it is no fraction."""
+        return Fraction(self.checkpoint_fraction) if self.checkpoint_activations else Fraction(0)

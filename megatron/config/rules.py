@@ -7,8 +7,10 @@ Source of the defaults and of what may be combined: Megatron-LM and Megatron-Dee
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 from megatron.config.asked import Asked
+from megatron.config.cautions import WARNINGS
 from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
 from megatron.config.ranges import range_errors
@@ -258,105 +260,16 @@ def documents_have_ends(asked: Asked) -> Iterator[str]:
         )
 
 
-# ---- Warnings: nothing is silently ignored -------------------------------------------------------------------------------------
-
-
-def ramp_by_iterations(asked: Asked) -> Iterator[str]:
-    batch = asked.config.batch
-    changing = "batch.rampup_batch_size" if batch.rampup_batch_size is not None else "batch.step_batch_size_schedule"
-    if batch.train_iters is not None and asked[changing] is not None:
+def readable_fraction_of_layers(asked: Asked) -> Iterator[str]:
+    try:
+        fraction = Fraction(asked.config.recompute.checkpoint_fraction)
+    except (ValueError, ZeroDivisionError):
+        fraction = Fraction(0)
+    if not 0 < fraction <= 1:
         yield (
-            f"{asked.given(changing)} with {asked.given('batch.train_iters')}: an iteration of the learning rate's warm-up and "
-            "decay counts as the final batch size, so that they last longer than they say; --train-samples and --lr-*-samples "
-            "are exact."
+            f"{asked.given('recompute.checkpoint_fraction')} must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 "
+            "for every third, 0.5 for every other."
         )
-
-
-def decay_by_tokens_wins(asked: Asked) -> Iterator[str]:
-    for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
-        if asked.config.optimizer.lr_decay_tokens is not None and asked[dotted] is not None:
-            yield f"{asked.given(dotted)} has no effect beside {asked.given('optimizer.lr_decay_tokens')}, which ends the decay."
-
-
-def wsd_without_its_style(asked: Asked) -> Iterator[str]:
-    if asked.config.optimizer.lr_decay_style != "WSD":
-        for name in ("iters", "samples", "style"):
-            dotted = f"optimizer.lr_wsd_decay_{name}"
-            if asked.differs(dotted):
-                yield f"{asked.given(dotted)} has no effect without --lr-decay-style WSD."
-
-
-def loss_scale_without_use(asked: Asked) -> Iterator[str]:
-    precision = asked.config.precision
-    if precision.fp16 and precision.loss_scale is not None and asked.config.parallel.deepspeed:
-        yield (f"{asked.given('precision.loss_scale')} is not used: with --deepspeed the fp16 block of --deepspeed-config decides.")
-    if not precision.fp16:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if asked.differs(f"precision.{name}"):
-                yield f"{asked.given(f'precision.{name}')} has no effect without --fp16."
-
-
-def static_loss_scale_wins(asked: Asked) -> Iterator[str]:
-    precision = asked.config.precision
-    if precision.fp16 and precision.loss_scale is not None and not asked.config.parallel.deepspeed:
-        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if asked.differs(f"precision.{name}"):
-                static = asked.given("precision.loss_scale")
-                yield f"{asked.given(f'precision.{name}')} has no effect beside {static}, which is static."
-
-
-def loss_scale_that_rounds(asked: Asked) -> Iterator[str]:
-    """A power of two changes exponents only; any other scale rounds each gradient once more."""
-    precision = asked.config.precision
-    if not precision.fp16 or asked.config.parallel.deepspeed:
-        return
-    used = ("loss_scale",) if precision.loss_scale is not None else ("initial_loss_scale", "min_loss_scale")
-    for name in used:
-        scale = asked[f"precision.{name}"]
-        if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
-            below = 2.0 ** (math.frexp(scale)[1] - 1)
-            others = f"{below:.10g} and {2 * below:.10g}"
-            yield f"{asked.given(f'precision.{name}')} is no power of two, so scaling rounds; {others} do not."
-
-
-def fp32_residual_of_fp32(asked: Asked) -> Iterator[str]:
-    precision = asked.config.precision
-    if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
-        yield f"{asked.given('precision.fp32_residual_connection')} has no effect without --fp16 or --bf16: everything is fp32."
-
-
-def alibi_has_no_positions_to_reset(asked: Asked) -> Iterator[str]:
-    if asked.config.data.reset_position_ids and asked.config.model.position_embedding_type == "alibi":
-        yield (
-            f"{asked.given('data.reset_position_ids')} has no effect with --position-embedding-type alibi, whose bias depends on "
-            "distances only."
-        )
-
-
-def deepspeed_config_without_deepspeed(asked: Asked) -> Iterator[str]:
-    parallel = asked.config.parallel
-    if parallel.deepspeed_config is not None and not parallel.deepspeed:
-        yield f"{asked.given('parallel.deepspeed_config')} has no effect without --deepspeed."
-
-
-def save_without_interval(asked: Asked) -> Iterator[str]:
-    checkpoint = asked.config.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None and not asked.config.batch.eval_only:
-        yield f"{asked.given('checkpoint.save')} without --save-interval saves only when training ends or is asked to stop."
-
-
-def tensorboard_without_folder(asked: Asked) -> Iterator[str]:
-    if asked.config.logging.tensorboard_dir is None:
-        for field in all_fields().values():
-            if field.group == "logging" and "tensorboard" in field.name and asked.differs(field.dotted):
-                yield f"{asked.given(field.dotted)} has no effect without --tensorboard-dir."
-
-
-def rotary_settings_without_rotary(asked: Asked) -> Iterator[str]:
-    if asked.config.model.position_embedding_type != "rotary":
-        for dotted in ("model.rotary_percent", "model.rotary_base"):
-            if asked.differs(dotted):
-                yield f"{asked.given(dotted)} has no effect without --position-embedding-type rotary."
 
 
 ERRORS: tuple[Rule, ...] = (
@@ -382,19 +295,5 @@ ERRORS: tuple[Rule, ...] = (
     curriculum_of_one_type,
     documents_have_ends,
     one_way_to_cut_layers,
-)
-
-WARNINGS: tuple[Rule, ...] = (
-    ramp_by_iterations,
-    decay_by_tokens_wins,
-    wsd_without_its_style,
-    loss_scale_without_use,
-    static_loss_scale_wins,
-    loss_scale_that_rounds,
-    fp32_residual_of_fp32,
-    alibi_has_no_positions_to_reset,
-    deepspeed_config_without_deepspeed,
-    save_without_interval,
-    tensorboard_without_folder,
-    rotary_settings_without_rotary,
+    readable_fraction_of_layers,
 )

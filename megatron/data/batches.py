@@ -21,6 +21,10 @@ class Microbatch:
     """[b, s], the token after each one."""
     loss_mask: torch.FloatTensor | None = None
     """[b, s]; None counts every token."""
+    position_ids: torch.LongTensor | None = None
+    """[b, s]; None: each sample counts from 0."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """For each sample the bounds of its documents, 0 first and s last, where attention must stay within them."""
 
 
 def sample_positions(consumed: int, batch_size: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> NDArray[np.int64]:

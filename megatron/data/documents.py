@@ -7,14 +7,47 @@ the rest of it; an end-of-document token at a sample's end opens nothing there. 
 Legend: b micro-batch, s sequence length, n documents of a sample.
 """
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.data import DataConfig
+from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
 _CHECKED_DOCUMENTS = 1000  # of each data set at the start
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRules:
+    """What a run asked for, and the id that ends a document."""
+
+    eod: int
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+
+    @classmethod
+    def of(cls, data: DataConfig, eod: int) -> "DocumentRules":
+        return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+
+    def apply(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch with what follows from its documents, at whatever length it has been cut to."""
+        tokens = microbatch.tokens
+        return dataclasses.replace(
+            microbatch,
+            loss_mask=loss_mask(tokens, self.eod) if self.eod_mask_loss else None,
+            position_ids=position_ids(tokens, self.eod) if self.reset_position_ids else None,
+            documents=document_bounds(tokens, self.eod) if self.reset_attention_mask else None,
+        )
+
+
+def regards_documents(data: DataConfig) -> bool:
+    """Whether a flag needs to know where documents end."""
+    return data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
 
 
 def document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...]:

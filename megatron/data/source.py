@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.batches import Microbatch, cut_microbatches, sample_positions
+from megatron.data.documents import DocumentRules, require_ends
 from megatron.data.indexed import IndexedDataset
 from megatron.data.prefetch import Prefetcher
 from megatron.data.segments import History, Library, Segment, Wanted, first_segment, open_mixture
@@ -32,6 +33,7 @@ class Place:
     dp_size: int = 1
     vocab_size: int | None = None
     """Ids at or beyond it are a DataError; None does not check."""
+    document_rules: DocumentRules | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,10 @@ class _Source(abc.ABC):
         self.history.read(positions, samples)
         if place.vocab_size is not None:
             self._check_vocabulary(samples, positions, place.vocab_size)
-        return cut_microbatches(samples, place.micro_batch_size)
+        microbatches = cut_microbatches(samples, place.micro_batch_size)
+        if place.document_rules is not None:
+            microbatches = [place.document_rules.apply(microbatch) for microbatch in microbatches]
+        return microbatches
 
     def _check_vocabulary(self, samples: NDArray[np.int64], positions: NDArray[np.int64], vocab_size: int) -> None:
         unsigned = samples.view(np.uint64)  # a negative id becomes a huge one
@@ -248,6 +253,8 @@ def build_sources(
             return None
         for part in wanted.parts:
             check_vocabulary(library.open(part.prefix), place.vocab_size)
+            if place.document_rules is not None:
+                require_ends(library.open(part.prefix), place.document_rules.eod)
         return kind(mixture.name, wanted, library, place, threads)
 
     train = None

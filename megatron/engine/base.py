@@ -61,6 +61,16 @@ class Engine(Protocol):
         """Chunks were written into: take over what follows from them. None: the optimizer starts afresh."""
         ...
 
+    def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        """Compare what several ranks hold alike. `repair`: make it equal, and return a line for each tensor that was not.
+
+        `iteration` is done, and after `last_good` all was equal (None: it was never checked): an error says both.
+
+        Raises:
+            TrainingError: on every rank; something differs, and was not to be repaired or cannot be.
+        """
+        ...
+
     def parameter_norm(self) -> float:
         """Norm of all weights of the model."""
         ...

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, no_timers
+from megatron.engine.invariants import Invariants
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.pipeline import OneStage, Pipeline, Runner
@@ -60,6 +61,8 @@ class NativeEngine:
             self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
+        tied = not config.model.untie_embeddings_and_output_weights
+        self._invariants = Invariants(self._masters, self._optimizer, mesh, tied=tied)
         self._runner = self._make_runner()
         for chunk in self.chunks(optimizer=False):
             initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, plan.shape, config.batch.seed)
@@ -126,7 +129,7 @@ class NativeEngine:
     def _inputs(self, microbatches: Sequence[Microbatch], iteration: int) -> list[Inputs]:
         """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
         return [
-            Inputs(m.tokens, m.labels, m.loss_mask, moment=Moment(iteration, number)).to(self._mesh.device)
+            Inputs(m.tokens, m.labels, m.loss_mask, m.position_ids, m.documents, Moment(iteration, number)).to(self._mesh.device)
             for number, m in enumerate(microbatches)
         ]
 
@@ -241,6 +244,12 @@ class NativeEngine:
             if self._loss_scale is not None and "loss_scale" in scalars:
                 self._loss_scale.load(scalars["loss_scale"])
         self._refresh_model()
+
+    def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        repaired = self._invariants.check(self.scalars(), repair=repair, iteration=iteration, last_good=last_good)
+        if repaired:
+            self._refresh_model()
+        return repaired
 
     def parameter_norm(self) -> float:
         squares = squared_norm([m.weight.data for m in self._masters if self._counts(m)]).to(self._mesh.device)

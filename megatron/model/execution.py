@@ -1,8 +1,8 @@
 """How blocks are computed: recomputation, precision of the residual stream, compiling. None of it changes the mathematics.
 
 Full recomputation keeps a block's input only (https://arxiv.org/abs/1604.06174); of a fraction of the blocks, evenly spread over
-the model, it trades less time for less memory. Selective recomputation repeats the attention core alone, which is cheap to compute and
-large to keep where no flash kernel is at work (https://arxiv.org/abs/2205.05198, section 5).
+the model, it trades less time for less memory. Selective recomputation repeats the attention core alone, which is cheap to
+compute and large to keep where no flash kernel is at work (https://arxiv.org/abs/2205.05198, section 5).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Execution:
         recompute, precision = config.recompute, config.precision
         return cls(
             dtype=torch.float16 if precision.fp16 else torch.bfloat16 if precision.bf16 else torch.float32,
-            recomputed_part=Fraction(recompute.checkpoint_fraction) if recompute.checkpoint_activations else Fraction(0),
+            recomputed_part=recompute.recomputed_part,
             recompute_attention_core=recompute.recompute_attention_core,
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
             compile=config.kernels.use_torch_compile,

@@ -23,11 +23,12 @@ def train(run: Run) -> Stop:
     """Train until the end or until a reason to stop, which is returned; saves when due and at the end.
 
     Raises:
-        TrainingError: too many iterations in a row were not finite.
+        TrainingError: too many iterations in a row were not finite, or copies of a parameter are not equal any more.
         CheckpointError: a checkpoint could not be written.
     """
     plan, state = run.plan, run.state
     stop, saved_at, evaluated_at = Stop.NO, state.iteration, -1
+    checked_at = state.iteration  # by build_run
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
     while stop == Stop.NO and not finished(plan, state):
@@ -39,6 +40,9 @@ def train(run: Run) -> Stop:
             train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
         check_finite(plan, state)
+        if skipped is None and is_due(plan.config.parallel.check_invariants_interval, before, state.iteration):
+            check_invariants(run, last_good=checked_at)  # before the save: nothing that drifted is stored
+            checked_at = state.iteration
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
             evaluated_at = state.iteration
@@ -76,6 +80,7 @@ def train_iteration(run: Run) -> None:
     with timers(DATA_WAIT):
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.next(batch_size, seq_length)
+    run.reporter.pipeline(batch_size)
     learning_rate = state.learning_rate(plan.lr_schedule)
     result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
     state.advance(batch_size, batch_size * seq_length)
@@ -138,6 +143,17 @@ def check_finite(plan: Plan, state: TrainState) -> None:
             f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is not finite; none of them was "
             "trained on. Roll back to an earlier checkpoint, and skip the data with --skip-train-iteration-range or lower --lr"
         )
+
+
+def check_invariants(run: Run, *, last_good: int | None) -> None:
+    """Compare what ranks hold alike; `last_good` is the iteration after which it was equal.
+
+    Raises:
+        TrainingError: it is not, and --sync-tp-duplicated-parameters was not given or cannot mend it.
+    """
+    repair, iteration = run.plan.config.parallel.sync_tp_duplicated_parameters, run.state.iteration
+    for line in run.engine.check_invariants(repair=repair, iteration=iteration, last_good=last_good):
+        run.reporter.say(f"warning: made equal to the first rank's after iteration {iteration}: {line}")
 
 
 def save(run: Run) -> int:

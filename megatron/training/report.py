@@ -67,6 +67,7 @@ class Reporter:
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
+        self._pipeline_schedule: str | None = None
         self._peak = logging.peak_tflops_per_device or peak_tflops(device_name)
         if self._speaks:
             self._tensorboard = TensorBoard(logging, say=self.say)
@@ -77,7 +78,7 @@ class Reporter:
 
     def conventions(self) -> list[tuple[str, str, str]]:
         """How TFLOPs and MFU are counted, for the table at start."""
-        recompute = self._plan.config.recompute.checkpoint_activations
+        recompute = self._plan.config.recompute.recomputed_part
         counted = "forward, backward and recomputation" if recompute else "forward and backward"
         peak = f"MFU against a peak of {self._peak:g} TFLOPs" if self._peak else "no MFU: give --peak-tflops-per-device"
         return [("TFLOPs", "hardware FLOPs of one device", f"{counted}, attention as if not causal; {peak}")]
@@ -93,6 +94,13 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.start(iteration)
 
+    def pipeline(self, batch_size: int) -> None:
+        """The next step has `batch_size` samples. Says which schedule runs and how long ranks stand idle, once for each schedule."""
+        schedule = self._plan.pipeline_schedule(batch_size)
+        if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
+            self._pipeline_schedule = schedule.name
+            self.say(schedule.describe(batch_size))
+
     def jump(self, iterations: int) -> None:
         """So many iterations were skipped."""
         self._bar.update(iterations)
@@ -102,7 +110,7 @@ class Reporter:
         if not self._speaks:
             return
         config = self._plan.config
-        recompute = config.recompute.checkpoint_activations
+        recompute = config.recompute.recomputed_part
         flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length, recompute=recompute)
         model_flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
         one = _Interval()

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import check_writable
+from megatron.config.tree import Config
+from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
 from megatron.engine.native import NativeEngine
@@ -26,7 +28,9 @@ from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
 from megatron.plan import Plan
+from megatron.tokenizer import build_tokenizer
 from megatron.training.exits import Exits
+from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
 from megatron.training.resume import load_engine, remember
 from megatron.training.run import Run
@@ -81,6 +85,7 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
     Raises:
         DataError: the corpus is missing, damaged, too small, or of another vocabulary.
         CheckpointError: the checkpoint does not fit.
+        TrainingError: copies of a parameter are not equal.
     """
     config = plan.config
     exits = Exits(config.batch, mesh)  # first, so that a signal while building is not lost
@@ -108,8 +113,11 @@ def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint 
     for note in sources.take_notes():
         reporter.say(note)
     remember(state, plan)
+    run = Run(plan, mesh, engine, sources, state, reporter, timers, exits)
+    if config.parallel.check_invariants_interval:
+        check_invariants(run, last_good=None)
     timers.take()  # what building took is no iteration's
-    return Run(plan, mesh, engine, sources, state, reporter, timers, exits)
+    return run
 
 
 def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
@@ -123,7 +131,7 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
         train_samples=plan.train_samples,
         valid_samples=valid_samples,
         test_samples=test_samples,
-        place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size),
+        place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
     )
     if state.data:
         sources.load(state.data)
@@ -135,6 +143,13 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
             )
     sources.prepare()
     return sources
+
+
+def document_rules(config: Config) -> DocumentRules | None:
+    """What is asked about documents; None where they are not regarded, so that no tokenizer is needed."""
+    if not regards_documents(config.data):
+        return None
+    return DocumentRules.of(config.data, build_tokenizer(config.tokenizer).eod)
 
 
 def device_name(device: torch.device) -> str:

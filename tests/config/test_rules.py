@@ -10,6 +10,14 @@ from megatron.config.ranges import RANGES
 from megatron.config.rules import ERRORS, WARNINGS, check
 
 FAILURES: list[tuple[dict[str, object], str]] = [
+    (
+        {"checkpoint_activations": True, "checkpoint_fraction": "1/0"},
+        "--checkpoint-fraction 1/0 must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 for every third, 0.5 for",
+    ),
+    (
+        {"checkpoint_activations": True, "checkpoint_fraction": "3"},
+        "--checkpoint-fraction 3 must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 for every third, 0.5 for",
+    ),
     ({"train_samples": 5}, "--train-iters 10 and --train-samples 5 both say how long"),
     ({"train_iters": None}, "give --train-iters or --train-samples"),
     ({"lr_decay_samples": 5}, "--lr-decay-samples 5 does not go with --train-iters 10; use --lr-decay-iters."),
@@ -112,6 +120,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 REMARKS: list[tuple[dict[str, object], str]] = [
+    ({"checkpoint_fraction": "1/3"}, "--checkpoint-fraction 1/3 has no effect without --checkpoint-activations."),
+    (
+        {"checkpoint_activations": True, "recompute_attention_core": True},
+        "--recompute-attention-core has no effect beside --checkpoint-activations, which recomputes whole layers; with",
+    ),
     ({"rampup_batch_size": (1, 1, 5)}, "--rampup-batch-size 1 1 5 with --train-iters 10: an iteration of the learning rate's"),
     ({"step_batch_size_schedule": "0:1 5:2"}, "--step-batch-size-schedule 0:1 5:2 with --train-iters 10"),
     (

@@ -1,4 +1,5 @@
-"""Every layout trains the same model: loss and gradient norm equal one process's over 10 steps on real text, to 1e-5 in fp32.
+"""Every layout trains the same model: loss and gradient norm equal one process's over 10 steps on real text, to 1e-5 in fp32, while
+the batch size or the sequence length changes.
 
 Parameters are not compared: the gradient of the key's bias is zero in exact arithmetic, so Adam turns its rounding into steps.
 """
@@ -6,142 +7,136 @@ Parameters are not compared: the gradient of the key's bias is zero in exact ari
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpus import NO_DROPOUT, command, curve, worst
+from corpus import COURSES, NO_DROPOUT, SHAPES, UNTIED, command, curve, validation, worst
+from layouts import LAYOUTS, Layout, pairs, possible
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "loss_curves.json"
+# These are tested each time: every kind of parallelism, schedule, recomputation, shape and course is in one of them.
+SHORT = {LAYOUTS[i] for i in (1, 3, 5, 7, 14, 16)}
+EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
 
-# (tensor, data, ZeRO stage, sequence parallel): a set that covers every pair of values which fits 8 processes.
-LAYOUTS = [
-    (1, 2, 1, False),
-    (1, 4, 2, False),
-    (1, 2, 3, False),
-    (1, 4, 3, False),
-    (2, 1, 1, False),
-    (2, 1, 1, True),
-    (2, 2, 1, True),
-    (2, 2, 2, False),
-    (2, 4, 3, True),
-    (2, 4, 1, False),
-    (4, 1, 1, False),
-    (4, 1, 1, True),
-    (4, 2, 1, True),
-    (4, 2, 2, True),
-    (4, 2, 3, False),
-]
-CASES = [("gpt2", layout) for layout in LAYOUTS]
-CASES += [("llama", layout) for layout in ((1, 4, 1, False), (2, 2, 3, True), (4, 1, 1, True), (4, 2, 2, False))]
-CASES += [("bloom", layout) for layout in ((1, 2, 2, False), (2, 2, 1, True), (4, 1, 1, False))]
+Single = Callable[[str, bool, str], Path]
 
 
-def flags(layout: tuple[int, int, int, bool]) -> str:
-    tensor, _, zero, sequence = layout
-    return f"--tensor-model-parallel-size {tensor} --zero-stage {zero}" + (" --sequence-parallel" if sequence else "")
-
-
-def name(case: object) -> str:
-    if isinstance(case, tuple):
-        tensor, data, zero, sequence = case
-        return f"tp{tensor}-dp{data}-zero{zero}" + ("-sp" if sequence else "")
-    return str(case)
+def in_suites(layout: Layout) -> object:
+    return pytest.param(layout, id=str(layout), marks=() if layout in SHORT else pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
-def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of one process's runs, one for each shape, with checkpoints after 5 and 10 steps."""
-    folders = {}
-    for shape in ("gpt2", "llama", "bloom"):
-        folders[shape] = tmp_path_factory.mktemp(f"single-{shape}")
-        succeed(pool.run(1, pretrain, command(folders[shape], corpus, shape, NO_DROPOUT, "--save-interval 5")))
-    return folders
+def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
+    """The folder of one process's run of a shape, tied or not, and a course, with checkpoints after 5 and 10 steps."""
+    folders: dict[tuple[str, bool, str], Path] = {}
+
+    def run(shape: str, tied: bool, course: str) -> Path:
+        key = shape, tied, course
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("single")
+            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED, "" if tied else UNTIED
+            succeed(pool.run(1, pretrain, command(folder, corpus, shape, course, *flags)))
+            folders[key] = folder
+        return folders[key]
+
+    return run
 
 
-@pytest.mark.parametrize(("shape", "layout"), CASES, ids=name)
-def test_layout_trains_as_one_process(
-    shape: str, layout: tuple[int, int, int, bool], pool: ProcessPool, corpus: str, single: dict[str, Path], tmp_path: Path
+def test_layouts_cover_every_pair() -> None:
+    assert all(layout.makes_sense for layout in LAYOUTS)
+    missing = set[object]().union(*map(pairs, possible())).difference(*map(pairs, LAYOUTS))
+    assert not missing
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_go_through_their_schedule(layout: Layout) -> None:
+    assert layout.schedule in layout.schedules
+
+
+@pytest.mark.parametrize("layout", [in_suites(layout) for layout in LAYOUTS])
+def test_layout_trains_and_evaluates_as_one_process(
+    layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
-    outcomes = pool.run(layout[0] * layout[1], pretrain, command(tmp_path, corpus, shape, NO_DROPOUT, flags(layout)))
-    succeed(outcomes)
-    assert worst(curve(tmp_path), curve(single[shape])) < BOUND
+    argv = command(tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags)
+    succeed(pool.run(layout.ranks, pretrain, argv))
+    alone = single(layout.shape, layout.tied, layout.course)
+    assert len(curve(tmp_path)) == 10
+    assert worst(curve(tmp_path), curve(alone)) < BOUND
+    assert len(validation(tmp_path)) == 3
+    assert worst(validation(tmp_path), validation(alone)) < BOUND
 
 
-def test_the_curve_is_the_golden_one(single: dict[str, Path]) -> None:
+def test_the_curve_is_the_golden_one(single: Single) -> None:
     """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them anew."""
-    curves = {shape: curve(folder) for shape, folder in single.items()}
+    curves = {f"{shape}, {course}": curve(single(shape, shape != "llama", course)) for shape in SHAPES for course in COURSES}
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(json.dumps(curves, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
-    for shape, values in curves.items():
+    assert curves.keys() == golden.keys()
+    for name, values in curves.items():
         # Another processor adds up in another order; what changes the mathematics is larger than this.
-        assert worst(values, [tuple(pair) for pair in golden[shape]]) < 1e-4, shape
+        assert worst(values, [tuple(pair) for pair in golden[name]]) < 1e-4, name
 
 
-def test_the_model_learns(single: dict[str, Path]) -> None:
-    for folder in single.values():
-        losses = [loss for loss, _ in curve(folder)]
-        assert losses[-1] < losses[0] - 0.1
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_model_learns(shape: str, single: Single) -> None:
+    losses = [loss for loss, _ in curve(single(shape, shape != "llama", "ramp"))]
+    assert losses[-1] < losses[0] - 0.1
+
+
+RESUMED = [
+    (Layout(1, 1, 2, 3), Layout(1, 4, 1, 1, schedule="1F1B")),
+    (Layout(2, 4, 1, 1, schedule="1F1B", course="curriculum"), Layout(1, 1, 4, 3, course="curriculum")),
+    (Layout(2, 2, 2, 2, sequence=True, schedule="interleaved 1F1B"), Layout(1, 2, 2, 1, schedule="1F1B")),
+    (
+        Layout(1, 2, 2, 3, schedule="GPipe", shape="llama", tied=False, partition="parameters"),
+        Layout(4, 1, 2, 1, sequence=True, shape="llama", tied=False),
+    ),
+    (Layout(4, 2, 1, 1, schedule="1F1B", shape="bloom", partition="ends"), Layout(shape="bloom")),
+    (Layout(1, 1, 4, 2, shape="llama", tied=True), Layout(2, 2, 1, 1, schedule="interleaved 1F1B", shape="llama", tied=True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "before", "after"),
-    [
-        ("gpt2", (4, 2, 1, True), (1, 2, 3, False)),
-        ("gpt2", (1, 4, 3, False), (2, 2, 1, True)),
-        ("gpt2", (2, 2, 2, False), (1, 1, 1, False)),
-        ("llama", (2, 2, 1, True), (4, 2, 3, False)),
-        ("bloom", (1, 2, 3, False), (4, 1, 1, True)),
-    ],
-    ids=name,
+    ("before", "after"),
+    [pytest.param(a, b, id=f"{a}--{b}", marks=() if i in (1, 2) else pytest.mark.full) for i, (a, b) in enumerate(RESUMED)],
 )
 def test_resume_under_another_layout(
-    shape: str,
-    before: tuple[int, int, int, bool],
-    after: tuple[int, int, int, bool],
-    pool: ProcessPool,
-    corpus: str,
-    single: dict[str, Path],
-    tmp_path: Path,
+    before: Layout, after: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
-    first = command(tmp_path, corpus, shape, NO_DROPOUT, flags(before), "--exit-interval 5")
-    succeed(pool.run(before[0] * before[1], pretrain, first))
-    second = command(tmp_path, corpus, shape, NO_DROPOUT, flags(after), "--require-load")
-    output = succeed(pool.run(after[0] * after[1], pretrain, second))
+    first = command(tmp_path, corpus, before.shape, before.course, NO_DROPOUT, EVALUATED, before.flags, "--exit-interval 5")
+    succeed(pool.run(before.ranks, pretrain, first))
+    second = command(tmp_path, corpus, after.shape, after.course, NO_DROPOUT, EVALUATED, after.flags, "--require-load")
+    output = succeed(pool.run(after.ranks, pretrain, second))
     assert f"successfully loaded checkpoint from {tmp_path} at iteration 5" in output
-    assert worst(curve(tmp_path), curve(single[shape])) < BOUND
+    assert worst(curve(tmp_path), curve(single(after.shape, after.tied, after.course))) < BOUND
 
 
-def test_resume_of_one_process_is_bit_identical(pool: ProcessPool, corpus: str, single: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(single["gpt2"], tmp_path / "run")
+def test_resume_of_one_process_is_bit_identical(pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
+    alone = single("gpt2", True, "ramp")
+    shutil.copytree(alone, tmp_path / "run")
     (tmp_path / "run" / "latest").write_text("global_step5")  # an operator rolls back by hand
-    succeed(pool.run(1, pretrain, command(tmp_path / "run", corpus, "gpt2", NO_DROPOUT)))
-    assert curve(tmp_path / "run") == curve(single["gpt2"])
+    argv = command(tmp_path / "run", corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED, "--micro-batch-size 4")
+    succeed(pool.run(1, pretrain, argv))
+    assert curve(tmp_path / "run") == curve(alone)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, False), (2, 2, 1, True), (2, 1, 1, False), (1, 4, 3, False)], ids=name)
-def test_dropout_is_derived(layout: tuple[int, int, int, bool], pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
-    """The same layout twice is bit-identical, and a resumed run equals the uninterrupted one bit for bit."""
-    ranks = layout[0] * layout[1]
-    once, again, halves = (tmp_path / part for part in ("once", "again", "halves"))
-    for folder, extra in ((once, ""), (again, ""), (halves, "--exit-interval 4"), (halves, "--require-load")):
-        succeed(pool.run(ranks, pretrain, command(folder, corpus, "gpt2", flags(layout), extra, iterations=7)))
-    assert curve(once) == curve(again)
-    assert curve(once) == curve(halves)
+BF16 = [
+    Layout(),
+    Layout(1, 1, 2),
+    Layout(2, 2, 2, 3, sequence=True, schedule="1F1B"),
+    Layout(4, shape="llama", tied=False, course="curriculum"),
+    Layout(1, 4, 2, 1, schedule="GPipe", shape="llama", tied=False),
+]
 
 
-def test_dropout_changes_the_curve(pool: ProcessPool, corpus: str, single: dict[str, Path], tmp_path: Path) -> None:
-    succeed(pool.run(1, pretrain, command(tmp_path, corpus, "gpt2")))
-    assert worst(curve(tmp_path), curve(single["gpt2"])) > 1e-3
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 1, False), (1, 2, 1, False), (2, 2, 3, True), (4, 1, 1, False)], ids=name)
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_bf16_is_within_a_percent(
-    shape: str, layout: tuple[int, int, int, bool], pool: ProcessPool, corpus: str, single: dict[str, Path], tmp_path: Path
-) -> None:
-    argv = command(tmp_path, corpus, shape, NO_DROPOUT, flags(layout), "--bf16")
-    succeed(pool.run(layout[0] * layout[1], pretrain, argv))
-    assert 0 < worst(curve(tmp_path), curve(single[shape])) < 0.01
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, id=str(layout), marks=() if i < 2 else pytest.mark.full) for i, layout in enumerate(BF16)]
+)
+def test_bf16_is_within_a_percent(layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
+    argv = command(tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags, "--bf16")
+    succeed(pool.run(layout.ranks, pretrain, argv))
+    assert 0 < worst(curve(tmp_path), curve(single(layout.shape, layout.tied, layout.course))) < 0.01

@@ -1,0 +1,520 @@
+"""What layouts, pipeline bubbles, recomputation, ZeRO and compiling cost and save, beside what schedule and planner predict.
+
+    python benchmarks/layouts.py                        everything: below 6 minutes on 2 cores, which must be otherwise idle
+    python benchmarks/layouts.py --part bubble          one comparison
+    python benchmarks/layouts.py --quick                does it run? under a minute, numbers of no worth
+    python benchmarks/layouts.py --ranks-on-one-gpu     correctness only: losses of several ranks, by gloo, against one process
+
+Worlds of real processes, one thread each, train real text by the loop of pretrain_gpt.py. All worlds of a comparison stay alive and
+take turns, so that a machine whose speed drifts is as unfair to one as to the other; the first round warms up, medians are quoted.
+With GPUs the layouts that have a GPU for each rank are measured, by NCCL. Prints a block for docs/benchmarks.md.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import multiprocessing
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from megatron.config.cli import load_config
+from megatron.plan import resolve
+from megatron.schedule.batch_size import ConstantBatchSize
+from megatron.schedule.pipeline import bubble_fraction
+from megatron.training.loop import check_finite, train_iteration
+from megatron.training.report import Step
+from megatron.training.run import Run
+from megatron.training.setup import build_run, check_runnable, join_ranks, leave, world_of_launcher
+from megatron.training.state import TrainState
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --no-add-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+PIPELINE = "--pipeline-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2"
+TIMEOUT_SECONDS = 300
+CORES = len(os.sched_getaffinity(0))
+Part = Literal["steps", "bubble", "memory", "compile"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    part: tuple[Part, ...] = ("steps", "bubble", "memory", "compile")
+    """Comparisons to run."""
+    rounds: int = 5
+    """Interleaved rounds, after one that warms up."""
+    quick: bool = False
+    """Small shapes and a single round, without the compiler."""
+    ranks_on_one_gpu: bool = False
+    """Compare losses, not times: ranks share what GPU there is (none: the CPU) by gloo."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A world and what it trains."""
+
+    name: str
+    flags: str
+    processes: int = 1
+    threads: int = 1
+
+    @property
+    def cores(self) -> int:
+        """That it can keep busy."""
+        return min(self.processes * self.threads, CORES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of some steps; seconds are means over them."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all its threads: a rank that waits for another uses none."""
+    forward_backward: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's exception, as text."""
+
+    text: str
+
+
+class WorldFailedError(Exception):
+    """A rank of a world raised, died or hangs."""
+
+
+def shape_flags(layers: int, hidden: int, seq: int, micro: int, batch: int) -> str:
+    """GPT-2's shape with heads of 64; `batch` in samples. Without dropout."""
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {seq} "
+        f"--micro-batch-size {micro} --global-batch-size {batch} --train-iters 2000 --lr 3e-4 --hidden-dropout 0 "
+        f"--attention-dropout 0 --eval-iters 0 --vocab-size 5120 --log-interval 1000000"
+    )
+
+
+# In the ranks
+
+
+def work(pipe: Connection, argv: list[str], environment: dict[str, str], threads: int) -> None:
+    """A rank: builds a run, then answers commands until the pipe closes."""
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            rank = Rank(argv)
+        pipe.send("built")
+        while True:
+            try:
+                command, *arguments = pipe.recv()
+            except EOFError:
+                break
+            pipe.send(getattr(rank, command)(*arguments))
+        leave()
+    except Exception:
+        pipe.send(Failure(traceback.format_exc()))
+
+
+class Rank:
+    """A real run, silent, of which every step is kept."""
+
+    def __init__(self, argv: list[str]) -> None:
+        _free_at_once()
+        loaded, world = load_config(argv), world_of_launcher()
+        plan = resolve(loaded.config, world.size, loaded.origin)
+        check_runnable(plan)
+        mesh = join_ranks(plan, world)
+        self._cuda = mesh.device.type == "cuda"
+        self._before = 0 if self._cuda else _status_bytes("VmRSS")
+        self._run = run = build_run(plan, mesh, TrainState(), None, notes=[])
+        self._seen: list[Step] = []
+        report = run.reporter.step
+
+        def keep(state: TrainState, step: Step) -> None:
+            self._seen.append(step)
+            report(state, step)
+
+        run.reporter.say = lambda line: None  # type: ignore[method-assign]
+        run.reporter.step = keep  # type: ignore[method-assign]
+
+    def steps(self, count: int, microbatches: int | None = None) -> Measured:
+        """What the loop does in `count` iterations; of another number of microbatches than configured, where one is given."""
+        run, micro = self._run, self._run.plan.config.batch.micro_batch_size
+        if microbatches is not None:
+            size = ConstantBatchSize(microbatches * micro * run.plan.data_parallel_size)
+            run.plan = replace(run.plan, batch_size=size)
+        self._seen.clear()
+        self._synchronise()
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            one_iteration(run)
+        self._synchronise()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        inside = sum(step.phase_seconds["forward-backward"] for step in self._seen)
+        return Measured(seconds / count, cpu / count, inside / count, tuple(step.result.loss for step in self._seen))
+
+    def peak_bytes(self, count: int) -> int:
+        """Most memory during `count` steps, beyond what the process had before the run was built."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self.steps(count)
+        return (torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")) - self._before
+
+    def _synchronise(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def one_iteration(run: Run) -> None:
+    """What the loop does."""
+    train_iteration(run)
+    check_finite(run.plan, run.state)
+    run.exits.decide(run.state.iteration - 1, run.state.iteration)
+
+
+def _status_bytes(key: str) -> int:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, f"no {key} in /proc/self/status"
+    return 1024 * int(found[1])
+
+
+def _free_at_once() -> None:
+    """glibc keeps freed blocks of up to 32 MB for later, which would look like memory in use: of 1 MB and more, none."""
+    if platform.libc_ver()[0] == "glibc":
+        mmap_threshold = -3
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+
+
+# In the process that asks
+
+
+class World:
+    """The ranks of a case, waiting for commands without using a core."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron.training.setup"])
+        home = Path(tempfile.mkdtemp(dir=folder))
+        argv = [*case.flags.split(), "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
+        argv += ["--tensorboard-dir", f"{home}/tensorboard", "--metrics-file", f"{home}/metrics.jsonl"]
+        self.case, port = case, _free_port()
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(case.processes):
+            here, there = context.Pipe()
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
+            environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}}
+            process = context.Process(target=work, args=(there, argv, environment, case.threads), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._answers()
+
+    def ask(self, *command: Any) -> list[Any]:
+        """Every rank's answer to (name of a method of `Rank`, arguments).
+
+        Raises:
+            WorldFailedError: a rank raised, died or hangs; the world is gone.
+        """
+        for pipe in self._pipes:
+            pipe.send(command)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(missing, TIMEOUT_SECONDS)
+            if not ready:
+                self._fail(f"no answer within {TIMEOUT_SECONDS} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except EOFError:
+                    self._fail(f"rank {rank} died")
+                if isinstance(answers[rank], Failure):
+                    self._fail(answers[rank].text)
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _fail(self, why: str) -> None:
+        for process in self._processes:
+            process.kill()
+        raise WorldFailedError(f"{self.case.name}: {why}")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, World]]:
+    """All that have a GPU for each rank, or run on CPUs."""
+    with ExitStack() as stack:
+        worlds = {}
+        for case in cases:
+            if 0 < torch.cuda.device_count() < case.processes:
+                print(f"\nSKIPPED: {case.name}: {case.processes} ranks need as many GPUs for NCCL", flush=True)
+                continue
+            worlds[case.name] = world = World(case, folder)
+            stack.callback(world.close)
+        yield worlds
+
+
+def planned(case: Case) -> dict[str, Any]:
+    """The plan of a case in JSON."""
+    command = [sys.executable, str(ROOT / "tools/plan.py"), "--json", "--world-size", str(case.processes), "--"]
+    done = subprocess.run([*command, *case.flags.split()], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, f"{case.name}: {done.stdout}{done.stderr}"
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Milliseconds, min / median / max."""
+    return " / ".join(f"{1e3 * of(seconds):.0f}" for of in (min, statistics.median, max))
+
+
+def table(head: str, rows: Sequence[str]) -> None:
+    columns = head.count("|") - 1
+    print(f"\n{head}\n|---|{'--:|' * (columns - 1)}", *rows, sep="\n", flush=True)
+
+
+def measure_steps(arguments: Arguments, folder: str) -> None:
+    """The same batch, in the same microbatches, on several layouts."""
+    shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(7, 384, 256, 1, 8)
+    base, many = "one process, one thread", f"one process, {CORES} threads"
+    layouts = (("TP 2", TENSOR, 2), ("PP 2", PIPELINE, 2), ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4))
+    cases = [Case(base, shape)] + ([Case(many, shape, 1, CORES)] if CORES > 1 else [])
+    cases += [Case(name, f"{shape} {flags}", processes) for name, flags, processes in layouts]
+    seconds: dict[str, list[float]] = {}
+    with worlds_of(cases, folder) as worlds:
+        for number in range(arguments.rounds + 1):
+            for name, world in worlds.items():
+                took = max(measured.seconds for measured in world.ask("steps", 1))
+                if number:
+                    seconds.setdefault(name, []).append(took)
+        rows = [_steps_row(world.case, seconds[name], seconds[base]) for name, world in worlds.items()]
+    print(f"\n### Step time by layout\n\n`{shape}`: {planned(cases[0])['parameters'] / 1e6:.1f} million parameters.")
+    print(
+        f"{CORES} cores: layouts with more processes take turns on them and cannot be faster than that many times the first row. "
+        "*at most* also has the pipeline's idle share, where each process has a core; *core-seconds* are step time x cores used."
+    )
+    table("| layout | processes x threads | cores used | ms | speed | at most | core-seconds |", rows)
+
+
+def _steps_row(case: Case, seconds: Sequence[float], base: Sequence[float]) -> str:
+    speed = statistics.median(b / s for b, s in zip(base, seconds, strict=True))
+    pipeline = planned(case)["pipeline"][-1]["idle"] if PIPELINE in case.flags and case.processes <= CORES else 0.0
+    used = f"{case.processes} x {case.threads} | {case.cores}"
+    bound, core_seconds = case.cores * (1 - pipeline), case.cores * statistics.median(seconds)
+    return f"| {case.name} | {used} | {spread(seconds)} | {speed:.2f} | {bound:.2f} | {core_seconds:.2f} |"
+
+
+def measure_bubble(arguments: Arguments, folder: str) -> None:
+    """Two pipeline ranks at several numbers of microbatches of one size."""
+    hidden, seq, counts = (128, 64, (2, 4)) if arguments.quick else (384, 128, (2, 4, 8, 16))
+    # 7 layers: the first stage has four, the last three and the output projection, which costs about one.
+    plain = Case("1F1B", f"{shape_flags(7, hidden, seq, 1, 2)} {PIPELINE}", 2)
+    virtual = f"{shape_flags(8, hidden, seq, 1, 2)} {PIPELINE} --num-layers-per-virtual-pipeline-stage 2"
+    interleaved = Case("interleaved, v = 2", virtual, 2)
+    seen: dict[tuple[str, int], list[tuple[float, list[float]]]] = {}
+    with worlds_of((plain, interleaved), folder) as worlds:
+        for number in range(arguments.rounds + 1):
+            for name, world in worlds.items():
+                for m in counts:
+                    ranks = world.ask("steps", 1, m)
+                    if number:
+                        whole = ranks[0].forward_backward  # the first stage begins first and ends last
+                        idle = [(rank.seconds - rank.cpu_seconds) / whole for rank in ranks]
+                        seen.setdefault((name, m), []).append((whole, idle))
+    if not seen:
+        return
+    print(f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden {hidden}; time of forward and backward.")
+    print(
+        "*1F1B*: 4 layers and 3 with the output projection. *interleaved*: 4 stages of 2 layers, the last one longer by the output "
+        "projection. *by the fit*: 1 - m w / t(m). *by the clock*: time in which a rank used no CPU (rank 0 / 1), waits for uneven "
+        "stages and messages included."
+    )
+    rows, fits = [], []
+    for name, v in ((plain.name, 1), (interleaved.name, 2)):
+        medians = {m: statistics.median(whole for whole, _ in seen[name, m]) for m in counts}
+        slope, w = statistics.linear_regression([1 / m for m in counts], [medians[m] / m for m in counts])
+        fits.append(f"{name}: t(m) / m = {1e3 * w:.1f} ms x (1 + {slope / w:.2f} / m); the schedule says (p - 1) / v = {1 / v:.2f}")
+        for m in counts:
+            idle = [statistics.median(idle[rank] for _, idle in seen[name, m]) for rank in (0, 1)]
+            clock = "-" if torch.cuda.is_available() else " / ".join(f"{share:.3f}" for share in idle)
+            cells = (spread([whole for whole, _ in seen[name, m]]), f"{1e3 * medians[m] / m:.1f}", f"{1 - m * w / medians[m]:.3f}")
+            rows.append(f"| {name} | {m} | {' | '.join(cells)} | {clock} | {bubble_fraction(m, 2, v):.3f} |")
+    table("| schedule | m | ms | ms / m | idle by the fit | idle by the clock | schedule |", rows)
+    print("\n" + "\n".join(f"- {fit}" for fit in fits), flush=True)
+
+
+def measure_memory(arguments: Arguments, folder: str) -> None:
+    """Peak memory of a process that runs one case, and of the planner; differences to a comparison's first case."""
+    precision = " --bf16" if torch.cuda.is_available() else ""
+    small = shape_flags(4, 128, 128, 4, 4) if arguments.quick else shape_flags(8, 384, 256, 4, 4)
+    large = (shape_flags(4, 256, 64, 1, 4) if arguments.quick else shape_flags(8, 512, 64, 1, 4)) + precision
+    some, threads = small + precision, CORES
+    scores = f"{some} --attention-dropout 0.1"
+    again = "--checkpoint-activations"
+    kept = [
+        Case("no recomputation", some, 1, threads),
+        Case("1/2 of the layers", f"{some} {again} --checkpoint-fraction 1/2", 1, threads),
+        Case("all layers", f"{some} {again}", 1, threads),
+    ]
+    core = [
+        Case("no recomputation, attention dropout", scores, 1, threads),
+        Case("attention core, attention dropout", f"{scores} --recompute-attention-core", 1, threads),
+    ]
+    zero = [Case("DP 2, ZeRO 1", f"{large} --zero-stage 1", 2)]
+    zero += [Case(f"DP 2, ZeRO {stage}", f"{large} --zero-stage {stage}", 2) for stage in (2, 3)]
+    zero += [Case("one process", large)]
+    print("\n### Memory")
+    print(f"\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: `{some}`. ZeRO: `{large}`.")
+    print("*against*: the difference to the group's first row, measured and by `tools/plan.py` (which leaves buffers out).")
+    rows = [
+        *_memory_rows(kept, lambda memory: memory["activations"], folder),
+        *_memory_rows(core, lambda memory: memory["activations_with_scores"], folder),
+        *_memory_rows(zero, lambda memory: memory["rank"]["total"], folder),
+    ]
+    table("| case | measured | against | planner, against |", rows)
+
+
+def _memory_rows(cases: Sequence[Case], by_planner: Callable[[dict[str, Any]], int], folder: str) -> list[str]:
+    peaks: dict[str, tuple[int, int]] = {}
+    for case in cases:
+        with worlds_of([case], folder) as worlds:
+            for name, world in worlds.items():
+                world.ask("steps", 1)  # optimizer states, buffers, the libraries' own memory
+                peaks[name] = max(world.ask("peak_bytes", 2)), by_planner(planned(case)["memory_bytes"])
+    rows = []
+    for name, (peak, prediction) in peaks.items():
+        first_peak, first_prediction = next(iter(peaks.values()))
+        against = f"{(peak - first_peak) / 2**20:+.0f} | {(prediction - first_prediction) / 2**20:+.0f}"
+        rows.append(f"| {name} | {peak / 2**20:.0f} | {against} |")
+    return rows
+
+
+def measure_compile(arguments: Arguments, folder: str) -> None:
+    """A Llama shape with and without torch.compile."""
+    if arguments.quick:
+        print("\nSKIPPED: compile: --quick leaves it out")
+        return
+    shape = f"{shape_flags(6, 384, 256, 4, 4)} {LLAMA} --ffn-hidden-size 1024"
+    shape += " --bf16" if torch.cuda.is_available() else ""
+    cases = [Case("off", shape, 1, CORES), Case("on", f"{shape} --use-torch-compile", 1, CORES)]
+    seconds: dict[str, list[float]] = {}
+    first: dict[str, float] = {}
+    with worlds_of(cases, folder) as worlds:
+        for number in range(arguments.rounds + 1):
+            for name, world in worlds.items():
+                took = world.ask("steps", 1)[0].seconds
+                if number:
+                    seconds.setdefault(name, []).append(took)
+                else:
+                    first[name] = took
+    print(f"\n### Compiling\n\nLlama's shape, `{shape}`, {CORES} threads. The first step waits for the compiler.")
+    ratio = [statistics.median(off / s for off, s in zip(seconds["off"], times, strict=True)) for times in seconds.values()]
+    rows = [f"| {n} | {spread(seconds[n])} | {r:.2f} | {first[n]:.1f} |" for n, r in zip(seconds, ratio, strict=True)]
+    table("| `--use-torch-compile` | ms | speed | first step, s |", rows)
+
+
+def compare_losses(folder: str) -> int:
+    """Ten steps of each layout, by gloo on one device; the number of layouts that differ by more than 1e-5 or fail."""
+    where = "GPU" if torch.cuda.is_available() else "CPU (no GPU here)"
+    shape, steps = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo", 10
+    layouts = [("TP 2", TENSOR, 2), ("PP 2", PIPELINE, 2), ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4)]
+    layouts += [(f"DP 2, ZeRO {stage}", f"--zero-stage {stage}", 2) for stage in (1, 3)]
+    world = World(Case("one process", shape), folder)
+    expected = world.ask("steps", steps)[0].losses
+    world.close()
+    rows, wrong = [], 0
+    for name, flags, processes in layouts:
+        try:
+            world = World(Case(name, f"{shape} {flags}", processes), folder)
+            losses = world.ask("steps", steps)[0].losses
+            world.close()
+        except WorldFailedError as failure:
+            outcome = str(failure).strip().splitlines()[-1]
+            wrong += 1
+        else:
+            largest = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            outcome = f"{largest:.1e}" if largest < 1e-5 else f"{largest:.1e}: MORE THAN 1e-5"
+            wrong += not largest < 1e-5
+        rows.append(f"| {name} | {outcome} |")
+    print(f"\n### Ranks on one device\n\nLosses of {steps} steps in fp32, gloo, {where}: largest relative difference to one process.")
+    table("| layout | difference |", rows)
+    return wrong
+
+
+def describe_machine(arguments: Arguments) -> str:
+    """Date, machine, versions, rounds."""
+    if torch.cuda.is_available():
+        name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+    else:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = found[1] if found else platform.machine()
+    load = f"load average at the start {os.getloadavg()[0]:.1f}"
+    rounds = f"{arguments.rounds} interleaved rounds after one of warm-up; min / median / max"
+    return f"{date.today()}, {name}, {CORES} cores ({load}), torch {torch.__version__}. {rounds}."
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if arguments.quick:
+        arguments = replace(arguments, rounds=1)
+    parts = {"steps": measure_steps, "bubble": measure_bubble, "memory": measure_memory, "compile": measure_compile}
+    failed = 0
+    print(f"## Layouts\n\n`python benchmarks/layouts.py`\n\n{describe_machine(arguments)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.ranks_on_one_gpu:
+            return 1 if compare_losses(folder) else 0
+        for part in arguments.part:
+            try:
+                parts[part](arguments, folder)
+            except WorldFailedError as failure:
+                print(f"\nSKIPPED: {part}: {failure}", flush=True)
+                failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Dropout follows from seed, iteration, microbatch, layer and the place in the tensor and data parallel groups, and from nothing else:
+neither stages, schedule, recomputation nor a resume change a mask.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from corpus import NO_DROPOUT, command, curve, worst
+from layouts import Layout
+from process_pool import ProcessPool, pretrain, succeed
+
+BOUND = 1e-5
+ONE = Layout()
+PIPELINE = Layout(2, 2, 1, 1, sequence=True, schedule="1F1B")
+INTERLEAVED = Layout(1, 2, 2, 2, schedule="interleaved 1F1B", recompute="half", shape="llama", tied=False, course="curriculum")
+# Masks are a microbatch's, so layouts are compared at one size of it: it is given once more, and the last one holds.
+SIZE = "--micro-batch-size 2"
+
+
+def train(pool: ProcessPool, corpus: str, folder: Path, layout: Layout, *flags: str) -> list[tuple[float, float]]:
+    argv = command(folder, corpus, layout.shape, layout.course, layout.flags, SIZE, "--check-invariants-interval 0", *flags)
+    succeed(pool.run(layout.ranks, pretrain, argv))
+    return curve(folder)
+
+
+def suite(layout: Layout, full: bool) -> object:
+    return pytest.param(layout, id=str(layout), marks=pytest.mark.full if full else ())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        suite(ONE, False),
+        suite(PIPELINE, False),
+        suite(INTERLEAVED, True),
+        suite(Layout(2, 1, 2, 1, sequence=True), True),
+        suite(Layout(2, shape="bloom"), True),
+        suite(Layout(1, 1, 2, 3), True),
+        suite(Layout(2, 2, 2, 3, schedule="1F1B", course="curriculum"), True),
+    ],
+)
+def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """The same layout twice is bit-identical, and a resumed run equals the uninterrupted one bit for bit."""
+    once = train(pool, corpus, tmp_path / "once", layout)
+    train(pool, corpus, tmp_path / "halves", layout, "--exit-interval 5")
+    assert train(pool, corpus, tmp_path / "halves", layout, "--require-load") == once
+    assert len(once) == 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        pytest.param(layout, recompute, id=f"{layout}-{recompute}", marks=pytest.mark.full if full else ())
+        for layout, full in ((ONE, False), (PIPELINE, False), (replace(INTERLEAVED, recompute="none"), True))
+        for recompute in ("all", "half", "core")
+    ],
+)
+def test_recomputation_changes_no_bit(layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """In six iterations, within which batch size or length change."""
+    expected = train(pool, corpus, tmp_path / "kept", layout, "--exit-interval 6")
+    recomputed = train(pool, corpus, tmp_path / "recomputed", replace(layout, recompute=recompute), "--exit-interval 6")
+    assert recomputed == expected
+    assert len(expected) == 6
+
+
+@pytest.mark.parametrize(
+    ("flat", "deep"),
+    [
+        pytest.param(flat, deep, id=str(deep), marks=pytest.mark.full if full else ())
+        for flat, deep, full in (
+            (Layout(), Layout(pipeline=4, schedule="1F1B"), False),
+            (Layout(2, sequence=True), PIPELINE, True),
+            (Layout(1, 1, 2), Layout(1, 2, 2, schedule="GPipe"), True),
+            (Layout(shape="llama", tied=False), Layout(1, 2, shape="llama", tied=False, schedule="interleaved 1F1B"), True),
+        )
+    ],
+)
+def test_masks_do_not_depend_on_stages(flat: Layout, deep: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    expected = train(pool, corpus, tmp_path / "flat", flat)
+    assert worst(train(pool, corpus, tmp_path / "deep", deep), expected) < BOUND
+
+
+def test_dropout_changes_the_curve(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    with_it = train(pool, corpus, tmp_path / "with", ONE, "--exit-interval 3")
+    without = train(pool, corpus, tmp_path / "without", ONE, "--exit-interval 3", NO_DROPOUT)
+    assert worst(with_it, without) > 1e-3

@@ -1,0 +1,44 @@
+"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss in real runs, on one process and on a grid."""
+
+from pathlib import Path
+
+import pytest
+from process_pool import ProcessPool
+from runs import Runner
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
+FILES = f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
+SIZE = f"{FILES} --seq-length 128 --train-iters 5"
+FLAGS = f"--reset-position-ids --reset-attention-mask --eod-mask-loss {SIZE}"
+
+
+def curve(run: Runner) -> list[float]:
+    return [entry["lm_loss"] for entry in run.metrics()]
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
+def test_a_grid_trains_as_one_process(positions: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    shape = f"{FLAGS} --num-layers 2 --position-embedding-type {positions}"
+    single, grid, plain = (Runner(pool, corpus, tmp_path / name) for name in ("single", "grid", "plain"))
+    single(shape)
+    grid(f"{shape} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", ranks=8)
+    assert curve(grid) == pytest.approx(curve(single), rel=1e-5)
+    plain(f"{SIZE} --num-layers 2 --position-embedding-type {positions}")
+    assert curve(plain) != pytest.approx(curve(single), rel=1e-5)
+
+
+def test_data_without_ends_are_refused(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+
+    source = IndexedDataset(corpus)
+    writer = IndexedDatasetWriter(str(tmp_path / "endless"), source.dtype)
+    for document in range(20):
+        writer.add_document(source.get(document, 0, int(source.sizes[document]) - 1))
+    writer.finalize()
+    run = Runner(pool, str(tmp_path / "endless"), tmp_path / "run")
+    assert "preprocess it with --append-eod, or leave these flags out" in run.error(f"{FLAGS} --split 1,0,0")
+
+
+def test_the_end_must_be_known(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    message = Runner(pool, corpus, tmp_path).error("--reset-attention-mask")
+    assert "--vocab-file" in message
