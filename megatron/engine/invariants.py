@@ -6,7 +6,7 @@ because a drift begins there. Data-parallel ranks hold no copies that could drif
 gathers it for each use. What they do share, the optimizer's step count and the loss scale, must agree on all ranks.
 
 A check costs two sums over the bits of what is compared, one small message in each group and one over all ranks; how far copies are
-apart is only computed where they are. (Layer norms of tensor-parallel ranks have drifted for 17,000 iterations until somebody looked.)
+apart is only computed where they are. It is worth that: layer norms have drifted for 17,000 iterations before somebody looked.
 """
 
 from collections.abc import Iterator

@@ -76,7 +76,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, drop
     )
 
 
-@torch.compiler.disable  # every batch has other documents: a graph for each would never end
 def _attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, documents: Documents, dropout_p: float
 ) -> Tensor:

@@ -1,5 +1,7 @@
 """A transformer layer: norm, attention, residual; norm, MLP, residual (pre-norm, as GPT-2)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +17,8 @@ from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import Moment, RandomStreams
 
 _SITES_PER_BLOCK = 3
+
+Half = Callable[..., Tensor]
 
 
 class Block(nn.Module):
@@ -35,9 +39,12 @@ class Block(nn.Module):
         self.mlp = MLP(shape, tp)
         self.mlp_dropout = Dropout(config.hidden_dropout, site + 2, streams, cut=residual_is_cut)
         self.recompute = execution.recomputes(index)
+        self._first_half: Half = Block._attend
+        self._second_half: Half = Block._feed_forward
         if execution.compile:
-            # The method, not the module: FSDP2's hooks and the recomputation stay outside of the graph.
-            self._compute = torch.compile(self._compute, dynamic=execution.dynamic_shapes)  # type: ignore[method-assign]
+            # The functions, not the module: FSDP2's hooks and the recomputation stay outside, and all blocks share the graphs.
+            self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes)
+            self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=execution.dynamic_shapes)
 
     def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
@@ -47,5 +54,17 @@ class Block(nn.Module):
         return self._compute(x, positions, moment)
 
     def _compute(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.input_norm(x), positions, moment), moment)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)
+        """Dropouts of one half all differ between tensor-parallel ranks or all agree: a seed before each is enough for a graph."""
+        self.attention.dropout.seed(moment)
+        # Every batch has other documents: a graph for each would never end.
+        attend = self._first_half if positions.documents is None else Block._attend
+        attended = attend(self, x, positions, moment)
+        self.attention_dropout.seed(moment)
+        return self._second_half(self, x, attended, moment)
+
+    def _attend(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
+        return self.attention(self.input_norm(x), positions, moment)  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor, attended: Tensor, moment: Moment) -> Tensor:
+        x = x + self.attention_dropout(attended, moment)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)  # type: ignore[no-any-return]

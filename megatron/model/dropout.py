@@ -1,5 +1,6 @@
 """Dropout whose mask is derived from the step and the site (see `parallel/rng.py`)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,7 +10,8 @@ from megatron.parallel.rng import Moment, RandomStreams
 class Dropout(nn.Module):
     """Zero each element with probability p and scale the rest by 1 / (1 - p) (https://jmlr.org/papers/v15/srivastava14a.html).
 
-    `cut`: the activation differs between tensor-parallel ranks, so the masks must, too.
+    `cut`: the activation differs between tensor-parallel ranks, so the masks must, too. In a compiled graph the seed is no part of
+    the graph: who calls the graph seeds before it, for its first dropout.
     """
 
     def __init__(self, p: float, site: int, streams: RandomStreams, *, cut: bool) -> None:
@@ -23,7 +25,8 @@ class Dropout(nn.Module):
         """Seed the generator for this site; returns the probability in force (0 in evaluation)."""
         if not self.training or self.p == 0.0:
             return 0.0
-        self._streams.seed(moment, self._site, cut=self._cut)
+        if not torch.compiler.is_compiling():
+            self._streams.seed(moment, self._site, cut=self._cut)
         return self.p
 
     def forward(self, x: Tensor, moment: Moment) -> Tensor:

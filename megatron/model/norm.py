@@ -32,7 +32,7 @@ class LayerNorm(nn.Module):
         if x.dtype != self.weight.dtype:
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
-        if x.is_cuda and _apex_layer_norm is not None:
+        if x.is_cuda and _apex_layer_norm is not None and not torch.compiler.is_compiling():
             return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
         # Torch's kernel keeps mean and variance in fp32 for half-precision inputs, on CPU and GPU.
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -71,6 +71,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
+        if torch.compiler.is_compiling():  # a compiler fuses the plain formula with what is around it
+            rstd = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
+            return (x * rstd * self.weight).to(self.weight.dtype)
         if x.is_cuda and x.dtype == self.weight.dtype and _apex_rms_norm is not None:
             return _apex_rms_norm(x, self.weight, self.weight.shape, self.eps)
         if x.is_cuda and x.dtype == self.weight.dtype:

@@ -61,6 +61,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [s, b, g, n, d] without complex numbers."""
+    if torch.compiler.is_compiling():  # a compiler fuses the plain formula with what is around it
+        half = cos.shape[-1]
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1)
     return _Rotate.apply(x, cos, sin)
 
 

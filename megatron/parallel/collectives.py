@@ -9,12 +9,15 @@ https://arxiv.org/abs/2205.05198, section 4.2.2, g and g-bar for a sequence cut 
     reduce_scatter_sequence       g-bar:  forward reduce-scatter,  backward all-gather
 
 Activations are [s, b, h]; with sequence parallelism [s/t, b, h]. The invariant: with one rank each is the identity, for nothing.
+
+In a compiled graph the same pairs are torch's functional collectives, which a compiler can trace; no clock runs there.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from megatron.parallel.mesh import TensorParallel
@@ -35,14 +38,25 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
 def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     """The ranks' tensors one after the other along the first dimension; not differentiable. [n, ...] -> [n t, ...]"""
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(x, 0, tp.group))
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     with tp.clock():
         _all_gather_single(out, x, group=tp.group)
     return out
 
 
+def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The ranks' sum as a new tensor: the gradient or activation given may be shared with another branch of the graph."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", tp.group))
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
+
+
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, tp.group))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     with tp.clock():
         _reduce_scatter_single(out, x, group=tp.group)
@@ -57,14 +71,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # The gradient may be shared with another branch of the graph: reduce a copy.
-        return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.tp), None
+        return _sum(grads[0], ctx.tp), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
+        return _sum(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -45,7 +45,6 @@ class RandomStreams:
         self._tensor_rank = tensor_rank
         self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
-    @torch.compiler.disable  # a generator's seed is no part of a graph
     def seed(self, moment: Moment, site: int, *, cut: bool) -> None:
         """Seed for the draw at `site`; `cut`: the activation differs between tensor-parallel ranks."""
         tensor_rank = self._tensor_rank + 1 if cut else 0

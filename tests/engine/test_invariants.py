@@ -20,7 +20,7 @@ SIZES = (
 TP2 = "--tensor-model-parallel-size 2"
 ALL = f"{TP2} --pipeline-model-parallel-size 2"
 """With eight ranks, two of them data-parallel."""
-EMBEDDING = "word_embeddings.weight"
+EMBEDDING = "embedding.word.weight"
 REPAIR = "--sync-tp-duplicated-parameters"
 
 Disturbance = tuple[str, str, float | None]
@@ -92,7 +92,7 @@ def runs(pool: ProcessPool, corpus: str, tmp_path: Path) -> Runs:
 CASES = [
     (TP2, 2, 1, ("input_norm", "weight", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
     (f"{TP2} --sequence-parallel --bf16", 2, 1, ("input_norm", "weight", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
-    (TP2, 2, 1, ("position_embedding", "exp_avg", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
+    (TP2, 2, 1, ("embedding.position", "exp_avg", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
     (ALL, 8, 7, ("norm", "weight", None), "rank 7", "(pipeline 1, data 1, tensor 1)"),
     (ALL, 8, 6, (EMBEDDING, "weight", None), "rank 6", "(pipeline 1, data 1, tensor 0)"),
     (ALL, 8, 4, (EMBEDDING, "exp_avg_sq", None), "rank 4", "(pipeline 1, data 0, tensor 0)"),
@@ -106,12 +106,16 @@ def test_one_bit_is_found_and_named(flags: str, ranks: int, who: int, what: Dist
     assert len({outcome.error for outcome in outcomes}) == 1
     error = outcomes[0].error
     assert error is not None
-    assert "after iteration 4" in error and "after iteration 2 found nothing" in error
-    first, found, way_out = error.splitlines()
-    assert what[0] in found and f"({what[1]})" in found
-    assert f"on {rank} on " in found and f"{place} by up to " in found
+    assert "after iteration 4" in error
+    assert "after iteration 2 found nothing" in error
+    _, found, way_out = error.splitlines()
+    assert what[0] in found
+    assert f"({what[1]})" in found
+    assert f"on {rank} on " in found
+    assert f"{place} by up to " in found
     assert found.count("rank ") == 1
-    assert "of iteration 2 or before" in way_out and REPAIR in way_out
+    assert "of iteration 2 or before" in way_out
+    assert REPAIR in way_out
     assert len(runs.losses("run")) == 4
 
 
@@ -145,7 +149,8 @@ def test_without_a_check_nobody_notices(runs: Runs) -> None:
 def test_ranks_that_count_steps_differently_are_named(flag: str, runs: Runs) -> None:
     outcomes = runs("run", flag, 2, at=3, who=1, what=("", "optimizer_step", None))
     for outcome in outcomes:
-        assert outcome.kind == "TrainingError" and outcome.error is not None
+        assert outcome.kind == "TrainingError"
+        assert outcome.error is not None
         assert "(pipeline 0, data 1, tensor 0) differs from rank 0: optimizer_step 5, not 4" in outcome.error
         assert REPAIR not in outcome.error
 

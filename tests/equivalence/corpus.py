@@ -30,7 +30,7 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
 def command(folder: Path, data: str, shape: str, course: str, *flags: str) -> list[str]:
-    """A command line that trains `shape` on `data` (a prefix) over 10 iterations and keeps its metrics and checkpoints in `folder`."""
+    """A command line that trains `shape` on `data` (a prefix) for 10 iterations; metrics and checkpoints are kept in `folder`."""
     text = " ".join((_SIZES, _RATE, _RUN, SHAPES[shape], COURSES[course], *flags))
     paths = ["--data-path", data, "--save", str(folder), "--load", str(folder)]
     return [*text.split(), *paths, "--vocab-size", "5000", "--data-cache-path", str(folder / "cache")]

@@ -1,5 +1,5 @@
-"""Dropout follows from seed, iteration, microbatch, layer and the place in the tensor and data parallel groups, and from nothing else:
-neither stages, schedule, recomputation nor a resume change a mask.
+"""Dropout follows from seed, iteration, microbatch, layer and the place in the tensor and data parallel groups alone: stages,
+schedules, recomputation and a resume change no mask.
 """
 
 from dataclasses import replace

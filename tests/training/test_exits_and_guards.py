@@ -134,7 +134,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     original = NativeEngine.train_batch
 
     def train_batch(self, microbatches, *, iteration, lr):
-        weight = self.model.embedding.word.weight.data
+        weight = self.stages[0].embedding.word.weight.data
         before = weight.clone()
         if iteration in poison:
             weight.fill_(float("inf"))

@@ -1,0 +1,240 @@
+"""Worlds of real ranks that train by the loop of pretrain_gpt.py, step by step, on command.
+
+Invariant: a world that is not asked uses no core, so that several can take turns in one measurement.
+"""
+
+import contextlib
+import ctypes
+import io
+import multiprocessing
+import os
+import platform
+import re
+import socket
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config.cli import load_config
+from megatron.plan import resolve
+from megatron.schedule.batch_size import ConstantBatchSize
+from megatron.training.loop import check_finite, train_iteration
+from megatron.training.report import Step
+from megatron.training.run import Run
+from megatron.training.setup import build_run, check_runnable, join_ranks, leave, world_of_launcher
+from megatron.training.state import TrainState
+
+CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
+TIMEOUT_SECONDS = 300
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A world and what it trains."""
+
+    name: str
+    flags: str
+    processes: int = 1
+    threads: int = 1
+
+    @property
+    def cores(self) -> int:
+        """That it can keep busy."""
+        return min(self.processes * self.threads, CORES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of some steps; seconds are means over them."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all its threads: a rank that waits for another uses none."""
+    forward_backward: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's exception, as text."""
+
+    text: str
+
+
+class WorldFailedError(Exception):
+    """A rank of a world raised, died or hangs."""
+
+
+# In the ranks
+
+
+def work(pipe: Connection, argv: list[str], environment: dict[str, str], threads: int) -> None:
+    """A rank: builds a run, then answers commands until the pipe closes."""
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            rank = Rank(argv)
+        pipe.send("built")
+        while True:
+            try:
+                command, *arguments = pipe.recv()
+            except EOFError:
+                break
+            pipe.send(getattr(rank, command)(*arguments))
+        leave()
+    except Exception:
+        with contextlib.suppress(BrokenPipeError):  # who asked is gone
+            pipe.send(Failure(traceback.format_exc()))
+
+
+class Rank:
+    """A real run, silent, of which every step is kept."""
+
+    def __init__(self, argv: list[str]) -> None:
+        _free_at_once()
+        loaded, world = load_config(argv), world_of_launcher()
+        plan = resolve(loaded.config, world.size, loaded.origin)
+        check_runnable(plan)
+        mesh = join_ranks(plan, world)
+        self._cuda = mesh.device.type == "cuda"
+        self._before = 0 if self._cuda else _status_bytes("VmRSS")
+        self._run = run = build_run(plan, mesh, TrainState(), None, notes=[])
+        self._seen: list[Step] = []
+        report = run.reporter.step
+
+        def keep(state: TrainState, step: Step) -> None:
+            self._seen.append(step)
+            report(state, step)
+
+        run.reporter.say = lambda line: None  # type: ignore[method-assign]
+        run.reporter.step = keep  # type: ignore[method-assign]
+
+    def steps(self, count: int, microbatches: int | None = None) -> Measured:
+        """What the loop does in `count` iterations; of another number of microbatches than configured, where one is given."""
+        run, micro = self._run, self._run.plan.config.batch.micro_batch_size
+        if microbatches is not None:
+            size = ConstantBatchSize(microbatches * micro * run.plan.data_parallel_size)
+            run.plan = replace(run.plan, batch_size=size)
+        self._seen.clear()
+        self._synchronise()
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            one_iteration(run)
+        self._synchronise()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        inside = sum(step.phase_seconds["forward-backward"] for step in self._seen)
+        return Measured(seconds / count, cpu / count, inside / count, tuple(step.result.loss for step in self._seen))
+
+    def peak_bytes(self, count: int) -> int:
+        """Most memory during `count` steps, beyond what the process had before the run was built."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self.steps(count)
+        return (torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")) - self._before
+
+    def _synchronise(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def one_iteration(run: Run) -> None:
+    """What the loop does."""
+    train_iteration(run)
+    check_finite(run.plan, run.state)
+    run.exits.decide(run.state.iteration - 1, run.state.iteration)
+
+
+def _status_bytes(key: str) -> int:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, f"no {key} in /proc/self/status"
+    return 1024 * int(found[1])
+
+
+def _free_at_once() -> None:
+    """glibc keeps freed blocks of up to 32 MB for later, which would look like memory in use: of 1 MB and more, none."""
+    if platform.libc_ver()[0] == "glibc":
+        mmap_threshold = -3
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+
+
+# In the process that asks
+
+
+class World:
+    """The ranks of a case, waiting for commands without using a core."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron.training.setup"])
+        home = Path(tempfile.mkdtemp(dir=folder))
+        argv = [*case.flags.split(), "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
+        argv += ["--tensorboard-dir", f"{home}/tensorboard", "--metrics-file", f"{home}/metrics.jsonl"]
+        self.case, port = case, _free_port()
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(case.processes):
+            here, there = context.Pipe()
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
+            environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}}
+            process = context.Process(target=work, args=(there, argv, environment, case.threads), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._answers()
+
+    def ask(self, *command: Any) -> list[Any]:
+        """Every rank's answer to (name of a method of `Rank`, arguments).
+
+        Raises:
+            WorldFailedError: a rank raised, died or hangs; the world is gone.
+        """
+        for pipe in self._pipes:
+            pipe.send(command)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(missing, TIMEOUT_SECONDS)
+            if not ready:
+                self._fail(f"no answer within {TIMEOUT_SECONDS} s")
+            for pipe in ready:
+                rank = next(rank for rank, own in enumerate(self._pipes) if own is pipe)
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except EOFError:
+                    self._fail(f"rank {rank} died")
+                if isinstance(answers[rank], Failure):
+                    self._fail(answers[rank].text)
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _fail(self, why: str) -> None:
+        for process in self._processes:
+            process.kill()
+        raise WorldFailedError(f"{self.case.name}: {why}")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

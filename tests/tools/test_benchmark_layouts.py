@@ -1,0 +1,35 @@
+"""benchmarks/layouts.py runs, on shapes whose numbers are of no worth."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks/layouts.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.full
+def test_quick_prints_every_table():
+    printed = run("--quick")
+    assert re.findall(r"^SKIPPED: (.*)$", printed, re.MULTILINE) == ["compile: --quick leaves it out"]
+    for row in ("one process, one thread", "TP 2", "PP 2", "TP 2 x PP 2"):
+        assert re.search(rf"^\| {row} \| \d x 1 \| \d \| \d+ / \d+ / \d+ \| \d", printed, re.MULTILINE), row
+    shares = re.findall(r"^\| (?:1F1B|interleaved, v = 2) \| (\d+) \|.*\| (0\.\d+) \|$", printed, re.MULTILINE)
+    assert shares == [("2", "0.333"), ("4", "0.200"), ("2", "0.200"), ("4", "0.111")]
+    for row in ("no recomputation", "all layers", "DP 2, ZeRO 1", "DP 2, ZeRO 3"):
+        assert re.search(rf"^\| {row} \| \d+ \| [+-]\d+ \| [+-]\d+ \|$", printed, re.MULTILINE), row
+
+
+@pytest.mark.full
+def test_ranks_on_one_device_train_as_one_process():
+    printed = run("--ranks-on-one-gpu")
+    assert len(re.findall(r"^\| (?:TP|PP|DP) 2.* \| \d\.\de-\d\d \|$", printed, re.MULTILINE)) == 5
