@@ -19,6 +19,7 @@ from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.pipeline import OneStage, Pipeline, Runner
 from megatron.engine.sharding import Zero, shard_offset
+from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT, WORD_EMBEDDING
 from megatron.model.init import initialise
@@ -42,6 +43,8 @@ class NativeEngine:
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._execution = execution = Execution.of(config, dynamic_shapes=plan.curriculum is not None)
+        if execution.compile:
+            require_compiler(mesh.device)
         self._dtype = execution.dtype or torch.float32
         self._loss_scale = LossScale(config.precision) if config.precision.fp16 else None
         streams = RandomStreams(config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor)
@@ -112,6 +115,8 @@ class NativeEngine:
             stage.train()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with self._timers("forward-backward"):
+            # As in Megatron-LM the scale is over this rank's microbatches: with twice the data-parallel ranks, gradients in fp16 are
+            # twice as large before they are averaged, and overflow one doubling of the scale earlier.
             loss = self._runner.run(self._inputs(microbatches, iteration), scale / len(microbatches), train=True)
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, lr)
@@ -284,7 +289,7 @@ class NativeEngine:
         if recomputation := self._describe_recomputation():
             rows.append(("recomputation", *recomputation))
         if self._execution.compile:
-            graphs = "any sequence length" if self._execution.dynamic_shapes else "one graph for all layers"
+            graphs = "any sequence length" if self._execution.dynamic_shapes else "two graphs for all layers"
             rows.append(("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it"))
         return rows
 

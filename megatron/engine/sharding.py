@@ -73,7 +73,7 @@ class Zero:
         tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)
         stream = torch.zeros((1 if tp.sequence_parallel else tp.size, 1, hidden_size), dtype=self._compute_dtype, device=device)
         self._model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # no graph for a shape that never comes again
             self._model(None if self._model.stage.first else stream, Inputs(tokens, tokens))
         for sharded in self._sharded:
             sharded.reshard()

@@ -50,7 +50,7 @@ class Block(nn.Module):
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
         if self.recompute and torch.is_grad_enabled():
             # Each dropout seeds the generator itself, so there is no state of it to preserve.
-            return checkpoint(self._compute, x, positions, moment, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            return checkpoint(self._compute, x, positions, moment, use_reentrant=False, preserve_rng_state=False)
         return self._compute(x, positions, moment)
 
     def _compute(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
@@ -63,8 +63,8 @@ class Block(nn.Module):
         return self._second_half(self, x, attended, moment)
 
     def _attend(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
-        return self.attention(self.input_norm(x), positions, moment)  # type: ignore[no-any-return]
+        return self.attention(self.input_norm(x), positions, moment)
 
     def _feed_forward(self, x: Tensor, attended: Tensor, moment: Moment) -> Tensor:
         x = x + self.attention_dropout(attended, moment)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)  # type: ignore[no-any-return]
+        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)

@@ -27,6 +27,11 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _group(tp: TensorParallel) -> dist.ProcessGroup:
+    assert tp.group is not None, "one rank has no group, and needs no collective"
+    return tp.group
+
+
 def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the tensor-parallel ranks; not differentiable."""
     if tp.size > 1:
@@ -39,7 +44,7 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     """The ranks' tensors one after the other along the first dimension; not differentiable. [n, ...] -> [n t, ...]"""
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(x, 0, tp.group))
+        return functional.wait_tensor(functional.all_gather_tensor(x, 0, _group(tp)))
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     with tp.clock():
         _all_gather_single(out, x, group=tp.group)
@@ -49,14 +54,14 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
 def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
     """The ranks' sum as a new tensor: the gradient or activation given may be shared with another branch of the graph."""
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", tp.group))
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", _group(tp)))
     return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, tp.group))
+        return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _group(tp)))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     with tp.clock():
         _reduce_scatter_single(out, x, group=tp.group)

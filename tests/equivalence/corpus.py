@@ -7,7 +7,7 @@ from megatron.observe.metrics import read_metrics
 # Heads and groups divide by 4; 5000 ids pad to 5088, 5184 and 5376 rows for tensor-parallel sizes 1, 2 and 4. Six layers on four
 # stages are cut unevenly, on two they are three virtual stages each.
 _SIZES = "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --make-vocab-size-divisible-by 96"
-_RATE = "--lr 2e-3 --lr-decay-style cosine"
+_RATE = "--lr 1e-3 --lr-decay-style cosine"
 _RUN = "--log-interval 1 --eval-interval 1000 --eval-iters 0 --seed 1234"
 SHAPES = {
     "gpt2": "",

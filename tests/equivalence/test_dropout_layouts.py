@@ -31,7 +31,7 @@ def suite(layout: Layout, full: bool) -> object:
 @pytest.mark.parametrize(
     "layout",
     [
-        suite(ONE, False),
+        suite(ONE, True),
         suite(PIPELINE, False),
         suite(INTERLEAVED, True),
         suite(Layout(2, 1, 2, 1, sequence=True), True),
@@ -51,8 +51,8 @@ def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
-        pytest.param(layout, recompute, id=f"{layout}-{recompute}", marks=pytest.mark.full if full else ())
-        for layout, full in ((ONE, False), (PIPELINE, False), (replace(INTERLEAVED, recompute="none"), True))
+        pytest.param(layout, recompute, id=f"{layout}-{recompute}", marks=() if recompute in short else pytest.mark.full)
+        for layout, short in ((ONE, ("core",)), (PIPELINE, ("half",)), (replace(INTERLEAVED, recompute="none"), ()))
         for recompute in ("all", "half", "core")
     ],
 )

@@ -140,9 +140,11 @@ BF16 = [
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, id=str(layout), marks=() if i < 2 else pytest.mark.full) for i, layout in enumerate(BF16)]
+    "layout", [pytest.param(layout, id=str(layout), marks=() if i == 1 else pytest.mark.full) for i, layout in enumerate(BF16)]
 )
-def test_bf16_is_within_a_percent(layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
+def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
     argv = command(tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags, "--bf16")
     succeed(pool.run(layout.ranks, pretrain, argv))
-    assert 0 < worst(curve(tmp_path), curve(single(layout.shape, layout.tied, layout.course))) < 0.01
+    ours, theirs = curve(tmp_path), curve(single(layout.shape, layout.tied, layout.course))
+    assert 0 < worst([(loss,) for loss, _ in ours], [(loss,) for loss, _ in theirs]) < 1e-3
+    assert worst(ours, theirs) < 0.1  # the gradient norm amplifies rounding, on one process as well

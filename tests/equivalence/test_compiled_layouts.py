@@ -1,0 +1,82 @@
+"""--use-torch-compile under every kind of layout: the curve of one process without it, to 1e-5 in fp32, and no graph is broken.
+
+A graph that breaks is an error by itself: the halves of a layer are compiled with `fullgraph`.
+"""
+
+from pathlib import Path
+
+import pytest
+from corpus import NO_DROPOUT, command, curve, validation, worst
+from process_pool import ProcessPool, pretrain, succeed
+
+BOUND = 1e-5
+COMPILED = "--use-torch-compile --num-layers 2"
+VALIDATED = "--eval-interval 5 --eval-iters 1"
+
+
+def count_graphs(argv: list[str]) -> int:
+    """Trains; how many graphs this rank compiled, without the one that tries the compiler."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    pretrain(argv)
+    return int(counters["stats"]["unique_graphs"]) - 1
+
+
+@pytest.fixture(scope="module")
+def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """One process, not compiled."""
+    folders = {}
+    for shape, course in (("llama", "ramp"), ("gpt2", "ramp"), ("llama", "curriculum")):
+        folder = folders[shape, course] = tmp_path_factory.mktemp(f"eager-{shape}-{course}")
+        argv = command(folder, corpus, shape, course, NO_DROPOUT, "--num-layers 2 --micro-batch-size 2", VALIDATED)
+        succeed(pool.run(1, pretrain, argv))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "course", "flags"),
+    [
+        (1, "llama", "ramp", ""),
+        (2, "llama", "ramp", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param(1, "llama", "curriculum", "", marks=pytest.mark.full),
+        pytest.param(1, "gpt2", "ramp", "--checkpoint-activations", marks=pytest.mark.full),
+        pytest.param(1, "gpt2", "ramp", "--recompute-attention-core", marks=pytest.mark.full),
+        pytest.param(2, "gpt2", "ramp", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
+        pytest.param(2, "llama", "curriculum", "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
+        pytest.param(2, "gpt2", "ramp", "--zero-stage 1", marks=pytest.mark.full),
+        pytest.param(2, "llama", "ramp", "--zero-stage 3 --checkpoint-activations", marks=pytest.mark.full),
+        pytest.param(2, "llama", "ramp", "--pipeline-model-parallel-size 2", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_layout_trains_as_one_process(
+    ranks: int,
+    shape: str,
+    course: str,
+    flags: str,
+    pool: ProcessPool,
+    corpus: str,
+    single: dict[tuple[str, str], Path],
+    tmp_path: Path,
+) -> None:
+    argv = command(tmp_path, corpus, shape, course, NO_DROPOUT, COMPILED, "--micro-batch-size 2", VALIDATED, flags)
+    outcomes = pool.run(ranks, count_graphs, argv)
+    succeed(outcomes)
+    assert worst(curve(tmp_path), curve(single[shape, course])) < BOUND
+    assert worst(validation(tmp_path), validation(single[shape, course])) < BOUND
+    # Two for training and two for evaluation, whatever the batch size; a curriculum may first meet a length that is another size, too.
+    assert all(outcome.value <= (4 if course == "ramp" else 6) for outcome in outcomes), [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--checkpoint-activations", "--recompute-attention-core"])
+def test_compiled_dropout_is_derived(flags: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """Twice the same is bit-identical, and so is a resumed run."""
+    once, again, halves = (tmp_path / part for part in ("once", "again", "halves"))
+    ranks = 2 if "parallel" in flags else 1
+    for folder, extra in ((once, ""), (again, ""), (halves, "--exit-interval 4"), (halves, "--require-load")):
+        argv = command(folder, corpus, "gpt2", "ramp", COMPILED, "--micro-batch-size 2", flags, extra)
+        succeed(pool.run(ranks, pretrain, argv))
+    assert curve(once) == curve(again) == curve(halves)
