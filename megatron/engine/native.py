@@ -115,8 +115,8 @@ class NativeEngine:
             stage.train()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with self._timers("forward-backward"):
-            # As in Megatron-LM the scale is over this rank's microbatches: with twice the data-parallel ranks, gradients in fp16 are
-            # twice as large before they are averaged, and overflow one doubling of the scale earlier.
+            # As in Megatron-LM the scale is over this rank's microbatches: with twice the data-parallel ranks, gradients in fp16
+            # are twice as large before they are averaged, and overflow one doubling of the scale earlier.
             loss = self._runner.run(self._inputs(microbatches, iteration), scale / len(microbatches), train=True)
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, lr)

@@ -43,6 +43,7 @@ class Block(nn.Module):
         self._second_half: Half = Block._feed_forward
         if execution.compile:
             # The functions, not the module: FSDP2's hooks and the recomputation stay outside, and all blocks share the graphs.
+            # A break of a graph would only be slow, so it is made an error.
             self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes)
             self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=execution.dynamic_shapes)
 

@@ -95,7 +95,7 @@ class Reporter:
             self._metrics.start(iteration)
 
     def pipeline(self, batch_size: int) -> None:
-        """Before a step of `batch_size` samples: which schedule runs, and how long ranks stand idle; said once for each schedule."""
+        """Before a step of `batch_size` samples: says which schedule runs and how long ranks stand idle, once for each."""
         schedule = self._plan.pipeline_schedule(batch_size)
         if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
             self._pipeline_schedule = schedule.name

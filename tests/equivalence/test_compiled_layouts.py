@@ -39,7 +39,7 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("ranks", "shape", "course", "flags"),
     [
-        (1, "llama", "ramp", ""),
+        pytest.param(1, "llama", "ramp", "", marks=pytest.mark.full),
         (2, "llama", "ramp", "--tensor-model-parallel-size 2 --sequence-parallel"),
         pytest.param(1, "llama", "curriculum", "", marks=pytest.mark.full),
         pytest.param(1, "gpt2", "ramp", "--checkpoint-activations", marks=pytest.mark.full),
@@ -66,7 +66,7 @@ def test_compiled_layout_trains_as_one_process(
     succeed(outcomes)
     assert worst(curve(tmp_path), curve(single[shape, course])) < BOUND
     assert worst(validation(tmp_path), validation(single[shape, course])) < BOUND
-    # Two for training and two for evaluation, whatever the batch size; a curriculum may first meet a length that is another size, too.
+    # Two for training and two for evaluation, whatever the batch size; a curriculum may begin with another size.
     assert all(outcome.value <= (4 if course == "ramp" else 6) for outcome in outcomes), [outcome.value for outcome in outcomes]
 
 
