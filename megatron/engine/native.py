@@ -195,6 +195,9 @@ class NativeEngine:
         """Mean loss, squared gradient norm and zeros of the whole model: one message for all three."""
         mine = [m.weight.grad for m in self._masters if self._counts(m) and m.weight.grad is not None]
         squares = squared_norm(mine).to(loss.device)
+        # What another rank counts adds nothing here, but an infinity must be seen wherever it arose: 0 x inf is nan.
+        others = [m.weight.grad for m in self._masters if m.weight.numel() and not self._counts(m) and m.weight.grad is not None]
+        squares += 0.0 * squared_norm(others).to(loss.device)
         zeros = count_zeros(mine).to(loss.device) if self._count_zeros else torch.zeros_like(squares)
         loss_value, squares_value, zeros_value = self._sum_over_ranks(torch.stack((self._share(loss), squares, zeros)))
         return loss_value, squares_value, zeros_value

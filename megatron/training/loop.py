@@ -139,9 +139,16 @@ def check_finite(plan: Plan, state: TrainState) -> None:
     """
     limit = plan.config.batch.max_nan_iterations
     if state.nan_iterations_in_a_row >= limit:
+        precision = plan.config.precision
+        static = (
+            f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is static, or give a lower one"
+            if precision.fp16 and precision.loss_scale is not None
+            else ""
+        )
         raise TrainingError(
             f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is not finite; none of them was "
             "trained on. Roll back to an earlier checkpoint, and skip the data with --skip-train-iteration-range or lower --lr"
+            f"{static}"
         )
 
 

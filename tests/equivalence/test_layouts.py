@@ -147,4 +147,4 @@ def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, single: S
     succeed(pool.run(layout.ranks, pretrain, argv))
     ours, theirs = curve(tmp_path), curve(single(layout.shape, layout.tied, layout.course))
     assert 0 < worst([(loss,) for loss, _ in ours], [(loss,) for loss, _ in theirs]) < 1e-3
-    assert worst(ours, theirs) < 0.1  # the gradient norm amplifies rounding, on one process as well
+    assert worst(ours, theirs) < 0.03  # the gradient norm rounds more: by up to 0.019, on one process as well

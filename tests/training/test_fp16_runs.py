@@ -47,7 +47,10 @@ DECAY = "--lr-decay-style linear --lr-decay-iters 9"
 
 
 def pretrain_with_overflow(argv: list[str], victim: int) -> list[bool]:
-    """Trains, but puts an infinity into one gradient of rank `victim` in the third step. Of each step: did the weights change?"""
+    """Trains, but puts an infinity into one gradient of rank `victim` in the third step. Of each step: did the weights change?
+
+    A norm's gradient, which all tensor-parallel ranks have, but of which only the first one's counts in the norm.
+    """
     import os
 
     import torch
@@ -59,7 +62,7 @@ def pretrain_with_overflow(argv: list[str], victim: int) -> list[bool]:
 
     def disturbed(engine: NativeEngine, *arguments):
         if len(changed) + 1 == OVERFLOW_AT and int(os.environ["RANK"]) == victim:
-            master = next(m for m in engine._masters if engine._counts(m))
+            master = next(m for m in engine._masters if m.spec.cut_dim is None and m.weight.numel())
             _local(master.model.grad).view(-1)[0] = torch.inf
         before = [m.weight.detach().clone() for m in engine._masters] + [_local(m.model).detach().clone() for m in engine._masters]
         result = original(engine, *arguments)
@@ -119,6 +122,7 @@ def test_a_static_scale_stays(run: Runner, in_fp32: dict[int, float]) -> None:
 def test_a_static_scale_that_always_overflows_ends_the_run(run: Runner) -> None:
     error = run.error("--fp16 --loss-scale 1e12 --max-nan-iterations 3")
     assert error.startswith("TrainingError: 3 iterations in a row up to 3 had a loss or gradient that is not finite")
+    assert "leave out --loss-scale 1000000000000.0, which is static" in error
     assert of_metrics(run, "nan_iterations") == [1, 1, 1]
 
 
