@@ -16,11 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
+from worlds import CORPUS, one_iteration
 
 from megatron.config.cli import load_config
 from megatron.model.flops import model_flops_per_token
@@ -31,12 +31,10 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan, resolve
-from megatron.training.loop import check_finite, train_iteration
 from megatron.training.run import Run
 from megatron.training.setup import build_run
 from megatron.training.state import TrainState
 
-CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
 SIZES = {
     "tiny": (6, 384, 6, 256, 8, 1024),
@@ -88,13 +86,6 @@ def build_trainer(plan: Plan, device: torch.device) -> Run:
     run = build_run(plan, mesh, TrainState(), None, notes=[])
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
-
-
-def trainer_step(run: Run) -> None:
-    """What the loop does in one iteration."""
-    train_iteration(run)
-    check_finite(run.plan, run.state)
-    run.exits.decide(run.state.iteration - 1, run.state.iteration)
 
 
 def next_tokens(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +166,7 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
         plan.raise_on_errors()
         run = build_trainer(plan, device)
         makers: dict[str, Callable[[], Callable[[], None]]] = {
-            "trainer": lambda: lambda: trainer_step(run),
+            "trainer": lambda: lambda: one_iteration(run),
             "bare": lambda: bare_step(run, device),
             "hf": lambda: hf_step(run, device, shape),
         }

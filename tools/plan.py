@@ -204,11 +204,8 @@ def first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
 
 def recomputed_share(plan: Plan) -> Fraction:
     """Share of the layers that are recomputed; one that cannot be read is among the plan's errors."""
-    recompute = plan.config.recompute
-    if not (recompute.checkpoint_activations or recompute.deepspeed_activation_checkpointing):
-        return Fraction(0)
     try:
-        return Fraction(recompute.checkpoint_fraction)
+        return plan.config.recompute.recomputed_part
     except (ValueError, ZeroDivisionError):
         return Fraction(1)
 

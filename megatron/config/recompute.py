@@ -19,4 +19,5 @@ class RecomputeConfig:
     @property
     def recomputed_part(self) -> Fraction:
         """Part of the layers that are recomputed whole. Raises ValueError or ZeroDivisionError where it is no fraction."""
-        return Fraction(self.checkpoint_fraction) if self.checkpoint_activations else Fraction(0)
+        asked = self.checkpoint_activations or self.deepspeed_activation_checkpointing
+        return Fraction(self.checkpoint_fraction) if asked else Fraction(0)

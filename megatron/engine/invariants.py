@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron.engine.optimizer import AdamW, Master
 from megatron.errors import TrainingError
-from megatron.model.gpt import WORD_EMBEDDING
 from megatron.parallel.chunk import Kind
 from megatron.parallel.mesh import Mesh
 
@@ -53,12 +52,10 @@ class _Difference:
 class Invariants:
     """Knows what this rank holds in common with others. In a world of one rank, that is nothing, and a check does nothing."""
 
-    def __init__(self, masters: list[Master], optimizer: AdamW, mesh: Mesh, *, tied: bool) -> None:
+    def __init__(self, masters: list[Master], tied: list[Master], optimizer: AdamW, mesh: Mesh) -> None:
+        """`tied`: those of the masters that the other end of the pipeline holds, too."""
         self._mesh, self._optimizer = mesh, optimizer
-        groups: list[tuple[dist.ProcessGroup | None, list[Master]]] = [
-            (mesh.tensor_parallel.group, [m for m in masters if m.spec.cut_dim is None]),
-            (mesh.ends, [m for m in masters if m.name == WORD_EMBEDDING] if tied else []),
-        ]
+        groups = [(mesh.tensor_parallel.group, [m for m in masters if m.spec.cut_dim is None]), (mesh.ends, tied)]
         self._groups = [(group, shared) for group, shared in groups if group is not None and shared]
 
     def check(self, scalars: dict[str, Any], *, repair: bool, iteration: int, last_good: int | None) -> list[str]:

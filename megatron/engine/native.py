@@ -64,8 +64,10 @@ class NativeEngine:
             self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
-        tied = not config.model.untie_embeddings_and_output_weights
-        self._invariants = Invariants(self._masters, self._optimizer, mesh, tied=tied)
+        # Both ends of a pipeline hold the word embedding; `ends` is there on these ranks only.
+        shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
+        self._tied = [m for m in self._masters if shared and m.name == WORD_EMBEDDING]
+        self._invariants = Invariants(self._masters, self._tied, self._optimizer, mesh)
         self._runner = self._make_runner()
         for chunk in self.chunks(optimizer=False):
             initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, plan.shape, config.batch.seed)
@@ -184,10 +186,8 @@ class NativeEngine:
 
     def _add_tied_gradients(self) -> None:
         """The word embedding and its copy on the last stage each saw one use of it: both take the sum, so that they stay equal."""
-        if self._plan.config.model.untie_embeddings_and_output_weights or self._mesh.ends is None:
-            return
-        for master in self._masters:
-            if master.name == WORD_EMBEDDING and master.weight.grad is not None and master.weight.grad.numel():
+        for master in self._tied:
+            if master.weight.grad is not None and master.weight.grad.numel():
                 with self._mesh.tensor_parallel.clock():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
@@ -195,9 +195,10 @@ class NativeEngine:
         """Mean loss, squared gradient norm and zeros of the whole model: one message for all three."""
         mine = [m.weight.grad for m in self._masters if self._counts(m) and m.weight.grad is not None]
         squares = squared_norm(mine).to(loss.device)
-        # What another rank counts adds nothing here, but an infinity must be seen wherever it arose: 0 x inf is nan.
-        others = [m.weight.grad for m in self._masters if m.weight.numel() and not self._counts(m) and m.weight.grad is not None]
-        squares += 0.0 * squared_norm(others).to(loss.device)
+        # A replicated parameter is counted by the first tensor rank alone, but an infinity must be seen wherever it arose:
+        # 0 x inf is nan. (The tied embedding's copy holds the same sum as the original.)
+        replicated = [m for m in self._masters if m.spec.cut_dim is None and m.weight.numel() and not self._counts(m)]
+        squares += 0.0 * squared_norm([m.weight.grad for m in replicated if m.weight.grad is not None]).to(loss.device)
         zeros = count_zeros(mine).to(loss.device) if self._count_zeros else torch.zeros_like(squares)
         loss_value, squares_value, zeros_value = self._sum_over_ranks(torch.stack((self._share(loss), squares, zeros)))
         return loss_value, squares_value, zeros_value
@@ -272,6 +273,9 @@ class NativeEngine:
             attention = "SDPA, math", "attention dropout has no fused kernel on CPU; --attention-dropout 0 does"
         else:
             attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
+        if self._plan.config.data.reset_attention_mask:
+            note = "; the compiler leaves attention out" if self._execution.compile else ""
+            attention = f"{attention[0]}, document by document", attention[1] + note
         data = self._mesh.grid.data
         if data == 1:
             sharding = "none", "one data-parallel rank"
@@ -308,10 +312,13 @@ class NativeEngine:
         return f"{ranks} ranks{virtual}, torch.distributed.pipelining", f"layers of the stages: {layers}"
 
     def _describe_recomputation(self) -> tuple[str, str] | None:
-        part = self._execution.recomputed_part
+        part, core = self._execution.recomputed_part, self._execution.recompute_attention_core
+        whole = "every layer" if part == 1 else f"{part} of the layers"
+        if part and core and part < 1:
+            return f"{whole}, attention core of the others", "keeps the inputs of those, queries, keys and values of these"
         if part:
-            return ("every layer" if part == 1 else f"{part} of the layers"), "keeps their inputs only"
-        if self._execution.recompute_attention_core:
+            return whole, "keeps their inputs only"
+        if core:
             return "attention core", "keeps queries, keys and values, not what is between them and the output"
         return None
 

@@ -142,9 +142,11 @@ BF16 = [
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, id=str(layout), marks=() if i == 1 else pytest.mark.full) for i, layout in enumerate(BF16)]
 )
-def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
-    argv = command(tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags, "--bf16")
-    succeed(pool.run(layout.ranks, pretrain, argv))
-    ours, theirs = curve(tmp_path), curve(single(layout.shape, layout.tied, layout.course))
-    assert 0 < worst([(loss,) for loss, _ in ours], [(loss,) for loss, _ in theirs]) < 1e-3
-    assert worst(ours, theirs) < 0.03  # the gradient norm rounds more: by up to 0.019, on one process as well
+def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """Four layers: with more, these tiny models' gradient norms jump so from step to step that rounding decides them."""
+    untied = "" if layout.tied else UNTIED
+    shared = layout.shape, layout.course, NO_DROPOUT, EVALUATED
+    alone, ours = tmp_path / "alone", tmp_path / "ours"
+    succeed(pool.run(1, pretrain, command(alone, corpus, *shared, untied, "--micro-batch-size 4 --num-layers 4")))
+    succeed(pool.run(layout.ranks, pretrain, command(ours, corpus, *shared, layout.flags, "--bf16 --num-layers 4")))
+    assert 0 < worst(curve(ours), curve(alone)) < 0.01
