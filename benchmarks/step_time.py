@@ -22,7 +22,7 @@ import torch
 import tyro
 from worlds import CORPUS, one_iteration
 
-from megatron.config.cli import load_config
+from megatron.config.cli import LoadedConfig, load_config
 from megatron.model.flops import model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -30,10 +30,9 @@ from megatron.observe.throughput import peak_tflops
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
 from megatron.parallel.rng import RandomStreams
-from megatron.plan import Plan, resolve
+from megatron.plan import Plan
 from megatron.training.run import Run
-from megatron.training.setup import build_run
-from megatron.training.state import TrainState
+from megatron.training.setup import start_run
 
 # layers, hidden, heads, sequence, micro-batch, feed-forward of the Llama shape
 SIZES = {
@@ -80,10 +79,9 @@ def command_line(arguments: Arguments, shape: str, precision: str, folder: str) 
     return text.split()
 
 
-def build_trainer(plan: Plan, device: torch.device) -> Run:
+def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """The trainer, silent."""
-    mesh = build_mesh(Grid(1, 1, 1), device)
-    run = build_run(plan, mesh, TrainState(), None, notes=[])
+    run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
 
@@ -162,9 +160,7 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
     device = choose_device(0)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_config(command_line(arguments, shape, precision, folder))
-        plan = resolve(loaded.config, 1)
-        plan.raise_on_errors()
-        run = build_trainer(plan, device)
+        run = build_trainer(loaded, device)
         makers: dict[str, Callable[[], Callable[[], None]]] = {
             "trainer": lambda: lambda: one_iteration(run),
             "bare": lambda: bare_step(run, device),
@@ -187,7 +183,7 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
                 if round_number:
                     seconds[name].append((time.perf_counter() - start) / arguments.steps)
         run.reporter.close()
-    print_rows(plan, shape, precision, seconds, memory, device)
+    print_rows(run.plan, shape, precision, seconds, memory, device)
 
 
 def print_rows(

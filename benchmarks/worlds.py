@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from megatron.config.cli import load_config
-from megatron.plan import resolve
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.training.loop import check_finite, train_iteration
 from megatron.training.report import Step
+from megatron.training.resume import settle
 from megatron.training.run import Run
-from megatron.training.setup import build_run, check_runnable, join_ranks, leave, world_of_launcher
+from megatron.training.setup import join_ranks, leave, start_run, world_of_launcher
 from megatron.training.state import TrainState
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
@@ -101,12 +101,10 @@ class Rank:
     def __init__(self, argv: list[str]) -> None:
         _free_at_once()
         loaded, world = load_config(argv), world_of_launcher()
-        plan = resolve(loaded.config, world.size, loaded.origin)
-        check_runnable(plan)
-        mesh = join_ranks(plan, world)
+        mesh = join_ranks(settle(loaded, world.size, None).plan, world)
         self._cuda = mesh.device.type == "cuda"
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
-        self._run = run = build_run(plan, mesh, TrainState(), None, notes=[])
+        self._run = run = start_run(loaded, mesh, None)
         self._seen: list[Step] = []
         report = run.reporter.step
 

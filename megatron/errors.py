@@ -20,6 +20,15 @@ class CheckpointError(MegatronError):
     """A checkpoint is missing, damaged, or belongs to another model or run."""
 
 
+class DamagedError(CheckpointError):
+    """What is stored is not what was written: a file is missing, cut off or altered."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+        """Its name in the checkpoint's folder."""
+
+
 class LayoutError(MegatronError):
     """The ranks disagree, or the world does not fit the requested parallel layout."""
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 import tyro
 
-from megatron.checkpoint.folder import pointed_iteration
+from megatron.checkpoint.folder import locate
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
-from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizer import build_tokenizer
 
 
@@ -42,11 +42,7 @@ def generate(arguments: Arguments) -> str:
     Raises:
         CheckpointError: nothing to load. ConfigError: the prompt is empty.
     """
-    root = Path(arguments.load)
-    iteration = arguments.iteration if arguments.iteration is not None else pointed_iteration(root)
-    if iteration is None:
-        raise CheckpointError(f"{root} has no pointer 'latest'; give --iteration, or the --save folder of a run")
-    checkpoint = open_checkpoint(root, iteration)
+    checkpoint = open_checkpoint(*locate(Path(arguments.load), arguments.iteration))
     config = checkpoint.config()
     files = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file") if getattr(arguments, name)}
     tokenizer = build_tokenizer(replace(config.tokenizer, **files))

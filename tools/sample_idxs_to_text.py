@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from megatron.checkpoint.folder import iteration_of, pointed_iteration
-from megatron.checkpoint.load import Checkpoint, find_start, open_checkpoint
+from megatron.checkpoint.folder import locate
+from megatron.checkpoint.load import Checkpoint, open_checkpoint
+from megatron.checkpoint.start import find_start
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
 from megatron.data.segments import History
 from megatron.data.source import Place, build_sources
-from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import range_at
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -88,16 +89,8 @@ def read_run(checkpoint: str | None, arguments: list[str]) -> tuple[Config, Chec
     """The run's configuration, and the checkpoint that records its order, if there is one."""
     if checkpoint is None:
         config = load_config(arguments, prog="pretrain_gpt.py").config
-        return config, find_start(config.checkpoint)
-    folder = Path(checkpoint)
-    root, iteration = folder, iteration_of(folder.name)
-    if iteration is not None:
-        root = folder.parent
-    else:
-        iteration = pointed_iteration(folder)
-    if iteration is None:
-        raise CheckpointError(f"{folder} has no pointer to a checkpoint; name one of its folders global_stepN.")
-    opened = open_checkpoint(root, iteration)
+        return config, find_start(config.checkpoint).checkpoint
+    opened = open_checkpoint(*locate(Path(checkpoint)))
     config = load_config(["--config", str(opened.folder / "config.yaml"), *arguments], prog="pretrain_gpt.py").config
     return config, opened
 

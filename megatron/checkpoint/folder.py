@@ -1,19 +1,25 @@
 """The names inside a checkpoint folder, and its pointers, which operators may edit by hand.
 
 `latest` (as DeepSpeed writes it) decides; `latest_checkpointed_iteration.txt` (as Megatron writes it) is used where it is missing.
+Only who holds the folder's lease renames or removes anything in it; readers look, and take what they find.
 """
 
-import contextlib
+import os
 import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.durable import replace_file
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.durable import replace_file, sync_folder
 from megatron.errors import CheckpointError
 
 LATEST = "latest"
 LATEST_ITERATION = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
+DELETING = ".deleting"
+DAMAGED = ".damaged"
 
 
 def step_folder(root: Path, iteration: int) -> Path:
@@ -26,12 +32,19 @@ def iteration_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def stored_folder(root: Path, iteration: int) -> Path:
+    """Where a checkpoint is: its folder, or the one it was moved to while a save of the same iteration replaces it."""
+    folder = step_folder(root, iteration)
+    replaced = _with_suffix(folder, REPLACED)
+    return replaced if not folder.exists() and (replaced / MANIFEST).is_file() else folder
+
+
 def saved_iterations(root: Path) -> list[int]:
     """Iterations with a finished checkpoint, in order."""
     if not root.is_dir():
         return []
-    found = (iteration_of(entry.name) for entry in root.iterdir() if (entry / "manifest.json").is_file())
-    return sorted(iteration for iteration in found if iteration is not None)
+    found = (iteration_of(entry.name.removesuffix(REPLACED)) for entry in root.iterdir() if (entry / MANIFEST).is_file())
+    return sorted({iteration for iteration in found if iteration is not None})
 
 
 def point_to(root: Path, iteration: int) -> None:
@@ -40,36 +53,66 @@ def point_to(root: Path, iteration: int) -> None:
     replace_file(root / LATEST, f"global_step{iteration}")
 
 
+@dataclass(frozen=True)
+class Pointer:
+    iteration: int
+    contradiction: str | None
+    """What the other pointer says, where the two differ: somebody edited one of them."""
+
+
+def read_pointer(root: Path) -> Pointer | None:
+    """What the pointers name; None where there are none.
+
+    Raises:
+        CheckpointError: one holds something else, or names a checkpoint that is not there.
+    """
+    latest, number = root / LATEST, root / LATEST_ITERATION
+    by_number = _pointer_text(number)
+    number_iteration = int(by_number) if by_number is not None and by_number.isascii() and by_number.isdigit() else None
+    text = _pointer_text(latest)
+    pointer, iteration = (latest, iteration_of(text)) if text is not None else (number, number_iteration)
+    if text is None and by_number is None:
+        return None
+    there = ", ".join(f"global_step{i}" for i in saved_iterations(root)) or "none"
+    if iteration is None:
+        held = text if text is not None else by_number
+        raise CheckpointError(f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are there: {there}")
+    if not stored_folder(root, iteration).is_dir():
+        raise CheckpointError(f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}")
+    contradiction = None
+    if text is not None and by_number is not None and number_iteration != iteration:
+        contradiction = f"{LATEST} says global_step{iteration}, {LATEST_ITERATION} {by_number!r}; {LATEST} decides"
+    return Pointer(iteration, contradiction)
+
+
+def _pointer_text(path: Path) -> str | None:
+    return path.read_text(errors="replace").strip() if path.is_file() else None
+
+
 def pointed_iteration(root: Path) -> int | None:
     """The iteration that the pointers name; None where there is no pointer.
 
     Raises:
-        CheckpointError: a pointer holds something else, or names a checkpoint that is not there.
+        CheckpointError: as `read_pointer`.
     """
-    latest, number = root / LATEST, root / LATEST_ITERATION
-    if latest.is_file():
-        pointer, text = latest, latest.read_text(errors="replace").strip()
-        iteration = iteration_of(text)
-    elif number.is_file():
-        pointer, text = number, number.read_text(errors="replace").strip()
-        iteration = int(text) if text.isascii() and text.isdigit() else None
-    else:
-        return None
-    there = ", ".join(f"global_step{i}" for i in saved_iterations(root)) or "none"
+    pointer = read_pointer(root)
+    return None if pointer is None else pointer.iteration
+
+
+def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
+    """(run's folder, iteration) for a run's folder or one of its checkpoints; without `iteration` the one pointed to.
+
+    Raises:
+        CheckpointError: neither.
+    """
+    named = iteration_of(path.name)
+    if named is not None and iteration is None:
+        return path.parent, named
+    iteration = pointed_iteration(path) if iteration is None else iteration
     if iteration is None:
-        raise CheckpointError(f"{pointer} holds {text!r}, which names no checkpoint; write one of those that are there: {there}")
-    _undo_half_a_replacement(step_folder(root, iteration))
-    if not (step_folder(root, iteration) / "manifest.json").is_file():
-        raise CheckpointError(f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}")
-    return iteration
-
-
-def _undo_half_a_replacement(folder: Path) -> None:
-    """A save that replaced a checkpoint of the same iteration was cut off between its two renames: bring the old one back."""
-    replaced = folder.with_name(folder.name + REPLACED)
-    if not folder.exists() and (replaced / "manifest.json").is_file():
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            replaced.rename(folder)
+        there = ", ".join(f"global_step{i}" for i in saved_iterations(path)) or "none"
+        raise CheckpointError(f"{path} has no pointer {LATEST} to a checkpoint; name an iteration; there are: {there}")
+    return path, iteration
 
 
 def traces(root: Path) -> list[str]:
@@ -78,3 +121,62 @@ def traces(root: Path) -> list[str]:
         return []
     names = (entry.name for entry in root.iterdir())
     return sorted(name for name in names if name.startswith("global_step") or name == "metrics.jsonl")
+
+
+# For the holder of the lease
+
+
+def put_in_place(fresh: Path, final: Path) -> None:
+    """Give a finished folder its name. One of the same name stays beside it until the pointers are safe: see `tidy`."""
+    replaced = _with_suffix(final, REPLACED)
+    if final.exists():
+        remove(replaced)
+        os.rename(final, replaced)
+    os.rename(fresh, final)
+    sync_folder(final.parent)
+
+
+def tidy(root: Path) -> None:
+    """Remove what a save, a replacement or a deletion that was cut off has left; no pointer names any of it."""
+    for entry in sorted(root.iterdir()):
+        if not entry.name.startswith("global_step"):
+            continue
+        if entry.name.endswith((UNFINISHED, DELETING)):
+            remove(entry)
+        elif entry.name.endswith(REPLACED):
+            final = entry.with_name(entry.name.removesuffix(REPLACED))
+            if (final / MANIFEST).is_file():
+                remove(entry)
+            else:  # cut off between the two renames
+                os.rename(entry, final)
+                sync_folder(root)
+
+
+def remove(folder: Path) -> None:
+    """A folder that may or may not be there; it loses its name first, so that no half of it can be taken for a checkpoint."""
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
+    if not folder.name.endswith((UNFINISHED, DELETING, REPLACED)):
+        going = _with_suffix(folder, DELETING)
+        if going.exists():
+            shutil.rmtree(going)
+        os.rename(folder, going)
+        folder = going
+    shutil.rmtree(folder)
+
+
+def set_aside(root: Path, iteration: int) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for a good one; returns its new name. No pointer may name it."""
+    folder = stored_folder(root, iteration)
+    aside, number = _with_suffix(step_folder(root, iteration), DAMAGED), 1
+    while aside.exists():
+        number += 1
+        aside = _with_suffix(step_folder(root, iteration), f"{DAMAGED}{number}")
+    os.rename(folder, aside)
+    sync_folder(root)
+    return aside
+
+
+def _with_suffix(folder: Path, suffix: str) -> Path:
+    return folder.with_name(folder.name + suffix)

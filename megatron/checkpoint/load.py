@@ -1,20 +1,29 @@
-"""Loading: which checkpoint a run starts from, whether it fits, and its boxes into the live chunks of any layout."""
+"""Loading: a checkpoint's boxes into the live chunks of any layout, every byte checked, and whether it fits the run."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import LATEST, pointed_iteration, saved_iterations, step_folder, traces
-from megatron.checkpoint.save import FORMAT
+from megatron.checkpoint.folder import stored_folder
+from megatron.checkpoint.manifest import (
+    CONFIG,
+    MANIFEST,
+    Index,
+    Manifest,
+    check_size,
+    digests_of,
+    read_checked_text,
+    read_index,
+    read_manifest,
+    verify_file,
+)
 from megatron.checkpoint.tensor_file import TensorReader
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import from_yaml
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.model.shape import ModelShape
 from megatron.parallel.chunk import Chunk
 
@@ -27,71 +36,89 @@ class Checkpoint:
     """A finished checkpoint, opened: its small files are read, its tensors are not."""
 
     folder: Path
-    iteration: int
-    state: dict[str, Any]
-    """TrainState."""
-    optimizer: dict[str, Any] | None
-    """The optimizer's scalars; None: saved without the optimizer."""
-    files: dict[str, dict[str, Any]]
+    manifest: Manifest
     config_yaml: str
 
+    @property
+    def iteration(self) -> int:
+        return self.manifest.iteration
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """TrainState."""
+        return self.manifest.state
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """The optimizer's scalars; None: saved without the optimizer."""
+        return self.manifest.optimizer
+
     def load_into(self, chunks: Sequence[Chunk], model: ModelConfig | None = None) -> None:
-        """Fill live chunks, whatever layout wrote the checkpoint.
+        """Fill live chunks, whatever layout wrote the checkpoint; reads only the blocks that they lie in.
 
         `model`: the architecture of the run; it is compared with the checkpoint's first.
 
         Raises:
-            CheckpointError: all differences of architecture, names and shapes together, before anything is written;
-                or a file is missing, cut off or damaged.
+            CheckpointError: all differences of architecture, names and shapes together, before anything is written.
+            DamagedError: a file is missing, cut off or altered; chunks may have been written into.
         """
         index = self.index()
-        self._check(chunks, index, model)
-        with TensorReader(self.folder) as reader:
+        self._check_fit(chunks, index, model)
+        with TensorReader(self.folder, digests_of(self.manifest, index)) as reader:
             for chunk in chunks:
                 tensor = f"{chunk.kind}/{chunk.name}"
                 box = (chunk.offset, tuple(chunk.tensor.shape))
-                reader.read_into(chunk.tensor, box, index[tensor]["boxes"], tensor)
+                reader.read_into(chunk.tensor, box, index.tensors[tensor]["boxes"], tensor)
 
-    def index(self) -> dict[str, Any]:
-        """kind/name -> global shape and boxes.
+    def index(self) -> Index:
+        """Where the tensors are.
 
         Raises:
-            CheckpointError: the file is missing or damaged.
+            DamagedError: the file is missing or altered.
         """
-        try:
-            index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
-            return index
-        except (OSError, ValueError) as damage:
-            raise CheckpointError(f"{self.folder / 'index.json'} cannot be read: {damage}") from damage
+        return read_index(self.folder, self.manifest)
 
     def config(self) -> Config:
         """What the run was asked to do.
 
         Raises:
-            CheckpointError: config.yaml is damaged.
+            CheckpointError: it has fields that this version does not know.
         """
         try:
             return from_yaml(self.config_yaml)
-        except ConfigError as damage:
-            raise CheckpointError(f"{self.folder / 'config.yaml'} is damaged: {damage}") from damage
+        except ConfigError as error:
+            raise CheckpointError(f"{self.folder / CONFIG} was written by version {self.manifest.version}: {error}") from error
 
-    def _check(self, chunks: Sequence[Chunk], index: dict[str, Any], model: ModelConfig | None) -> None:
+    def check_files(self) -> None:
+        """That all files are there, in their sizes.
+
+        Raises:
+            DamagedError: one is not.
+        """
+        for name, facts in self.manifest.files.items():
+            check_size(self.folder, name, facts["bytes"])
+
+    def verify(self, name: str) -> None:
+        """Read a file whole and compare it with its digest.
+
+        Raises:
+            DamagedError: it differs, or is missing.
+        """
+        if name == MANIFEST:
+            read_manifest(self.folder)
+        else:
+            verify_file(self.folder, name, self.manifest.files[name]["bytes"], self.manifest.files[name]["xxh128"])
+
+    def _check_fit(self, chunks: Sequence[Chunk], index: Index, model: ModelConfig | None) -> None:
         problems = []
         if model is not None:
             problems += _model_differences(self.config().model, model)
         for chunk in chunks:
-            stored = index.get(f"{chunk.kind}/{chunk.name}")
+            stored = index.tensors.get(f"{chunk.kind}/{chunk.name}")
             if stored is None:
                 problems.append(f"{chunk.kind} of {chunk.name} is not in it")
             elif tuple(stored["shape"]) != chunk.global_shape:
                 problems.append(f"{chunk.name} is {tuple(stored['shape'])} in it, and {chunk.global_shape} here")
-        for name, facts in self.files.items():
-            path = self.folder / name
-            size = path.stat().st_size if path.is_file() else None
-            if size != facts["bytes"]:
-                problems.append(
-                    f"file {name} " + ("is missing" if size is None else f"has {size} bytes instead of {facts['bytes']}")
-                )
         if problems:
             problems = list(dict.fromkeys(problems))
             raise CheckpointError(f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems))
@@ -119,56 +146,14 @@ def open_checkpoint(root: Path, iteration: int) -> Checkpoint:
     """Read the small files of a finished checkpoint.
 
     Raises:
-        CheckpointError: they are not there, damaged, or of a newer format.
+        DamagedError: they are missing or altered; the message names the folder. CheckpointError: of another format, or they cannot
+            be read.
     """
-    folder = step_folder(root, iteration)
+    folder = stored_folder(root, iteration)
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        config_yaml = (folder / "config.yaml").read_text()
-        if manifest["format"] > FORMAT:
-            raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads up to {FORMAT}: update it")
-        if not isinstance(manifest["state"], dict):
-            raise ValueError("its state is not there")
-        return Checkpoint(folder, manifest["iteration"], manifest["state"], manifest["optimizer"], manifest["files"], config_yaml)
-    except (OSError, ValueError, KeyError, TypeError) as damage:
-        raise CheckpointError(f"{folder} cannot be opened: {type(damage).__name__}: {damage}") from damage
-
-
-def find_start(config: CheckpointConfig) -> Checkpoint | None:
-    """The checkpoint that `--load` leads to, or None for a fresh start.
-
-    Raises:
-        CheckpointError: there should be one, or there are traces of a run and no pointer to say where it stood.
-    """
-    _refuse_to_overwrite(config)
-    if config.load is None:
-        if config.require_load:
-            raise CheckpointError("--require-load needs --load FOLDER")
-        return None
-    root = Path(config.load)
-    iteration = pointed_iteration(root)
-    if iteration is not None:
-        return open_checkpoint(root, iteration)
-    if config.require_load:
-        raise CheckpointError(f"--require-load: {root / LATEST} is not there, so there is nothing to load")
-    found = traces(root)
-    if found and not config.allow_fresh_start:
-        saved = saved_iterations(root)
-        point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or " if saved else ""
-        raise CheckpointError(
-            f"{root} holds traces of a run ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
-            f"{LATEST}; {point}give --allow-fresh-start to begin at iteration 0"
-        )
-    return None
-
-
-def _refuse_to_overwrite(config: CheckpointConfig) -> None:
-    """A run that would begin anew in a folder where another one has checkpoints has probably lost its `--load`."""
-    if config.save is None or config.allow_fresh_start or config.load == config.save:
-        return
-    saved = saved_iterations(Path(config.save))
-    if saved:
-        raise CheckpointError(
-            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) and --load does not lead there; "
-            f"give --load {config.save} to go on with it, another --save, or --allow-fresh-start to begin over it"
-        )
+        manifest = read_manifest(folder)
+        if manifest.iteration != iteration:
+            raise DamagedError(f"it is the checkpoint of iteration {manifest.iteration}, renamed", MANIFEST)
+        return Checkpoint(folder, manifest, read_checked_text(folder, CONFIG, manifest))
+    except DamagedError as damage:
+        raise DamagedError(f"{folder} is damaged: {damage}", damage.file) from damage

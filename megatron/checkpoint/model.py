@@ -18,7 +18,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
     """
     device = device or torch.device("cpu")
     config = checkpoint.config()
-    vocab_size = checkpoint.index()["weight/embedding.word.weight"]["shape"][0]
+    vocab_size = checkpoint.index().tensors["weight/embedding.word.weight"]["shape"][0]
     with torch.device("meta"):
         model = GPT(ModelShape(config.model, vocab_size, vocab_size), TensorParallel(), RandomStreams(0, device))
     specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]

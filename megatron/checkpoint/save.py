@@ -1,70 +1,398 @@
 """Saving: every rank writes the boxes that it owns into a fresh folder; the folder gets its name, then the pointers move.
 
-The invariant: a kill at any instant leaves the pointers at a whole checkpoint, the old or the new one.
+Invariants: a kill at any instant leaves the pointers at a whole checkpoint, the old or the new one, never at a mixture; nothing is
+removed before a newer checkpoint was read back from the disk; all ranks agree on what became of a save.
+
+A save is a sequence of phases, each the work of all ranks at once: copy and write, read back, finish. A phase runs in a thread; the
+ranks' threads never talk to each other. The loop asks once an iteration (`poll`) whether all ranks are through, and starts the next
+one. A save that is not asynchronous waits for each phase at once: one path for both.
 """
 
-import json
 import os
-import shutil
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron import __version__
-from megatron.checkpoint.folder import REPLACED, UNFINISHED, point_to, step_folder
+from megatron.checkpoint.digest import FileDigest, digest_of_text
+from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, saved_iterations, step_folder, tidy
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, verify_file
+from megatron.checkpoint.retention import superfluous
 from megatron.checkpoint.tensor_file import write_tensors
-from megatron.durable import replace_file, sync_folder
-from megatron.errors import CheckpointError
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.durable import replace_file
+from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.chunk import Chunk
 
-FORMAT = 1
+_ITEM = 4  # bytes of an fp32
+SMALL_FILES = 1 << 20
+"""Bytes that are kept free beside the tensors, for index, manifest and the file system's own."""
 
 
-def save_checkpoint(
-    root: Path,
-    iteration: int,
-    chunks: Sequence[Chunk],
-    *,
-    scalars: dict[str, Any] | None,
-    state: dict[str, Any],
-    config_yaml: str,
-    rank: int = 0,
-    world_size: int = 1,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Write a checkpoint, all ranks together. Returns its folder.
+@dataclass(frozen=True)
+class Ranks:
+    """Who saves together."""
 
-    `scalars`: the optimizer's; None leaves the optimizer's state out of the checkpoint. `group`: for small messages, on the CPU.
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """For small messages, on the CPU."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def all(self, mine: bool) -> bool:
+        """Whether it holds on every rank; cheaper than `gather`."""
+        if self.size == 1:
+            return mine
+        agreed = torch.tensor([int(mine)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(agreed.item())
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is made of, apart from its tensors."""
+
+    iteration: int
+    scalars: dict[str, Any] | None
+    """The optimizer's; None leaves the optimizer's state out."""
+    state: dict[str, Any]
+    config_yaml: str
+    version: str = ""
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote."""
+
+    file: str
+    digest: FileDigest
+    boxes: list[dict[str, Any]]
+
+
+class _Work:
+    """An act and what became of it: its result, or what went wrong."""
+
+    def __init__(self, act: Callable[[], Any], *, in_thread: bool) -> None:
+        self._act = act
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._act()
+        except BaseException as error:  # raised again where the ranks meet
+            self.error = error
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+@dataclass
+class _Save:
+    """One that is under way."""
+
+    contents: Contents
+    fresh: Path
+    work: _Work
+    copied: threading.Event
+    phases: list[Callable[[list[Part]], Any]]
+    """Those still to come; each is given what all ranks wrote."""
+    parts: list[Part] | None = None
+
+
+class Saver:
+    """Writes the checkpoints of a run; all ranks call each method together, in the same order.
+
+    `saved` is told of each iteration whose checkpoint is safe, `say` what else people must know at once. `lease` is rank 0's; None
+    for who needs none (tests, tools).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig | None = None,
+        ranks: Ranks | None = None,
+        *,
+        lease: Lease | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        saved: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        self._root, self._config = root, config or CheckpointConfig()
+        self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
+        self._save: _Save | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._failures = 0
+        self._retry_at: int | None = None
+        self.saved_iteration: int | None = None
+        """The newest checkpoint of this run that is safe."""
+
+    @property
+    def in_flight(self) -> bool:
+        return self._save is not None
+
+    def describe(self, chunks: Sequence[Chunk]) -> tuple[str, str]:
+        """For the table at start: what a save of these costs, and how many there is room for."""
+        size, free = self._total_bytes(chunks), free_bytes(self._root)
+        room = int(free // (size + SMALL_FILES))
+        how = "written while training goes on" if self._config.async_save else "training waits for them"
+        keep = self._config.keep_latest_checkpoints
+        kept = "all are kept" if keep is None else f"the newest {keep} are kept"
+        enough = "" if room > 0 else "; THERE IS NO ROOM: saves will fail"
+        return f"{gigabytes(size)} each", f"{how}, {kept}; {gigabytes(free)} free, for {room} of them{enough}"
+
+    def _total_bytes(self, chunks: Sequence[Chunk]) -> int:
+        """Of all ranks' tensors."""
+        return sum(self._ranks.gather(sum(_ITEM * chunk.tensor.numel() for chunk in chunks if chunk.owner)))
+
+    def is_due(self, before: int, after: int) -> bool:
+        """Whether a step or jump from iteration `before` to `after` passed an iteration after which to save."""
+        interval, named = self._config.save_interval, self._config.save_at
+        if self._retry_at is not None and after >= self._retry_at:
+            return True
+        if interval and after // interval > before // interval:
+            return True
+        return any(before < at <= after for at in named)
+
+    def begin(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
+        """Start a save. When this returns, what `chunks` hold may be read but must not change before `wait_for_copy`.
+
+        Raises:
+            CheckpointError: this was the last failure in a row that is allowed; or another run took the folder over.
+        """
+        if self._save is not None:
+            self._say(
+                f"the save of iteration {self._save.contents.iteration} is still being written; iteration "
+                f"{contents.iteration}'s waits for it. Is --save-interval too short for this file system?"
+            )
+            self.complete()
+        own = {_key(chunk): chunk for chunk in chunks if chunk.owner}
+        size = self._total_bytes(chunks)
+        fresh = step_folder(self._root, contents.iteration)
+        fresh = fresh.with_name(fresh.name + UNFINISHED)
+        self._retry_at = None
+        prepared = _Work(lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=False)
+        if self._outcome(prepared, contents, fresh) is None:
+            return
+        copied, ready, copy = threading.Event(), _event(own), self._config.async_save
+        work = _Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
+        phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts)]
+        if self._config.keep_latest_checkpoints is not None:
+            phases.insert(0, lambda parts: self._read_back(fresh, parts))
+        self._save = _Save(contents, fresh, work, copied, phases)
+
+    def wait_for_copy(self) -> None:
+        """Before the optimizer's step, or anything else that changes the state."""
+        if self._save is not None:
+            self._save.copied.wait()
+
+    def poll(self) -> None:
+        """Once an iteration: go on with a save as far as all ranks are.
+
+        Raises:
+            CheckpointError: see `begin`.
+        """
+        if self._save is not None and self._ranks.all(self._save.work.done):
+            self._advance()
+
+    def complete(self) -> None:
+        """Wait until the save under way is safe, or has failed.
+
+        Raises:
+            CheckpointError: see `begin`.
+        """
+        while self._save is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """The present phase is through on all ranks: the next one, or the end."""
+        save = self._save
+        assert save is not None
+        save.work.wait()
+        self._save = None
+        results = self._outcome(save.work, save.contents, save.fresh)
+        if results is None:
+            return
+        parts = save.parts = save.parts or [part for part in results if part is not None]
+        if save.phases:
+            phase = save.phases.pop(0)
+            save.work = _Work(lambda: phase(parts), in_thread=True)
+            self._save = save
+            return
+        self._failures = 0
+        self.saved_iteration = save.contents.iteration
+        self._saved(save.contents.iteration)
+        for line in results[0]:
+            self._say(line)
+
+    def _outcome(self, work: _Work, contents: Contents, fresh: Path) -> list[Any] | None:
+        """All ranks' results, or None after a failure that the run may survive.
+
+        Raises:
+            CheckpointError: it may not.
+        """
+        fatal = None
+        failure = None
+        if isinstance(work.error, OSError | DamagedError):
+            failure = f"rank {self._ranks.rank} on {os.uname().nodename}: {work.error}"
+        elif isinstance(work.error, CheckpointError):
+            fatal = str(work.error)
+        elif work.error is not None:
+            raise work.error
+        outcomes = self._ranks.gather((work.result, failure, fatal))
+        for _, _, reason in outcomes:
+            if reason is not None:
+                raise CheckpointError(reason)
+        failures = [failed for _, failed, _ in outcomes if failed]
+        if not failures:
+            return [result for result, _, _ in outcomes]
+        if self._ranks.rank == 0:
+            try:
+                remove(fresh)  # makes room
+            except OSError as error:
+                failures.append(f"{fresh} could not be removed: {error}")
+        self._count_failure(contents.iteration, failures)
+        return None
+
+    def _count_failure(self, iteration: int, failures: list[str]) -> None:
+        self._failures += 1
+        allowed = self._config.max_save_failures
+        last = "there is none" if self.saved_iteration is None else f"it is global_step{self.saved_iteration}"
+        head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
+        told = "\n  ".join([head, *failures])
+        if self._failures >= allowed:
+            raise CheckpointError(
+                f"{told}\nthe run ends here, so as not to train what cannot be kept; its last checkpoint is untouched: {last}. "
+                "Make room or mend the file system, and start again with the same command"
+            )
+        self._retry_at = iteration + self._config.save_retry_interval
+        self._say(f"warning: {told}\nolder checkpoints are untouched; tried again after iteration {self._retry_at}")
+
+    # -- the phases; each runs in a thread of its own ----------------------------------------------------------------------------
+
+    def _prepare(self, fresh: Path, size: int) -> None:
+        if self._lease is not None:
+            self._lease.confirm()
+        free = free_bytes(self._root)
+        if free < size + SMALL_FILES:
+            raise OSError(f"the checkpoint has {gigabytes(size)}, and {self._root} has {gigabytes(free)} free; make room")
+        remove(fresh)
+        fresh.mkdir(parents=True)
+
+    def _write(
+        self, fresh: Path, own: dict[str, Chunk], copied: threading.Event, ready: "torch.cuda.Event | None", *, copy: bool
+    ) -> Part | None:
+        try:
+            tensors = {key: chunk.tensor for key, chunk in own.items()}
+            if copy:
+                tensors = self._copy(tensors, ready)
+                copied.set()
+            if not own:
+                return None
+            name = f"rank_{self._ranks.rank:05d}.safetensors"
+            written = write_tensors(fresh / name, tensors)
+        finally:
+            copied.set()
+        return Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()])
+
+    def _copy(self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None") -> dict[str, Tensor]:
+        """On the host; its memory is kept for the next save."""
+        copies = {}
+        for key, tensor in tensors.items():
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[key] = buffer
+        if ready is None:
+            for key, tensor in tensors.items():
+                copies[key].copy_(tensor.detach())
+            return copies
+        device = next(iter(tensors.values())).device
+        stream = torch.cuda.Stream(device)  # beside the computation, and behind what was under way when the save began
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for key, tensor in tensors.items():
+                copies[key].copy_(tensor.detach(), non_blocking=True)
+        stream.synchronize()
+        return copies
+
+    def _read_back(self, fresh: Path, parts: list[Part]) -> None:
+        """Compare what the disk holds with what was meant: each rank its neighbour's file, past this machine's memory."""
+        for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
+            _forget(fresh / part.file)
+            verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
+
+    def _finish(self, fresh: Path, contents: Contents, parts: list[Part]) -> list[str]:
+        """Rank 0: small files, name, pointers; then what is superfluous goes. Returns what there is to say of that."""
+        if self._ranks.rank != 0:
+            return []
+        if self._lease is not None:
+            self._lease.confirm()
+        write_small_files(fresh, contents, parts)
+        put_in_place(fresh, step_folder(self._root, contents.iteration))
+        point_to(self._root, contents.iteration)
+        return self._clean_up(contents.iteration)
+
+    def _clean_up(self, iteration: int) -> list[str]:
+        try:
+            tidy(self._root)
+            going = superfluous(saved_iterations(self._root), iteration, self._config)
+            for old in going:
+                remove(step_folder(self._root, old))
+        except OSError as error:  # the checkpoint is safe all the same
+            return [f"warning: older checkpoints could not be removed: {error}"]
+        return [f"removed by --keep-latest-checkpoints: {', '.join(f'global_step{old}' for old in going)}"] if going else []
+
+
+def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
+    """By one process, at once. Returns the checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank, naming the ranks that could not write and why. Older checkpoints are untouched.
+        CheckpointError: it could not be written.
     """
-    final = step_folder(root, iteration)
-    fresh = final.with_name(final.name + UNFINISHED)
-    _together(lambda: _make_fresh(fresh) if rank == 0 else None, rank, world_size, group)
-    name = f"rank_{rank:05d}.safetensors"
-    own = {_key(chunk): chunk for chunk in chunks if chunk.owner}
+    root.mkdir(parents=True, exist_ok=True)
+    saver = Saver(root, CheckpointConfig(max_save_failures=1))
+    saver.begin(contents, chunks)
+    saver.complete()
+    return step_folder(root, contents.iteration)
 
-    def write() -> dict[str, Any] | None:
-        if not own:
-            return None
-        size = write_tensors(fresh / name, {key: chunk.tensor for key, chunk in own.items()})
-        return {"file": name, "bytes": size, "boxes": [_describe(key, chunk, name) for key, chunk in own.items()]}
 
-    parts = [part for part in _together(write, rank, world_size, group) if part is not None]
-    manifest = {
-        "format": FORMAT,
-        "version": __version__,
-        "iteration": iteration,
-        "world_size": world_size,
-        "state": state,
-        "optimizer": scalars,
-        "files": {part["file"]: {"bytes": part["bytes"]} for part in parts},
-    }
-    _together(lambda: _finish(fresh, final, manifest, parts, config_yaml) if rank == 0 else None, rank, world_size, group)
-    return final
+def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part]) -> None:
+    """Index and configuration, and the manifest last; each is durable before the next."""
+    index = Index({}, {part.file: part.digest.blocks for part in parts})
+    for part in parts:
+        for box in part.boxes:
+            entry = index.tensors.setdefault(box["tensor"], {"shape": box["global_shape"], "boxes": []})
+            entry["boxes"].append({key: box[key] for key in ("file", "begin", "offset", "shape")})
+    files: dict[str, dict[str, Any]] = {part.file: {"bytes": part.digest.bytes, "xxh128": part.digest.xxh128} for part in parts}
+    for name, text in ((INDEX, index.to_text()), (CONFIG, contents.config_yaml)):
+        replace_file(fresh / name, text)
+        files[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
+    manifest = Manifest(contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files)
+    replace_file(fresh / MANIFEST, manifest.to_text())
 
 
 def check_writable(root: Path) -> None:
@@ -82,61 +410,45 @@ def check_writable(root: Path) -> None:
         raise CheckpointError(f"--save {root} cannot be written: {error}; give another folder, or make room") from error
 
 
+def free_bytes(root: Path) -> int:
+    """That this user may still write."""
+    stat = os.statvfs(root)
+    return stat.f_bavail * stat.f_frsize
+
+
+def gigabytes(size: int) -> str:
+    """For people."""
+    return f"{size / 1e9:,.3f} GB"
+
+
 def _key(chunk: Chunk) -> str:
     return f"{chunk.kind}/{chunk.name}@{','.join(map(str, chunk.offset))}"
 
 
-def _describe(key: str, chunk: Chunk, file: str) -> dict[str, Any]:
+def _describe(chunk: Chunk, file: str, begin: int) -> dict[str, Any]:
     return {
         "tensor": f"{chunk.kind}/{chunk.name}",
         "global_shape": chunk.global_shape,
         "file": file,
-        "key": key,
+        "begin": begin,
         "offset": chunk.offset,
         "shape": tuple(chunk.tensor.shape),
     }
 
 
-def _make_fresh(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)  # of a save that was cut off: no pointer ever named it
-    folder.mkdir(parents=True)
+def _event(own: dict[str, Chunk]) -> "torch.cuda.Event | None":
+    """When the device will be through with what it was given so far; None where there is no device."""
+    if not any(chunk.tensor.is_cuda for chunk in own.values()):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
-def _finish(fresh: Path, final: Path, manifest: dict[str, Any], parts: list[dict[str, Any]], config_yaml: str) -> None:
-    index: dict[str, Any] = {}
-    for part in parts:
-        for box in part["boxes"]:
-            entry = index.setdefault(box.pop("tensor"), {"shape": box["global_shape"], "boxes": []})
-            del box["global_shape"]
-            entry["boxes"].append(box)
-    replace_file(fresh / "index.json", json.dumps(index))
-    replace_file(fresh / "config.yaml", config_yaml)
-    replace_file(fresh / "manifest.json", json.dumps(manifest, indent=1))
-    replaced = final.with_name(final.name + REPLACED)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(fresh, final)
-    sync_folder(final.parent)
-    point_to(final.parent, manifest["iteration"])
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
-def _together(act: Callable[[], Any], rank: int, world_size: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Run `act` on every rank and learn all results; a failure of one is an error on all."""
-    result, failure = None, None
+def _forget(path: Path) -> None:
+    """Have the next read come from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        result = act()
-    except OSError as error:
-        failure = f"rank {rank} on {os.uname().nodename}: {error}"
-    outcomes: list[Any] = [(result, failure)]
-    if world_size > 1:
-        outcomes = [None] * world_size
-        dist.all_gather_object(outcomes, (result, failure), group=group)
-    failures = [failed for _, failed in outcomes if failed]
-    if failures:
-        raise CheckpointError("the checkpoint could not be written; older ones are untouched\n  " + "\n  ".join(failures))
-    return [value for value, _ in outcomes]
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,46 +1,75 @@
-"""Boxes of global tensors in safetensors files: written tensor by tensor, read slice by slice.
+"""Boxes of global tensors in safetensors files: written tensor by tensor, read and checked block by block.
 
-The format is safetensors' (8 bytes of header length, a JSON header, the buffers; https://huggingface.co/docs/safetensors), and so
-is the reader. The writer is ours because the library's holds a second copy of everything it writes; this one needs one tensor's.
+The format is safetensors' (8 bytes of header length, a JSON header, the buffers; https://huggingface.co/docs/safetensors). The
+library's writer would hold a second copy of everything that it writes, and its reader cannot check what it reads against a digest
+without reading it all: so both are ours. Neither holds more than some blocks beside the tensors.
 """
 
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.errors import CheckpointError
+from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
+from megatron.errors import CheckpointError, DamagedError
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+_ITEM = 4  # bytes of an fp32
+_KEPT_BLOCKS = 8
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) in a global tensor."""
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> int:
-    """Write and fsync; returns the file's size in bytes. OSError where the disk refuses."""
+@dataclass(frozen=True)
+class Written:
+    """A finished file."""
+
+    digest: FileDigest
+    begins: dict[str, int]
+    """Where each tensor's bytes begin in the file."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write fp32 tensors of any device to a new file and fsync it. OSError where the disk refuses."""
     header: dict[str, Any] = {}
     position = 0
     for key, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [position, position + size]}
+        assert tensor.dtype == torch.float32, f"{key} is {tensor.dtype}"
+        size = _ITEM * tensor.numel()
+        header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # buffers begin aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    start = 8 + len(text)
+    digester = Digester()
+    with open(path, "xb", buffering=0) as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digester.update(data)
+            view = memoryview(data)
+            while len(view) > 0:  # a full disk takes a part of it first
+                view = view[file.write(view) :]
+
+        write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            if tensor.numel():
-                flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-                file.write(flat.numpy().data)  # no copy
-        file.flush()
+            for part in _bytes_of(tensor):
+                write(part)
         os.fsync(file.fileno())
-    return 8 + len(text) + position
+    return Written(digester.digest(), {key: start + entry["data_offsets"][0] for key, entry in header.items()})
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Of at most a block each."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    for part in flat.split(BLOCK // _ITEM):
+        if part.numel():
+            yield memoryview(part.view(torch.uint8).numpy())  # no copy
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -57,23 +86,28 @@ def slices(part: Box, of: Box) -> tuple[slice, ...]:
 
 
 class TensorReader:
-    """Reads boxes out of the files of one checkpoint; keeps files open (mapped, not read) until closed."""
+    """Reads boxes out of the files of one checkpoint, and believes no byte whose block does not have its digest."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, Any] = {}
+    def __init__(self, folder: Path, digests: Mapping[str, FileDigest]) -> None:
+        self._folder, self._digests = folder, digests
+        self._descriptors: dict[str, int] = {}
+        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
 
     def __enter__(self) -> "TensorReader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._blocks.clear()
 
-    def read_into(self, target: Tensor, box: Box, stored: Sequence[dict[str, Any]], what: str) -> None:
+    def read_into(self, target: Tensor, box: Box, stored: Sequence[Mapping[str, Any]], what: str) -> None:
         """Fill `target`, which is the box `box` of a global tensor, from the stored boxes that overlap it.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the stored boxes do not cover the target.
+            DamagedError: a file is missing, cut off or altered, or the stored boxes do not cover the target.
+            CheckpointError: a file cannot be read.
         """
         covered = 0
         for entry in stored:
@@ -81,18 +115,82 @@ class TensorReader:
             part = intersect(box, source)
             if part is None:
                 continue
-            values = self._slice(entry["file"], entry["key"], slices(part, source), what)
-            target[slices(part, box)].copy_(values)
+            into = target[slices(part, box)]
+            for begin, shape, inner, outer in _pieces(source[1], slices(part, source)):
+                values = self._read(entry["file"], entry["begin"] + _ITEM * begin, _ITEM * math.prod(shape))
+                into[outer].copy_(torch.frombuffer(values, dtype=torch.float32).view(shape)[inner])
             covered += math.prod(part[1])
         if covered != target.numel():
-            raise CheckpointError(f"{self._folder}: of {what} {target.numel()} elements are needed and {covered} are stored")
+            raise DamagedError(f"of {what} {target.numel()} elements are needed and {covered} are stored", "index.json")
 
-    def _slice(self, file: str, key: str, index: tuple[slice, ...], what: str) -> Tensor:
-        from safetensors import SafetensorError, safe_open
+    def _read(self, file: str, begin: int, size: int) -> bytearray | memoryview:
+        """Checked bytes."""
+        first, last = begin // BLOCK, (begin + size - 1) // BLOCK
+        if first == last:
+            return self._block(file, first)[begin % BLOCK : begin % BLOCK + size]
+        result, at = bytearray(size), 0
+        for number in range(first, last + 1):
+            block = self._block(file, number)
+            part = block[begin % BLOCK if number == first else 0 : begin + size - number * BLOCK]
+            result[at : at + len(part)] = part
+            at += len(part)
+        return result
 
+    def _block(self, file: str, number: int) -> memoryview:
+        key = file, number
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        path, digest = self._folder / file, self._digests[file]
+        size = min(BLOCK, digest.bytes - number * BLOCK)
+        view = memoryview(bytearray(max(size, 0)))
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
-            return self._open[file].get_slice(key)[index]
-        except (OSError, SafetensorError) as damage:
-            raise CheckpointError(f"{self._folder / file}: cannot read {what}: {damage}") from damage
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(path, os.O_RDONLY)
+            got = _read_at(self._descriptors[file], view, number * BLOCK)
+        except FileNotFoundError as missing:
+            raise DamagedError(f"{file} is missing", file) from missing
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; mend the file system, or load from another one") from error
+        if got != size or size <= 0:
+            raise DamagedError(f"{file} is cut off: it ends in the {size} bytes at {number * BLOCK}", file)
+        if digest_of_block(view) != digest.block(number):
+            raise DamagedError(f"{file} is not what was written: the {size} bytes at {number * BLOCK} differ", file)
+        self._blocks[key] = view
+        if len(self._blocks) > _KEPT_BLOCKS:
+            self._blocks.popitem(last=False)
+        return self._blocks[key]
+
+
+def _read_at(descriptor: int, view: memoryview, position: int) -> int:
+    """Fill the view, or as much of it as the file has; returns how much."""
+    got = 0
+    while got < len(view):
+        count = os.preadv(descriptor, [view[got:]], position + got)
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+def _pieces(
+    shape: tuple[int, ...], part: tuple[slice, ...], begin: int = 0
+) -> Iterator[tuple[int, tuple[int, ...], tuple[slice | int, ...], tuple[slice | int, ...]]]:
+    """Walk `part` of a stored tensor in runs of at most a block, or a single row of the last dimension where that is larger.
+
+    Yields (first element of the run in the stored tensor, the run's shape, `part` in the run, the run in `part`).
+    """
+    if not shape:
+        yield 0, (), (), ()
+        return
+    row, rows = math.prod(shape[1:]), part[0]
+    if row * _ITEM > BLOCK and len(shape) > 1:
+        for index in range(rows.start, rows.stop):
+            for at, run, inner, outer in _pieces(shape[1:], part[1:], begin + index * row):
+                yield at, run, inner, (index - rows.start, *outer)
+        return
+    step = max(1, BLOCK // (_ITEM * row))
+    for low in range(rows.start, rows.stop, step):
+        high = min(rows.stop, low + step)
+        outer = (slice(low - rows.start, high - rows.start), *(slice(None) for _ in part[1:]))
+        yield begin + low * row, (high - low, *shape[1:]), (slice(None), *part[1:]), outer

@@ -11,8 +11,26 @@ class CheckpointConfig:
     """Folder that the run resumes from; usually the same as --save."""
     save_interval: int | None = None
     """Save every so many iterations."""
+    save_at: tuple[int, ...] = ()
+    """Save after these iterations, too, and keep those checkpoints for ever."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written. Costs a copy of this rank's masters and moments in the host's memory."""
+    max_save_failures: int = 3
+    """So many saves that fail in a row end the run: it would only train what cannot be kept."""
+    save_retry_interval: int = 10
+    """A save that failed is tried again after so many iterations; one at the end of the run at once."""
+    keep_latest_checkpoints: int | None = None
+    """Keep only so many of the newest checkpoints; an older one is removed once a newer one was read back from the disk. Default:
+    keep all."""
+    keep_every: int | None = None
+    """With --keep-latest-checkpoints, keep those of iterations divisible by this for ever."""
     save_optim: bool = True
     """Save the optimizer's state; without it (--no-save-optim) a resume starts with fresh moments."""
+    load_iteration: int | None = None
+    """Load this iteration's checkpoint and no other, wherever the pointers point."""
+    load_fallback: bool = True
+    """Where the checkpoint that the pointers name is damaged, set it aside and go on from the newest good one before it; with
+    --load-iteration, or --no-load-fallback, damage is an error."""
     load_optim: bool = True
     """Load the optimizer's state; without it (--no-load-optim) moments and their step count start afresh."""
     finetune: bool = False

@@ -51,6 +51,8 @@ RANGES = {
     "data.num_workers": _WORKERS,
     "data.valid_num_workers": _WORKERS,
     "logging.peak_tflops_per_device": _POSITIVE,
+    "checkpoint.save_at": "[1, inf)",
+    "checkpoint.load_iteration": "[1, inf)",
 }
 """Intervals in mathematical notation: [a, b) holds a but not b."""
 
@@ -58,11 +60,11 @@ RANGES = {
 def range_errors(asked: Asked) -> Iterator[str]:
     """A message for each number that is out of its range."""
     for dotted, value in asked.values().items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
+        several = value if isinstance(value, tuple) and dotted in RANGES else (value,)
+        numbers = [number for number in several if isinstance(number, int | float) and not isinstance(number, bool)]
         default = "[1, inf)" if all_fields()[dotted].annotation is int else "(-inf, inf)"
         interval = RANGES.get(dotted, default)
-        if not _inside(value, interval):
+        if not all(_inside(number, interval) for number in numbers):
             yield f"{asked.given(dotted)} must be {_in_words(interval)}."
 
 

@@ -197,11 +197,24 @@ def one_description_of_the_data(asked: Asked) -> Iterator[str]:
 
 def folders_that_flags_need(asked: Asked) -> Iterator[str]:
     checkpoint, batch = asked.config.checkpoint, asked.config.batch
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield f"{asked.given('checkpoint.save_interval')} needs --save: without it nothing would be saved."
+    saving = {
+        "checkpoint.save_interval": checkpoint.save_interval is not None,
+        "checkpoint.save_at": bool(checkpoint.save_at),
+        "checkpoint.async_save": checkpoint.async_save,
+        "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
+    }
+    for dotted, wanted in saving.items():
+        if wanted and checkpoint.save is None:
+            yield f"{asked.given(dotted)} needs --save: without it nothing would be saved."
+    if checkpoint.keep_every is not None and checkpoint.keep_latest_checkpoints is None:
+        yield (
+            f"{asked.given('checkpoint.keep_every')} says what --keep-latest-checkpoints may not remove; without that flag all "
+            "checkpoints are kept."
+        )
     wanting = {
         "checkpoint.finetune": checkpoint.finetune,
         "checkpoint.require_load": checkpoint.require_load,
+        "checkpoint.load_iteration": checkpoint.load_iteration is not None,
         "batch.eval_only": batch.eval_only,
     }
     for dotted, wanted in wanting.items():

@@ -41,6 +41,9 @@ class StepResult:
 
 
 class Engine(Protocol):
+    before_update: Callable[[], None]
+    """Called before weights or moments change: a save may still be copying them."""
+
     def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:
         """Train one global batch: this rank's microbatches, in order. `iteration` (1-based) seeds dropout."""
         ...

@@ -5,7 +5,7 @@ copies of fp32 masters, and autograd accumulates their gradients in fp32.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class NativeEngine:
     """See `engine/base.py`. Builds this rank's stages on the meta device, shards them, then draws the weights that it holds."""
 
     def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = no_timers) -> None:
+        self.before_update: Callable[[], None] = lambda: None
         self._timers = timers
         config = plan.config
         self._plan, self._mesh = plan, mesh
@@ -155,6 +156,7 @@ class NativeEngine:
             if clipped / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
                 torch._foreach_mul_(gradients, clipped / scale)
+            self.before_update()
             self._optimizer.step(lr)
             self._refresh_model()
         for master in self._masters:
@@ -255,6 +257,8 @@ class NativeEngine:
         self._refresh_model()
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        if repair:
+            self.before_update()
         repaired = self._invariants.check(self.scalars(), repair=repair, iteration=iteration, last_good=last_good)
         if repaired:
             self._refresh_model()

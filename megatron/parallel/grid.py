@@ -33,6 +33,9 @@ class Grid:
     data: int
     tensor: int
 
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+
     def __post_init__(self) -> None:
         for axis in ("pipeline", "data", "tensor"):
             if getattr(self, axis) < 1:

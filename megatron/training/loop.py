@@ -1,14 +1,14 @@
 """The training loop. It reads top to bottom; nothing happens in an iteration that is not written here."""
 
 import time
-from pathlib import Path
 
-from megatron.checkpoint.save import save_checkpoint
+from megatron import __version__
+from megatron.checkpoint.save import Contents, Saver
 from megatron.config.yaml_file import to_yaml
 from megatron.engine.base import StepResult
 from megatron.errors import TrainingError
 from megatron.model.flops import forward_flops_per_token
-from megatron.observe.log_line import saved_checkpoint_line, skipped_range_line
+from megatron.observe.log_line import skipped_range_line
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.plan import Plan
 from megatron.schedule.skip import range_at
@@ -17,6 +17,9 @@ from megatron.training.exits import Stop
 from megatron.training.report import Step
 from megatron.training.run import Run
 from megatron.training.state import TrainState
+
+_PAUSE_SECONDS = 5.0
+"""Between two attempts to save the end of a run."""
 
 
 def train(run: Run) -> Stop:
@@ -27,7 +30,7 @@ def train(run: Run) -> Stop:
         CheckpointError: a checkpoint could not be written.
     """
     plan, state = run.plan, run.state
-    stop, saved_at, evaluated_at = Stop.NO, state.iteration, -1
+    stop, first, evaluated_at = Stop.NO, state.iteration, -1
     checked_at = state.iteration  # by build_run
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
@@ -47,10 +50,9 @@ def train(run: Run) -> Stop:
             evaluate_validation(run)
             evaluated_at = state.iteration
         stop = run.exits.decide(before, state.iteration)
-        if is_due(plan.config.checkpoint.save_interval, before, state.iteration):
-            saved_at = save(run)
-    if saved_at != state.iteration:
-        save(run)
+        save_when_due(run, before)
+    if state.iteration != first:
+        save_at_end(run)
     if stop != Stop.NO:
         run.reporter.say(run.exits.line(stop, state.iteration))
         return stop
@@ -163,25 +165,55 @@ def check_invariants(run: Run, *, last_good: int | None) -> None:
         run.reporter.say(f"warning: made equal to the first rank's after iteration {iteration}: {line}")
 
 
-def save(run: Run) -> int:
-    """Write a checkpoint where `--save` asks for it; returns the iteration that is safe now."""
-    config, state = run.plan.config, run.state
-    if config.checkpoint.save is None:
-        return state.iteration
-    state.data = run.sources.state()
-    with_optimizer = config.checkpoint.save_optim
+def save_when_due(run: Run, before: int) -> None:
+    """Go on with a save that is being written in the background, and begin one where it is time.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    saver = run.saver
+    if saver is None:
+        return
+    saver.poll()
+    if saver.is_due(before, run.state.iteration):
+        begin_save(run, saver)
+        if not run.plan.config.checkpoint.async_save:
+            with run.timers(SAVE):
+                saver.complete()
+
+
+def save_at_end(run: Run) -> None:
+    """The last iteration is safe when this returns; there is no later chance, so a failure is tried again at once.
+
+    Raises:
+        CheckpointError: too many saves in a row have failed.
+    """
+    saver = run.saver
+    if saver is None:
+        return
     with run.timers(SAVE):
-        save_checkpoint(
-            Path(config.checkpoint.save),
-            state.iteration,
-            run.engine.chunks(optimizer=with_optimizer),
-            scalars=run.engine.scalars() if with_optimizer else None,
-            state=state.to_json(),
-            config_yaml=to_yaml(config),
-            rank=run.mesh.rank,
-            world_size=run.mesh.grid.world_size,
-            group=run.mesh.control,
-        )
+        saver.complete()
+    while saver.saved_iteration != run.state.iteration:
+        begin_save(run, saver)
+        with run.timers(SAVE):
+            saver.complete()
+        if saver.saved_iteration != run.state.iteration:
+            time.sleep(_PAUSE_SECONDS)
+
+
+def begin_save(run: Run, saver: Saver) -> None:
+    """Hand the state as it is now to the saver."""
+    plan, state = run.plan, run.state
+    state.data = run.sources.state()
+    with_optimizer = plan.config.checkpoint.save_optim
+    contents = Contents(
+        state.iteration,
+        scalars=run.engine.scalars() if with_optimizer else None,
+        state=state.to_json(),
+        config_yaml=to_yaml(plan.config),
+        version=__version__,
+        layout=str(run.mesh.grid),
+    )
     run.reporter.flush()
-    run.reporter.say(saved_checkpoint_line(state.iteration, config.checkpoint.save))
-    return state.iteration
+    with run.timers(SAVE):
+        saver.begin(contents, run.engine.chunks(optimizer=with_optimizer))

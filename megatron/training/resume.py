@@ -1,15 +1,69 @@
 """Where a run starts: afresh, or exactly where a checkpoint left it; and what of the command line may differ from it."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
+from megatron.engine.support import refuse_unsupported
 from megatron.errors import CheckpointError, ConfigError
-from megatron.plan import Plan, curriculum_of
+from megatron.observe.log_line import kill_switch_line
+from megatron.plan import Plan, curriculum_of, resolve
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, differences
 from megatron.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done, and from where."""
+
+    plan: Plan
+    state: TrainState
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    """Warnings."""
+
+
+def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
+    """The plan for going on from a checkpoint, or for a fresh start.
+
+    Raises:
+        ConfigError: all that is wrong with the configuration; or it contradicts the checkpoint. CheckpointError: its state is not
+            complete.
+    """
+    state = starting_state(checkpoint, loaded.config)
+    config, about_curriculum = choose_curriculum(loaded.config, checkpoint)
+    plan = resolve(
+        config,
+        world_size,
+        loaded.origin,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        iteration=state.iteration,
+    )
+    check_runnable(plan)
+    plan, about_schedule = choose_schedule(plan, state)
+    plan, about_ranges = choose_skip_ranges(plan, state)
+    notes = [*loaded.warnings, *plan.warnings, *about_curriculum, *about_schedule, *about_ranges]
+    return Job(plan, state, checkpoint, notes)
+
+
+def check_runnable(plan: Plan) -> None:
+    """
+    Raises:
+        ConfigError: the plan has errors, lacks what training needs, or asks for what the engine does not do.
+    """
+    plan.raise_on_errors()
+    refuse_unsupported(plan)
+    config = plan.config
+    if not (config.data.data_path or config.data.train_weighted_split_paths or config.data.train_weighted_split_paths_path):
+        raise ConfigError("there is no data to train on: give --data-path or --train-weighted-split-paths")
+    switch = config.batch.kill_switch_path
+    if switch and Path(switch).exists():
+        raise ConfigError(f"{kill_switch_line(switch)}: not starting; remove the file to run again")
 
 
 def starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:

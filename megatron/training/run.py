@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
@@ -22,3 +23,5 @@ class Run:
     reporter: Reporter
     timers: Timers
     exits: Exits
+    saver: Saver | None
+    """None: nothing is saved."""

@@ -1,11 +1,13 @@
 """From the plan to a `Run`, and out of the process again."""
 
 import contextlib
+import gc
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,26 +15,30 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.save import check_writable
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.save import Ranks, Saver, check_writable
+from megatron.checkpoint.start import agree_on_damage, agree_on_start
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
+from megatron.engine.base import Engine
 from megatron.engine.native import NativeEngine
-from megatron.engine.support import refuse_unsupported
-from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.observe.log_line import kill_switch_line, loaded_checkpoint_line, no_checkpoint_line
+from megatron.errors import CheckpointError, DamagedError, MegatronError
+from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
+from megatron.training.agreement import check_agreement
 from megatron.training.exits import Exits
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import load_engine, remember
+from megatron.training.resume import Job, load_engine, remember, settle
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
@@ -51,21 +57,6 @@ def world_of_launcher(local_rank_flag: int | None = None) -> World:
     return World(int(os.environ.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0)
 
 
-def check_runnable(plan: Plan) -> None:
-    """
-    Raises:
-        ConfigError: the plan has errors, lacks what training needs, or asks for what the engine does not do.
-    """
-    plan.raise_on_errors()
-    refuse_unsupported(plan)
-    config = plan.config
-    if not (config.data.data_path or config.data.train_weighted_split_paths or config.data.train_weighted_split_paths_path):
-        raise ConfigError("there is no data to train on: give --data-path or --train-weighted-split-paths")
-    switch = config.batch.kill_switch_path
-    if switch and Path(switch).exists():
-        raise ConfigError(f"{kill_switch_line(switch)}: not starting; remove the file to run again")
-
-
 def join_ranks(plan: Plan, world: World) -> Mesh:
     """Start the process group, where there is more than one rank, and cut it into the plan's grid."""
     parallel = plan.config.parallel
@@ -79,45 +70,132 @@ def join_ranks(plan: Plan, world: World) -> Mesh:
     )
 
 
-def build_run(plan: Plan, mesh: Mesh, state: TrainState, checkpoint: Checkpoint | None, notes: list[str]) -> Run:
-    """Data, engine and reporter, with the checkpoint's contents in them; prints the table of what is in use.
+def ranks_of(mesh: Mesh) -> Ranks:
+    """Those that write and read checkpoints together."""
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control)
+
+
+def speaker(mesh: Mesh) -> Callable[[str], None]:
+    """Prints on rank 0, before there is a reporter."""
+    return (lambda line: print(line, flush=True)) if mesh.rank == 0 else (lambda line: None)
+
+
+@contextlib.contextmanager
+def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
+    """Be the only writer of `--save` while this is entered; rank 0 holds the lease, the others None.
 
     Raises:
-        DataError: the corpus is missing, damaged, too small, or of another vocabulary.
-        CheckpointError: the checkpoint does not fit.
-        TrainingError: copies of a parameter are not equal.
+        CheckpointError: on every rank; the folder cannot be written, or another run lives in it.
     """
-    config = plan.config
+    if config.checkpoint.save is None or config.batch.eval_only:
+        yield None
+        return
+    lease, problem, root = None, None, Path(config.checkpoint.save)
+    if mesh.rank == 0:
+        try:
+            check_writable(root)
+            lease = Lease.acquire(root, speaker(mesh))
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"--save {root} cannot be written: {error}"
+    problem = ranks_of(mesh).gather(problem)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    try:
+        yield lease
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
+    """Afresh, or from the checkpoint that rank 0 finds; where that turns out to be damaged, from the one before it.
+
+    Raises:
+        CheckpointError: there is none to go on from, or it does not fit. ConfigError: see `settle`. LayoutError: ranks disagree.
+    """
+    config, ranks, say = loaded.config, ranks_of(mesh), speaker(mesh)
     exits = Exits(config.batch, mesh)  # first, so that a signal while building is not lost
     timers = Timers(mesh.device)
     mesh.tensor_parallel.clock = lambda: timers(COMMUNICATION)
-    reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
-    for note in notes:
-        reporter.say(f"warning: {note}")
-    if mesh.rank == 0 and config.checkpoint.save is not None and not config.batch.eval_only:
-        check_writable(Path(config.checkpoint.save))
+    own = lease is not None and config.checkpoint.load == config.checkpoint.save
+    damage: dict[int, str] = {}
+    while True:
+        start = agree_on_start(config.checkpoint, ranks, damage, own_folder=own, say=say)
+        job = settle(loaded, mesh.grid.world_size, start.checkpoint)
+        check_agreement(job.plan.config, job.state.iteration, mesh)
+        for note in job.notes:
+            say(f"warning: {note}")
+        engine = NativeEngine(job.plan, mesh, timers)
+        wrong = load_together(engine, job, ranks)
+        if wrong is None:
+            return build_run(job, mesh, engine, exits, timers, lease)
+        assert job.checkpoint is not None
+        damage[job.checkpoint.iteration] = wrong
+        del engine
+        gc.collect()  # before the next one takes as much memory
+
+
+def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:
+    """Fill the engine from the job's checkpoint. Returns what is damaged of it, the same on all ranks; None where nothing is.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    if job.checkpoint is None:
+        return None
+    damage = None
+    try:
+        load_engine(engine, job.checkpoint, job.plan.config)
+    except DamagedError as error:
+        damage = error
+    return agree_on_damage(job.checkpoint, damage, ranks)
+
+
+def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
+    """Data, reporter and saver around an engine that has its weights; prints the table of what is in use.
+
+    Raises:
+        DataError: the corpus is missing, damaged, too small, or of another vocabulary.
+        TrainingError: copies of a parameter are not equal.
+    """
+    plan, state, config = job.plan, job.state, job.plan.config
     sources = open_data(plan, mesh, state)
-    engine = NativeEngine(plan, mesh, timers)
+    reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
         *engine.kernels(),
         ("index helpers", *describe_index_helpers()),
         *reporter.conventions(),
     ]
+    saver = None
+    if config.checkpoint.save is not None and not config.batch.eval_only:
+        saver = build_saver(config.checkpoint, mesh, reporter, lease)
+        engine.before_update = saver.wait_for_copy
+        rows.append(("checkpoints", *saver.describe(engine.chunks(optimizer=config.checkpoint.save_optim))))
     reporter.say(start_table(rows))
-    if checkpoint is not None:
-        load_engine(engine, checkpoint, config)
-        reporter.say(loaded_checkpoint_line(str(config.checkpoint.load), checkpoint.iteration))
+    if job.checkpoint is not None:
+        reporter.say(loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration))
     elif config.checkpoint.load is not None:
         reporter.say(no_checkpoint_line(config.checkpoint.load))
     for note in sources.take_notes():
         reporter.say(note)
     remember(state, plan)
-    run = Run(plan, mesh, engine, sources, state, reporter, timers, exits)
+    run = Run(plan, mesh, engine, sources, state, reporter, timers, exits, saver)
     if config.parallel.check_invariants_interval:
         check_invariants(run, last_good=None)
     timers.take()  # what building took is no iteration's
     return run
+
+
+def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver:
+    """That tells of its checkpoints by the reporter."""
+
+    def saved(iteration: int) -> None:
+        reporter.say(saved_checkpoint_line(iteration, str(config.save)))
+
+    return Saver(Path(str(config.save)), config, ranks_of(mesh), lease=lease, say=reporter.say, saved=saved)
 
 
 def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
@@ -160,7 +238,7 @@ def device_name(device: torch.device) -> str:
 def describe_devices(mesh: Mesh) -> tuple[str, str]:
     """For the table at start."""
     grid = mesh.grid
-    layout = f"pipeline {grid.pipeline} x data {grid.data} x tensor {grid.tensor}" if grid.world_size > 1 else "one process"
+    layout = str(grid) if grid.world_size > 1 else "one process"
     backend = f", {mesh.backend}" if mesh.backend else ""
     return f"{grid.world_size} x {device_name(mesh.device)}", f"{layout}{backend}"
 

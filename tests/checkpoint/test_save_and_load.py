@@ -1,15 +1,19 @@
 """The chunk seam: any boxes in, any other boxes out; pointers last; damage is named."""
 
-import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import pointed_iteration, saved_iterations
-from megatron.checkpoint.load import find_start, open_checkpoint
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.save import Contents, save_checkpoint
+from megatron.checkpoint.start import find_start
 from megatron.checkpoint.tensor_file import intersect, write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError
@@ -42,9 +46,7 @@ TILES = [
 
 
 def save(root: Path, iteration: int = 3, cuts: list = ONE) -> Path:
-    return save_checkpoint(
-        root, iteration, boxes(cuts), scalars={"optimizer_step": 3}, state={"iteration": iteration}, config_yaml=CONFIG
-    )
+    return save_checkpoint(root, Contents(iteration, {"optimizer_step": 3}, {"iteration": iteration}, CONFIG), boxes(cuts))
 
 
 @pytest.mark.parametrize("cut", [ONE, ROWS, COLUMNS, TILES])
@@ -60,7 +62,7 @@ def test_any_cut_loads_into_any_other(cut: list, load: list, tmp_path: Path) -> 
 def test_only_owned_chunks_are_written(tmp_path: Path) -> None:
     chunks = boxes(ONE)
     other = Chunk("weight", "a.weight", (7, 5), (0, 0), torch.zeros(7, 5), owner=False)
-    save_checkpoint(tmp_path, 1, [other, *chunks], scalars=None, state={}, config_yaml=CONFIG)
+    save_checkpoint(tmp_path, Contents(1, None, {}, CONFIG), [other, *chunks])
     targets = boxes(ONE, empty=True)
     open_checkpoint(tmp_path, 1).load_into(targets)
     assert torch.equal(targets[0].tensor, WHOLE["a.weight"])
@@ -69,12 +71,11 @@ def test_only_owned_chunks_are_written(tmp_path: Path) -> None:
 def test_files_are_safetensors(tmp_path: Path) -> None:
     tensors = {
         "x": torch.randn(3, 5),
-        "half": torch.randn(4).bfloat16(),
         "none": torch.zeros(0, 4),
         "strided": torch.randn(4, 6).t(),
     }
-    size = write_tensors(tmp_path / "t.safetensors", tensors)
-    assert size == (tmp_path / "t.safetensors").stat().st_size
+    written = write_tensors(tmp_path / "t.safetensors", tensors)
+    assert written.digest == digest_of_file(tmp_path / "t.safetensors")
     with safe_open(tmp_path / "t.safetensors", framework="pt") as file:
         for name, tensor in tensors.items():
             assert torch.equal(file.get_tensor(name), tensor)
@@ -121,10 +122,21 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
 
 def test_a_failed_write_names_the_rank_and_keeps_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    (tmp_path / "global_step4.unfinished").write_text("a file where the folder should be")
-    with pytest.raises(CheckpointError, match=r"(?s)older ones are untouched.*rank 0 on .*global_step4"):
+    with file_size_limit(200), pytest.raises(CheckpointError, match=r"(?s)iteration 4 .*failed.*rank 0 on .*File too large"):
         save(tmp_path, 4)
     assert pointed_iteration(tmp_path) == 3
+    assert not (tmp_path / "global_step4.unfinished").exists()  # it would take the room that is missing
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes, as on a file system with a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_differences_are_listed_together_before_anything_is_written(tmp_path: Path) -> None:
@@ -180,16 +192,18 @@ def test_damaged_manifests_are_named(text: str, tmp_path: Path) -> None:
 
 def test_boxes_that_do_not_cover_are_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path, cuts=ROWS)
-    index = json.loads((folder / "index.json").read_text())
-    index["weight/a.weight"]["boxes"].pop()
-    (folder / "index.json").write_text(json.dumps(index))
+    opened = open_checkpoint(tmp_path, 3)
+    index = opened.index()
+    index.tensors["weight/a.weight"]["boxes"].pop()
+    (folder / "index.json").write_text(index.to_text())
+    opened.manifest.files["index.json"]["xxh128"] = digest_of_text(index.to_text())
     with pytest.raises(CheckpointError, match="35 elements are needed and 15 are stored"):
-        open_checkpoint(tmp_path, 3).load_into(boxes(ONE, empty=True))
+        opened.load_into(boxes(ONE, empty=True))
 
 
 def test_find_start(tmp_path: Path) -> None:
-    assert find_start(CheckpointConfig()) is None
-    assert find_start(CheckpointConfig(load=str(tmp_path / "nowhere"))) is None
+    assert find_start(CheckpointConfig()).checkpoint is None
+    assert find_start(CheckpointConfig(load=str(tmp_path / "nowhere"))).checkpoint is None
     with pytest.raises(CheckpointError, match="--require-load needs --load"):
         find_start(CheckpointConfig(require_load=True))
     with pytest.raises(CheckpointError, match="nothing to load"):
@@ -197,8 +211,7 @@ def test_find_start(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(CheckpointError, match="traces of a run"):
         find_start(CheckpointConfig(load=str(tmp_path)))
-    assert find_start(CheckpointConfig(load=str(tmp_path), allow_fresh_start=True)) is None
+    assert find_start(CheckpointConfig(load=str(tmp_path), allow_fresh_start=True)).checkpoint is None
     save(tmp_path)
     start = find_start(CheckpointConfig(load=str(tmp_path)))
-    assert start is not None
     assert start.iteration == 3

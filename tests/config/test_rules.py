@@ -28,6 +28,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both"),
     ({"lr": None}, "--lr is required"),
+    ({"save_at": (5,)}, "--save-at 5 needs --save"),
+    ({"async_save": True}, "--async-save needs --save"),
+    ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
+    ({"save": "ckpt", "keep_every": 10}, "--keep-every 10 says what --keep-latest-checkpoints may not remove"),
+    ({"load_iteration": 5}, "--load-iteration 5 needs --load"),
     ({"save": ""}, "--save is given an empty text; is a shell variable unset?"),
     ({"data_path": ("1", "", "1", "b")}, "--data-path is given an empty text"),
     (

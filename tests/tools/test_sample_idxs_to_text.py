@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save import Contents, save_checkpoint
 from megatron.config.cli import load_config, to_yaml
 from megatron.data.source import Place, build_sources
 from megatron.training.state import TrainState
@@ -47,7 +47,7 @@ def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
     )
     sources.train.advance(consumed)
     state = TrainState(iteration=iteration, consumed_samples=consumed, data=sources.state())
-    save_checkpoint(root, iteration, [], scalars=None, state=state.to_json(), config_yaml=to_yaml(config))
+    save_checkpoint(root, Contents(iteration, None, state.to_json(), to_yaml(config)), [])
 
 
 def test_the_text_is_the_documents(capsys, run):
@@ -103,7 +103,7 @@ def test_mistakes(capsys, run, tmp_path):
     for word in ("3-1", "x", "0-3"):
         assert f"--iterations {word} must be a number from 1 on" in fails(capsys, "--iterations", word, "--", *run)
     assert "sample 9999999 is not among the" in fails(capsys, "--samples", "9999999", "--", *run)
-    assert "has no pointer to a checkpoint" in fails(capsys, "--samples", "1", "--checkpoint", str(tmp_path))
+    assert "has no pointer latest to a checkpoint" in fails(capsys, "--samples", "1", "--checkpoint", str(tmp_path))
     at = run.index("--global-batch-size")
     without = [*run[:at], *run[at + len(["--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8"]) :]]
     assert "give --world-size" in fails(capsys, "--iterations", "1", "--", *without)

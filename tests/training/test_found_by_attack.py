@@ -218,8 +218,7 @@ def test_an_overridden_schedule_is_said(run: Runner) -> None:
 
 def test_two_positions_that_disagree_are_damage(run: Runner) -> None:
     run("--exit-interval 2")
-    manifest = run.folder / "global_step2" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["state"]["consumed_samples"] += 4
-    manifest.write_text(json.dumps(content))
+    manifest = read_manifest(run.folder / "global_step2")
+    manifest.state["consumed_samples"] += 4
+    (run.folder / "global_step2" / "manifest.json").write_text(manifest.to_text())
     assert "counts 12 consumed samples and its data stand at 8" in run.error()

@@ -1,0 +1,142 @@
+"""manifest.json: what a checkpoint is, and the digest of everything in it, its own included. The last file that is written.
+
+index.json is large and needed only by who reads tensors: where each box of each tensor lies, and the digests of the files' blocks.
+See docs/checkpoint_format.md.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
+from megatron.errors import CheckpointError, DamagedError
+
+FORMAT = 2
+MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    iteration: int
+    version: str
+    """Of the code that wrote it."""
+    layout: str
+    """What wrote it, for people; loading does not look at it."""
+    state: dict[str, Any]
+    """TrainState, the data's fingerprints in it."""
+    optimizer: dict[str, Any] | None
+    """The optimizer's scalars; None: saved without the optimizer."""
+    files: dict[str, dict[str, Any]]
+    """name -> {"bytes", "xxh128"} of every other file."""
+    format: int = FORMAT
+    block_bytes: int = BLOCK
+
+    def to_text(self) -> str:
+        """JSON, with its own digest."""
+        record = asdict(self)
+        return json.dumps({**record, "digest": _digest_of(record)}, indent=1) + "\n"
+
+    @property
+    def bytes(self) -> int:
+        """Of all other files."""
+        return sum(facts["bytes"] for facts in self.files.values())
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    return digest_of_text(json.dumps(record, sort_keys=True))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+        DamagedError: it is missing or altered. CheckpointError: of another format, or it cannot be read.
+    """
+    try:
+        record = json.loads(read_text(folder, MANIFEST))
+        found, digest = record.get("format"), record.pop("digest", None)
+    except (ValueError, AttributeError) as damage:
+        raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
+    if isinstance(found, int) and found != FORMAT:
+        way_out = "update this installation" if found > FORMAT else "load it with the version that wrote it"
+        raise CheckpointError(f"{folder} has format {found}; this version reads format {FORMAT}: {way_out}")
+    if digest != _digest_of(record):
+        raise DamagedError(f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}", MANIFEST)
+    return Manifest(**record)
+
+
+@dataclass(frozen=True)
+class Index:
+    tensors: dict[str, dict[str, Any]]
+    """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}"""
+    blocks: dict[str, str]
+    """file -> digests of its blocks, see `FileDigest`."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_index(folder: Path, manifest: Manifest) -> Index:
+    """
+    Raises:
+        DamagedError: it is missing or altered.
+    """
+    return Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
+
+
+def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
+    """A small file that has the manifest's digest.
+
+    Raises:
+        DamagedError: it has not, or is missing.
+    """
+    text = read_text(folder, name)
+    if digest_of_text(text) != manifest.files[name]["xxh128"]:
+        raise DamagedError(f"{name} is not what was written", name)
+    return text
+
+
+def read_text(folder: Path, name: str) -> str:
+    """
+    Raises:
+        DamagedError: it is missing or no text. CheckpointError: it cannot be read.
+    """
+    try:
+        return (folder / name).read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError) as missing:
+        raise DamagedError(f"{name} is missing", name) from missing
+    except UnicodeDecodeError as damage:
+        raise DamagedError(f"{name} is not what was written: {damage}", name) from damage
+    except OSError as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error}; mend the file system or the permissions") from error
+
+
+def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
+    """Read a file and compare it with its digest.
+
+    Raises:
+        DamagedError: it differs, or is missing. OSError: it cannot be read.
+    """
+    check_size(folder, name, size)
+    found = digest_of_file(folder / name).xxh128
+    if found != xxh128:
+        raise DamagedError(f"{name} is not what was written: its digest is {found}, not {xxh128}", name)
+
+
+def check_size(folder: Path, name: str, size: int) -> None:
+    """
+    Raises:
+        DamagedError: the file is missing or of another size. OSError: the disk does not answer.
+    """
+    try:
+        found = (folder / name).stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as missing:
+        raise DamagedError(f"{name} is missing", name) from missing
+    if found != size:
+        raise DamagedError(f"{name} has {found} bytes instead of {size}", name)
+
+
+def digests_of(manifest: Manifest, index: Index) -> dict[str, FileDigest]:
+    """Of the tensor files."""
+    return {name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b) for name, b in index.blocks.items()}

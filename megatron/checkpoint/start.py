@@ -1,0 +1,190 @@
+"""Where a run starts: which checkpoint, and what happens to those that are damaged."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.folder import LATEST, point_to, read_pointer, saved_iterations, set_aside, tidy, traces
+from megatron.checkpoint.load import Checkpoint, open_checkpoint
+from megatron.checkpoint.save import Ranks
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.errors import CheckpointError, DamagedError
+
+
+@dataclass(frozen=True)
+class Start:
+    checkpoint: Checkpoint | None
+    """None: afresh."""
+    damaged: tuple[tuple[int, str], ...] = ()
+    """(iteration, what is wrong) of those that would have come first."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def iteration(self) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint.iteration
+
+
+def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None = None) -> Start:
+    """The checkpoint that `--load` leads to. Looks at small files and sizes, and changes nothing.
+
+    `known_damage`: iteration -> what was found wrong with its tensors.
+
+    Raises:
+        CheckpointError: there should be one, or there are traces of a run and no pointer to say where it stood; or all that could
+            be taken are damaged.
+    """
+    _refuse_to_overwrite(config)
+    if config.load is None:
+        if config.require_load:
+            raise CheckpointError("--require-load needs --load FOLDER")
+        return Start(None)
+    root = Path(config.load)
+    saved = saved_iterations(root)
+    if config.load_iteration is not None:
+        if config.load_iteration not in saved:
+            there = ", ".join(f"global_step{i}" for i in saved) or "none"
+            raise CheckpointError(f"--load-iteration {config.load_iteration}: {root} has no such checkpoint; there are: {there}")
+        checkpoint = _opened(root, config.load_iteration, known_damage)
+        return Start(checkpoint, (), _later(saved, config.load_iteration, config))
+    pointer = read_pointer(root)
+    if pointer is None:
+        _refuse_to_begin_anew(config, root, saved)
+        return Start(None)
+    notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
+    damaged: list[tuple[int, str]] = []
+    for iteration in [pointer.iteration, *(i for i in reversed(saved) if i < pointer.iteration)]:
+        try:
+            found = _opened(root, iteration, known_damage)
+        except DamagedError as damage:
+            damaged.append((iteration, str(damage)))
+            if config.load_fallback:
+                continue
+            raise _no_way_on(damaged, "--no-load-fallback forbids to take an older one") from damage
+        return Start(found, tuple(damaged), (*notes, *_later(saved, pointer.iteration, config)))
+    raise _no_way_on(damaged, "and there is no older one that is whole")
+
+
+def _opened(root: Path, iteration: int, known_damage: Mapping[int, str] | None) -> Checkpoint:
+    if known_damage and iteration in known_damage:
+        raise DamagedError(known_damage[iteration], "")
+    checkpoint = open_checkpoint(root, iteration)
+    try:
+        checkpoint.check_files()
+    except DamagedError as damage:
+        raise DamagedError(f"{checkpoint.folder} is damaged: {damage}", damage.file) from damage
+    return checkpoint
+
+
+def _no_way_on(damaged: list[tuple[int, str]], why: str) -> CheckpointError:
+    listed = "\n  ".join(what for _, what in damaged)
+    return CheckpointError(
+        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point {LATEST} to another checkpoint"
+    )
+
+
+def _later(saved: list[int], iteration: int, config: CheckpointConfig) -> tuple[str, ...]:
+    """Checkpoints of a course that this start goes back behind."""
+    later = [f"global_step{i}" for i in saved if i > iteration]
+    if not later or config.load != config.save:
+        return ()
+    return (
+        f"later than global_step{iteration}, where this run starts: {', '.join(later)}; each stays until a save of the same "
+        "iteration replaces it",
+    )
+
+
+def _refuse_to_begin_anew(config: CheckpointConfig, root: Path, saved: list[int]) -> None:
+    if config.require_load:
+        raise CheckpointError(f"--require-load: {root / LATEST} is not there, so there is nothing to load")
+    found = traces(root)
+    if found and not config.allow_fresh_start:
+        point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or " if saved else ""
+        raise CheckpointError(
+            f"{root} holds traces of a run ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
+            f"{LATEST}; {point}give --allow-fresh-start to begin at iteration 0"
+        )
+
+
+def _refuse_to_overwrite(config: CheckpointConfig) -> None:
+    """A run that would begin anew in a folder where another one has checkpoints has probably lost its `--load`."""
+    if config.save is None or config.allow_fresh_start or config.load == config.save:
+        return
+    saved = saved_iterations(Path(config.save))
+    if saved:
+        raise CheckpointError(
+            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) and --load does not lead there; "
+            f"give --load {config.save} to go on with it, another --save, or --allow-fresh-start to begin over it"
+        )
+
+
+def agree_on_start(
+    config: CheckpointConfig, ranks: Ranks, known_damage: Mapping[int, str], *, own_folder: bool, say: Callable[[str], None]
+) -> Start:
+    """As `find_start`, decided by rank 0 for all ranks. `own_folder`: this run holds the lease of --load, so it clears up what an
+    earlier one left there, and sets damaged checkpoints aside.
+
+    Raises:
+        CheckpointError: on every rank, as `find_start`; or a rank does not see what rank 0 sees.
+    """
+    start, problem = Start(None), None
+    if ranks.rank == 0:
+        try:
+            if own_folder:
+                tidy(Path(str(config.load)))
+            start = find_start(config, known_damage)
+            _report(start, config, own_folder=own_folder, say=say)
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{config.load} cannot be read or written: {error}"
+    start, problem = ranks.gather((start, problem))[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return start
+
+
+def _report(start: Start, config: CheckpointConfig, *, own_folder: bool, say: Callable[[str], None]) -> None:
+    for note in start.notes:
+        say(f"warning: {note}")
+    for iteration, what in start.damaged:
+        say(f"warning: {what}")
+        if own_folder and start.iteration is not None:
+            root = Path(str(config.load))
+            point_to(root, start.iteration)  # first: no pointer may name what is renamed
+            say(f"warning: set aside as {set_aside(root, iteration).name}")
+    if start.damaged:
+        say(f"warning: going on from global_step{start.iteration}, the newest good checkpoint before it")
+
+
+def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ranks) -> str | None:
+    """After all ranks have loaded: what is wrong with the checkpoint, as rank 0 sees it, too; None: nothing.
+
+    Raises:
+        CheckpointError: on every rank; some rank read something else than rank 0 does, so it is not the checkpoint that is broken.
+    """
+    found = [damage for damage in ranks.gather(None if mine is None else (ranks.rank, str(mine), mine.file)) if damage is not None]
+    if not found:
+        return None
+    rank, what, file = found[0]
+    verdict: tuple[str | None, str | None] = (None, None)
+    if ranks.rank == 0:
+        try:
+            if rank != 0:
+                checkpoint.verify(file)
+                verdict = (
+                    None,
+                    (
+                        f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the "
+                        "same on all hosts, and that host's memory and network sound?"
+                    ),
+                )
+            else:
+                verdict = f"{checkpoint.folder} is damaged: {what}", None
+        except DamagedError as damage:
+            verdict = f"{checkpoint.folder} is damaged: {damage}", None
+        except (CheckpointError, OSError) as error:
+            verdict = None, f"{checkpoint.folder / file} cannot be read: {error}"
+    damaged, problem = ranks.gather(verdict)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return damaged
