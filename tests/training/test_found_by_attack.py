@@ -12,6 +12,8 @@ import pytest
 from runs import Runner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.manifest import read_manifest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
