@@ -1,0 +1,120 @@
+"""Digests of files and blocks; a reader that believes no block without its digest, and needs little memory."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.digest import BLOCK, Digester, digest_of_block, digest_of_file
+from megatron.checkpoint.tensor_file import TensorReader, _pieces, write_tensors
+from megatron.errors import DamagedError
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("step", [BLOCK // 3, BLOCK, 2 * BLOCK + 5])
+def test_blocks_do_not_depend_on_how_the_bytes_came(size: int, step: int) -> None:
+    data = bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy())
+    digester = Digester()
+    for at in range(0, size, step):
+        digester.update(data[at : at + step])
+    digest = digester.digest()
+    assert digest.bytes == size
+    assert digest.xxh128 == xxhash.xxh3_128_hexdigest(data)
+    blocks = [data[at : at + BLOCK] for at in range(0, size, BLOCK)]
+    assert digest.blocks == "".join(map(digest_of_block, blocks))
+    assert [digest.block(number) for number in range(len(blocks))] == [digest_of_block(block) for block in blocks]
+    assert digest.block(len(blocks)) == ""
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 700, 2000]), min_size=1, max_size=3)))
+    assume(math.prod(shape) < 10_000_000)
+    part = []
+    for n in shape:
+        low = data.draw(st.integers(0, n - 1))
+        part.append(slice(low, data.draw(st.integers(low + 1, min(n, low + 40)))))
+    stored = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int32).view(shape)
+    expected = stored[tuple(part)]
+    found = torch.full_like(expected, -1)
+    for begin, run, inner, outer in _pieces(shape, tuple(part)):
+        elements = int(torch.tensor(run).prod())
+        assert 4 * elements <= BLOCK
+        assert (found[outer] == -1).all()
+        found[outer] = stored.view(-1)[begin : begin + elements].view(run)[inner]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("position", ["first", "middle", "last"])
+def test_a_flipped_bit_is_found_wherever_it_is(position: str, tmp_path: Path) -> None:
+    tensor = torch.randn(3 * BLOCK // 4 + 10)
+    written = write_tensors(tmp_path / "f", {"t": tensor})
+    raw = bytearray((tmp_path / "f").read_bytes())
+    at = {"first": written.begins["t"], "middle": len(raw) // 2, "last": len(raw) - 1}[position]
+    raw[at] ^= 1
+    (tmp_path / "f").write_bytes(raw)
+    box = ((0,), tuple(tensor.shape))
+    stored = [{"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}]
+    with TensorReader(tmp_path, {"f": written.digest}) as reader, pytest.raises(DamagedError, match=r"f is not what was written"):
+        reader.read_into(torch.empty_like(tensor), box, stored, "t")
+    assert digest_of_file(tmp_path / "f").xxh128 != written.digest.xxh128
+
+
+def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
+    """A rank needs its own part only, so damage elsewhere is another rank's to find."""
+    tensor = torch.randn(4 * BLOCK // 4)
+    written = write_tensors(tmp_path / "f", {"t": tensor})
+    raw = bytearray((tmp_path / "f").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "f").write_bytes(raw)
+    stored = [{"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}]
+    target = torch.empty(1000)
+    with TensorReader(tmp_path, {"f": written.digest}) as reader:
+        reader.read_into(target, ((500,), (1000,)), stored, "t")
+    assert torch.equal(target, tensor[500:1500])
+
+
+MEMORY = """
+import json, resource, sys, torch
+from pathlib import Path
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.save import Contents, Saver, save_checkpoint
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.parallel.chunk import Chunk
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+act, root, rows = sys.argv[1], Path(sys.argv[2]), 16 << 10
+chunks = [Chunk(k, "w", (rows, 2, 1024), (0, 0, 0), torch.ones(rows, 2, 1024), owner=True) for k in ("weight", "exp_avg")]
+state = sum(4 * chunk.tensor.numel() for chunk in chunks)
+before = peak()
+if act == "save":
+    save_checkpoint(root, Contents(1, None, {}, ""), chunks)
+elif act == "cut":  # along a dimension that the files are not cut along
+    halves = [Chunk(c.kind, "w", c.global_shape, (0, 1, 0), c.tensor[:, :1], owner=True) for c in chunks]
+    open_checkpoint(root, 1).load_into(halves)
+else:
+    open_checkpoint(root, 1).load_into(chunks)
+print(json.dumps([state, before, peak()]))
+"""
+
+
+def test_saving_and_loading_need_little_memory_beside_the_state(tmp_path: Path) -> None:
+    """At most 0.3 of the rank's own state; measured in fresh processes, whose peak is theirs alone."""
+    for act in ("save", "load", "cut"):
+        run = subprocess.run(
+            [sys.executable, "-c", MEMORY, act, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
+        )
+        state, before, after = json.loads(run.stdout)
+        assert state == 256 << 20
+        assert before > state  # it was there when the measurement began
+        assert after - before < 0.3 * state, act

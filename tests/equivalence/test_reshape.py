@@ -1,0 +1,138 @@
+"""Saved under any layout, loaded under any other: masters and moments bit for bit, and the next losses those of one process.
+
+What is in a checkpoint is read here with the safetensors library and put together by its index, not by the code that is tested.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import NO_DROPOUT, command, curve, worst
+from layouts import Layout
+from process_pool import ProcessPool, pretrain, succeed
+from safetensors import safe_open
+
+BOUND = 1e-5
+LAYOUTS = [
+    Layout(),
+    Layout(2, 2, 2, 1, sequence=True, schedule="1F1B"),
+    Layout(1, 1, 4, 3),
+    Layout(4, 2, 1, 1, schedule="interleaved 1F1B"),
+    Layout(2, 1, 2, 2, sequence=True),
+    Layout(1, 4, 2, 1, schedule="GPipe", partition="parameters"),
+    Layout(1, 2, 1, 1, schedule="1F1B", partition="ends"),
+]
+SHORT = 3
+"""So many of them are combined in the short suite."""
+ASYNCHRONOUS = LAYOUTS[1]
+
+Saved = Callable[[Layout], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder of a layout's run of 10 iterations, with checkpoints after 5 and 10."""
+    folders: dict[Layout, Path] = {}
+
+    def run(layout: Layout) -> Path:
+        if layout not in folders:
+            folder = tmp_path_factory.mktemp("saved")
+            flags = "--save-interval 5" + (" --async-save" if layout is ASYNCHRONOUS else "")
+            succeed(pool.run(layout.ranks, pretrain, arguments(folder, corpus, layout, flags)))
+            folders[layout] = folder
+        return folders[layout]
+
+    return run
+
+
+def arguments(folder: Path, corpus: str, layout: Layout, flags: str) -> list[str]:
+    return command(folder, corpus, layout.shape, layout.course, NO_DROPOUT, layout.flags, flags)
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """kind/name -> the global tensor."""
+    tensors = {}
+    for tensor, entry in json.loads((checkpoint / "index.json").read_text())["tensors"].items():
+        whole = torch.full(entry["shape"], float("nan"))
+        for box in entry["boxes"]:
+            with safe_open(checkpoint / box["file"], framework="pt") as file:
+                values = file.get_tensor(f"{tensor}@{','.join(map(str, box['offset']))}")
+            whole[tuple(slice(o, o + n) for o, n in zip(box["offset"], box["shape"], strict=True))] = values
+        assert not whole.isnan().any(), f"{tensor} has a gap"
+        tensors[tensor] = whole
+    return tensors
+
+
+def differing_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]]:
+    """On each rank: (tensors looked at, those whose boxes are not the checkpoint's, bit for bit)."""
+    import pretrain_gpt
+    from megatron.config.cli import load_config
+    from megatron.training import setup
+
+    expected = whole_tensors(Path(checkpoint))
+    counts: list[int] = []
+    different: list[str] = []
+
+    def look(run: Any) -> None:
+        for chunk in run.engine.chunks(optimizer=True):
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.tensor.shape, strict=True))
+            stored = expected[f"{chunk.kind}/{chunk.name}"][box]
+            if not torch.equal(stored.view(torch.int32), chunk.tensor.cpu().contiguous().view(torch.int32)):
+                different.append(f"{chunk.kind}/{chunk.name}")
+        counts.append(len(run.engine.chunks(optimizer=True)))
+
+    def start_and_look(*arguments: Any) -> Any:
+        run = setup.start_run(*arguments)
+        look(run)
+        return run
+
+    original, pretrain_gpt.start_run = pretrain_gpt.start_run, start_and_look
+    try:
+        pretrain_gpt.pretrain(load_config(argv))
+    finally:
+        pretrain_gpt.start_run = original
+    return counts[0], different
+
+
+PAIRS = [
+    pytest.param(before, after, id=f"{before}--{after}", marks=() if max(i, j) < SHORT else pytest.mark.full)
+    for i, before in enumerate(LAYOUTS)
+    for j, after in enumerate(LAYOUTS)
+    if i != j
+]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_any_layout_loads_what_any_other_saved(
+    before: Layout, after: Layout, pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
+) -> None:
+    source = saved(before)
+    argv = arguments(tmp_path, corpus, after, f"--load-iteration 5 --metrics-file {tmp_path}/metrics.jsonl")
+    argv[argv.index("--load") + 1] = str(source)
+    outcomes = pool.run(after.ranks, differing_after_load, argv, str(source / "global_step5"))
+    succeed(outcomes)
+    for outcome in outcomes:
+        looked_at, different = outcome.value
+        assert looked_at > 0
+        assert not different
+    alone = saved(LAYOUTS[0])
+    assert len(curve(tmp_path)) == 5
+    assert worst(curve(tmp_path), curve(alone)[5:]) < BOUND
+
+
+def test_without_the_optimizer_moments_and_step_are_fresh(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> None:
+    """A first step of Adam has no bias left after its correction: as large as the learning rate, whatever the gradient."""
+    layout = LAYOUTS[4]
+    argv = arguments(tmp_path, corpus, layout, "--load-iteration 5 --no-load-optim --weight-decay 0 --exit-interval 6")
+    argv[argv.index("--load") + 1] = str(saved(LAYOUTS[0]))
+    succeed(pool.run(layout.ranks, pretrain, argv))
+    before, after = whole_tensors(saved(LAYOUTS[0]) / "global_step5"), whole_tensors(tmp_path / "global_step6")
+    manifest = json.loads((tmp_path / "global_step6" / "manifest.json").read_text())
+    assert manifest["optimizer"]["optimizer_step"] == 1
+    name = "blocks.0.mlp.up.weight"
+    gradient = after[f"exp_avg/{name}"] / (1 - 0.9)
+    torch.testing.assert_close(after[f"exp_avg_sq/{name}"], (1 - 0.999) * gradient**2)
+    assert not torch.equal(after[f"weight/{name}"], before[f"weight/{name}"])
