@@ -300,7 +300,7 @@ class Saver:
         if free < size + SMALL_FILES:
             raise OSError(f"the checkpoint has {gigabytes(size)}, and {self._root} has {gigabytes(free)} free; make room")
         remove(fresh)
-        fresh.mkdir(parents=True)
+        fresh.mkdir()  # not its parents: a file system that is gone must not be written beside
 
     def _write(
         self, fresh: Path, own: dict[str, Chunk], copied: threading.Event, ready: "torch.cuda.Event | None", *, copy: bool

@@ -85,7 +85,7 @@ def _no_way_on(damaged: list[tuple[int, str]], why: str) -> CheckpointError:
 def _later(saved: list[int], iteration: int, config: CheckpointConfig) -> tuple[str, ...]:
     """Checkpoints of a course that this start goes back behind."""
     later = [f"global_step{i}" for i in saved if i > iteration]
-    if not later or config.load != config.save:
+    if not later or not config.resumes_itself:
         return ()
     return (
         f"later than global_step{iteration}, where this run starts: {', '.join(later)}; each stays until a save of the same "
@@ -107,7 +107,7 @@ def _refuse_to_begin_anew(config: CheckpointConfig, root: Path, saved: list[int]
 
 def _refuse_to_overwrite(config: CheckpointConfig) -> None:
     """A run that would begin anew in a folder where another one has checkpoints has probably lost its `--load`."""
-    if config.save is None or config.allow_fresh_start or config.load == config.save:
+    if config.save is None or config.allow_fresh_start or config.resumes_itself:
         return
     saved = saved_iterations(Path(config.save))
     if saved:

@@ -1,5 +1,6 @@
 """What is saved, where, and what is loaded."""
 
+import os
 from dataclasses import dataclass
 
 
@@ -39,3 +40,8 @@ class CheckpointConfig:
     """Refuse to start without a checkpoint."""
     allow_fresh_start: bool = False
     """Start afresh although --load shows traces of a run without a usable pointer."""
+
+    @property
+    def resumes_itself(self) -> bool:
+        """--load and --save are one folder, however they are spelled."""
+        return self.load is not None and self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from megatron import __version__
+from megatron.code_version import code_version
 from megatron.config.compare import config_digest, differences
 from megatron.config.tree import Config
 from megatron.errors import LayoutError
@@ -16,7 +16,7 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     """
     if mesh.grid.world_size == 1:
         return
-    mine = (config_digest(config), iteration, __version__)
+    mine = (config_digest(config), iteration, code_version())
     everyone: list[tuple[str, int, str]] = [mine] * mesh.grid.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:

@@ -2,8 +2,8 @@
 
 import time
 
-from megatron import __version__
 from megatron.checkpoint.save import Contents, Saver
+from megatron.code_version import code_version
 from megatron.config.yaml_file import to_yaml
 from megatron.engine.base import StepResult
 from megatron.errors import TrainingError
@@ -211,7 +211,7 @@ def begin_save(run: Run, saver: Saver) -> None:
         scalars=run.engine.scalars() if with_optimizer else None,
         state=state.to_json(),
         config_yaml=to_yaml(plan.config),
-        version=__version__,
+        version=code_version(),
         layout=str(run.mesh.grid),
     )
     run.reporter.flush()

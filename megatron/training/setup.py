@@ -119,7 +119,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     exits = Exits(config.batch, mesh)  # first, so that a signal while building is not lost
     timers = Timers(mesh.device)
     mesh.tensor_parallel.clock = lambda: timers(COMMUNICATION)
-    own = lease is not None and config.checkpoint.load == config.checkpoint.save
+    own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     while True:
         start = agree_on_start(config.checkpoint, ranks, damage, own_folder=own, say=say)
