@@ -161,7 +161,7 @@ def test_shorter_sequences_cost_less_attention():
 def test_eighteen_bytes_a_parameter():
     memory = flops.parameter_memory(104_000_000_000, half=True)
     assert memory.total == 1_872_000_000_000  # the 104B run's notes
-    assert (memory.master_weights, memory.half_weights, memory.optimizer_states, memory.gradients) == tuple(
+    assert (memory.master_weights, memory.working_weights, memory.optimizer_states, memory.gradients) == tuple(
         104_000_000_000 * n for n in (4, 2, 8, 4)
     )
     assert flops.parameter_memory(10, half=False).total == 160
@@ -173,9 +173,11 @@ def test_zero_shards_more_with_each_stage(stage, total):
     assert memory.total == total
 
 
-def test_zero_in_fp32_keeps_the_only_weights_until_stage_3():
+def test_zero_in_fp32_has_whole_weights_beside_the_shard_until_stage_3():
     totals = [flops.parameter_memory_per_rank(1000, half=False, data_parallel_size=4, zero_stage=z).total for z in range(4)]
-    assert totals == [16_000, 10_000, 7_000, 4_000]
+    assert totals == [16_000, 11_000, 8_000, 4_000]
+    alone = flops.parameter_memory_per_rank(1000, half=False, data_parallel_size=1, zero_stage=1)
+    assert (alone.total, alone.working_weights) == (16_000, 0)
 
 
 def test_activations_of_gpt2_by_formula():

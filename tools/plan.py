@@ -374,7 +374,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most" if plan.pipeline_size > 1 else ""
     rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
     lines = [_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
-    for part in ("master_weights", "half_weights", "optimizer_states", "gradients", "total"):
+    for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
         model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
         lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     configured, kept, scores, again = (

@@ -46,7 +46,7 @@ class Zero:
 
     def __init__(self, model: GPT, mesh: DeviceMesh, *, stage: int, compute_dtype: torch.dtype, clock: Clock) -> None:
         self._model = model
-        self._reduce_each_microbatch = stage >= 2
+        self._stage = stage
         self._compute_dtype = compute_dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -80,9 +80,10 @@ class Zero:
 
     def before_backward(self, *, last: bool) -> None:
         """Called before each microbatch; `last`: it is the batch's last one."""
-        self._root.set_requires_gradient_sync(last or self._reduce_each_microbatch)
-        # Else the module would keep unsharded parameters, whose gradients nobody reads.
-        self._root.set_reshard_after_backward(last)
+        self._root.set_requires_gradient_sync(last or self._stage >= 2)
+        # After the last one, or the module would keep unsharded parameters, whose gradients nobody reads; in stage 3 after each, or
+        # all blocks would lie gathered from the first backward pass on.
+        self._root.set_reshard_after_backward(last or self._stage == 3)
 
 
 def shard_offset(rows: int, rank: int, ranks: int) -> int:

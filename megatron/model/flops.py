@@ -151,14 +151,15 @@ class ParameterMemory:
     """Bytes of everything that scales with the parameters; activations and buffers come on top."""
 
     master_weights: int
-    half_weights: int
+    working_weights: int
+    """What the model computes with, where that is not the masters themselves."""
     optimizer_states: int
     gradients: int
 
     @property
     def total(self) -> int:
         """Bytes of all parts."""
-        return self.master_weights + self.half_weights + self.optimizer_states + self.gradients
+        return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
 
 
 def parameter_memory(parameters: int, *, half: bool) -> ParameterMemory:
@@ -171,15 +172,19 @@ def parameter_memory(parameters: int, *, half: bool) -> ParameterMemory:
 
 def parameter_memory_per_rank(rank_parameters: int, *, half: bool, data_parallel_size: int, zero_stage: int) -> ParameterMemory:
     """What of that one rank keeps (rounded up): stage 1 shards optimizer states and master weights over data-parallel ranks,
-    2 also gradients, 3 also the weights that the model computes with."""
+    2 also gradients, 3 also the weights that the model computes with.
+
+    In fp32 the masters are what the model computes with, until stages 1 and 2 cut them: then it has whole ones beside the shard.
+    """
     whole = parameter_memory(rank_parameters, half=half)
+    fp32_copies = 4 * rank_parameters if not half and data_parallel_size > 1 and zero_stage in (1, 2) else 0
 
     def sharded_from(stage: int, size: int) -> int:
         return -(-size // data_parallel_size) if zero_stage >= stage else size
 
     return ParameterMemory(
-        master_weights=sharded_from(1 if half else 3, whole.master_weights),
-        half_weights=sharded_from(3, whole.half_weights),
+        master_weights=sharded_from(1, whole.master_weights),
+        working_weights=sharded_from(3, whole.working_weights) + fp32_copies,
         optimizer_states=sharded_from(1, whole.optimizer_states),
         gradients=sharded_from(2, whole.gradients),
     )
