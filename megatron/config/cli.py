@@ -45,8 +45,9 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         errors += yaml_errors
     given |= line.given
     for shown, row in line.conditions:
-        if row.needs not in given:
-            errors.append(f"{shown} needs {all_fields()[row.needs].flag} beside it: {row.reason}.")
+        field = all_fields()[row.needs]
+        if row.needs not in given or given[row.needs].value == field.default:
+            errors.append(f"{shown} needs {field.flag} beside it: {row.reason}.")
     if not errors:  # a typing error in a required flag would be reported twice
         errors += missing(given)
     if errors:

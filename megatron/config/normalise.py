@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.compat import Row, find_row, rows
+from megatron.config.compat import find_row, rows
+from megatron.config.compat_row import Row
 from megatron.config.fields import Arity, Field, Given, all_fields
 
 
@@ -77,6 +78,17 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
 
 def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
     shown = " ".join([typed, *values])
+    flags = _cut_at_flags(row.to)
+    if row.arity == 0 and values:
+        word = values[0].lower()
+        if word == "false" and row.kind == "refused":
+            line.warnings.append(f"{shown} has no effect here: it asks for nothing.")
+            return
+        if word == "true":
+            values = []
+        elif word != "false" or not all(known_flags()[flag].is_bool for flag, *_ in flags):
+            line.errors.append(f"{shown} must be true, or left out.")
+            return
     if row.kind == "refused":
         line.errors.append(f"{shown} is not possible here: {row.reason}.")
         return
@@ -85,10 +97,25 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
     if row.kind == "harmless":
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
         return
-    flag, *fixed = row.to
     passed = [] if row.only else values
-    line.warnings.append(f"{shown} is read as {' '.join([*row.to, *passed])}{': ' + row.reason if row.reason else ''}.")
-    _give(line, known_flags()[flag], typed, flag, [*fixed, *passed])
+    if row.arity == 0 and passed:  # "false": it is off, whatever it stands for
+        flags = [[flag, *passed] for flag, *_ in flags]
+    else:
+        flags[-1] += passed
+    note = f": {row.reason}" if row.reason and not row.needs else ""
+    line.warnings.append(f"{shown} is read as {' '.join(word for words in flags for word in words)}{note}.")
+    for flag, *its_values in flags:
+        _give(line, known_flags()[flag], typed, flag, its_values)
+
+
+def _cut_at_flags(words: Sequence[str]) -> list[list[str]]:
+    """`--a 1 --b` as [[--a, 1], [--b]]."""
+    cuts: list[list[str]] = []
+    for word in words:
+        if _is_flag(word):
+            cuts.append([])
+        cuts[-1].append(word)
+    return cuts
 
 
 def _give(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:

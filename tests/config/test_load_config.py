@@ -110,8 +110,8 @@ def test_spellings(flags: str, field: str, value: object):
         ("--data-path a --data-path 1 b 2 c", "data.data_path", ("1", "b", "2", "c"), "--data-path"),
         ("--data-path 1 b 2 c --data_path a", "data.data_path", ("a",), "--data_path"),
         ("--rampup-batch-size 1 2 3 --rampup-batch-size 4 5 6", "batch.rampup_batch_size", (4, 5, 6), "--rampup-batch-size"),
-        ("--glu-activation geglu --swiglu", "model.glu_activation", "swiglu", "--swiglu"),
-        ("--swiglu --glu-activation geglu", "model.glu_activation", "geglu", "--glu-activation"),
+        ("--glu-activation geglu --swiglu --ffn-hidden-size 176", "model.glu_activation", "swiglu", "--swiglu"),
+        ("--swiglu --glu-activation geglu --ffn-hidden-size 176", "model.glu_activation", "geglu", "--glu-activation"),
     ],
 )
 def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: object, origin: str):

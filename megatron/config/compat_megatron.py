@@ -1,0 +1,247 @@
+"""Flags of GPT pretraining with Megatron-LM and with BigScience's and Microsoft's Megatron-DeepSpeed that are not the same here.
+
+Invariant: as in `compat_row`. Source: the argument parsers of the three, and what their code makes of each argument.
+"""
+
+from megatron.config.compat_row import Row, all_harmless, all_refused, harmless, refused, renamed
+
+_SDPA = "attention runs in PyTorch's scaled_dot_product_attention, which picks its kernel itself"
+_KERNELS = "the kernels in use are chosen, and printed, at the start"
+_COUNTERS = "randomness is derived from the seed and the counters, so no random state is stored"
+_MEMORY = "it changes memory only, and there is no such switch here"
+_OVERLAP = "communication overlaps computation wherever the engine can do so"
+_FP32 = "it is always so here"
+_TENSORBOARD = "TensorBoard gets no such points here"
+_WANDB = "metrics go to TensorBoard and to metrics.jsonl"
+_SCORES = "the scaling by layer cancels out in exact arithmetic, and attention scores are held in fp32, where none overflows"
+_EXPERTS = "it is for mixtures of experts, and there are none"
+_FP8 = "there is no fp8: take it out and say --bf16"
+_DECAY = "the weight decay is constant: --weight-decay"
+_ONE_TEXT = "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of documents"
+_SPLITS = "say --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
+_INDEX = "indices are built from the data and the seed; --data-cache-path says where they are kept"
+_ULYSSES = "sequences are cut by --sequence-parallel with --tensor-model-parallel-size"
+_ZERO_BUBBLE = "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
+_SENTENCEPIECE = "convert the tokenizer to Hugging Face's form and say --tokenizer-type PretrainedFromHF"
+_ZERO_BUFFERS = "the engine sizes and orders its communication itself"
+_NO_PROFILER = "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
+_MESSAGES = "there is one level of messages"
+_STEP_TIMES = "the step's parts are always timed"
+_BY_ITSELF = "each layer is recomputed by itself"
+
+_MODEL = (
+    renamed(
+        "--swiglu",
+        "--glu-activation",
+        "swiglu",
+        needs="model.ffn_hidden_size",
+        reason="without it the width there is 8/3 x hidden size, rounded down to a multiple of 64, and here 4 x hidden size",
+    ),
+    # without biases there is no fused kernel there, so GELU has its erf form
+    renamed("--disable-bias-linear", "--no-add-bias-linear", "--no-bias-gelu-fusion"),
+    renamed("--norm-epsilon", "--layernorm-epsilon", arity=1),
+    renamed("--normalization", "--normalization", "LayerNorm", arity=1, only=("layernorm",)),
+    renamed("--normalization", "--normalization", "RMSNorm", arity=1, only=("rmsnorm",)),
+    renamed("--num-key-value-heads", "--num-query-groups", arity=1),
+    renamed("--encoder-num-layers", "--num-layers", arity=1),
+    renamed("--encoder-seq-length", "--seq-length", arity=1),
+    renamed("--use-rotary-position-embeddings", "--position-embedding-type", "rotary"),
+    renamed("--position-embedding-type", "--position-embedding-type", "rotary", arity=1, only=("rope",)),
+    renamed("--position-embedding-type", "--position-embedding-type", "absolute", arity=1, only=("learned_absolute",)),
+    renamed("--rotary-position-embeddings-theta", "--rotary-base", arity=1),
+    harmless("--group-query-attention", "the number of groups alone turns it on", needs="model.num_query_groups"),
+    harmless(
+        "--no-position-embedding",
+        "rotary and ALiBi models have no table of positions anyway",
+        needs="model.position_embedding_type",
+    ),
+    harmless("--no-query-key-layer-scaling", _SCORES),
+    harmless("--apply-query-key-layer-scaling", _SCORES),
+    harmless("--attention-softmax-in-fp32", _SDPA),
+    harmless("--use-cpu-initialization", "every weight is initialised from the seed and its name, the same on any device"),
+    harmless("--no-initialization", "weights are always initialised; a checkpoint replaces them"),
+    refused("--data-parallel-random-init", "data-parallel ranks train one model, so their weights are the same"),
+    refused("--openai-gelu", "GELU in its tanh form is the default: take out this flag and --no-bias-gelu-fusion"),
+    refused("--squared-relu", "the MLP has GELU or a gate: --glu-activation"),
+    refused("--onnx-safe", "nothing is exported to ONNX: take it out", arity=1),
+    refused("--apply-residual-connection-post-layernorm", "residuals are taken before the norm (pre-LN), as in GPT-2"),
+    refused("--apply-layernorm-1p", "norms hold their weight itself, in fp32 masters: take it out"),
+    refused("--embedding-weights-in-fp32", "--fp32-residual-connection keeps the residual stream in fp32"),
+    refused("--init-method-xavier-uniform", "weights are drawn from a normal distribution; see --init-method-std"),
+    refused("--scattered-embeddings", "--sequence-parallel cuts what follows the embedding"),
+    refused("--memory-centric-tiled-linear", "there is no tiling of matrices: --tensor-model-parallel-size cuts them"),
+    harmless("--tile-factor", "it is for --memory-centric-tiled-linear alone", arity=1),
+    refused("--random-ltd", "every layer sees every token: take it out"),
+    harmless("--num-experts", "there are no mixtures of experts", arity="*", only=("1",)),
+    refused("--num-experts", "there are no mixtures of experts", arity="*"),
+    refused("--num-experts-switch", "there are no mixtures of experts", arity=1),
+    harmless("--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)),
+    *all_harmless(
+        _EXPERTS,
+        "--mlp-type --topk --expert-interval --moe-expert-parallel-size --moe-train-capacity-factor --moe-eval-capacity-factor "
+        "--moe-min-capacity --moe-loss-coeff",
+        arity=1,
+    ),
+    *all_harmless(
+        _EXPERTS,
+        "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --create-moe-param-group --use-tutel "
+        "--enable-expert-tensor-parallelism",
+    ),
+)
+
+_KERNEL_CHOICES = (
+    harmless("--no-masked-softmax-fusion", _SDPA),
+    *all_harmless(
+        _SDPA, "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder"
+    ),
+    harmless("--attention-backend", _SDPA, arity=1),
+    harmless("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
+    harmless("--no-bias-dropout-fusion", _KERNELS),
+    harmless("--no-gradient-accumulation-fusion", _KERNELS),
+    harmless("--no-persist-layer-norm", _KERNELS),
+    harmless("--disable-mem-efficient-ln", _KERNELS),
+    harmless("--transformer-impl", _KERNELS, arity=1),
+    harmless("--use-mcore-models", _KERNELS),
+    harmless("--ds-fused-adam", _KERNELS),
+    *all_refused(_FP8, "--fp8-e4m3 --fp8-hybrid --no-fp8-wgrad"),
+    *all_refused(_FP8, "--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo", arity=1),
+)
+
+_BATCHES_AND_DATA = (
+    renamed("--batch-size", "--micro-batch-size", arity=1, reason="the batch of one rank, as in old scripts"),
+    harmless("--dataloader-type", "samples come in the order that the seed gives", arity=1, only=("single",)),
+    harmless("--repeated-dataloader", "the order of samples is built for the whole training"),
+    harmless("--mmap-warmup", "the operating system reads ahead"),
+    harmless("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
+    renamed("--tokenizer-type", "--tokenizer-type", "PretrainedFromHF", arity=1, only=("HuggingFaceTokenizer", "HFTokenizer")),
+    refused(
+        "--tokenizer-type",
+        _SENTENCEPIECE,
+        arity=1,
+        only=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+    ),
+    refused(
+        "--tokenizer-type",
+        "data that is tokenised already needs none: say --vocab-size, one more than there for the end of a document",
+        arity=1,
+        only=("NullTokenizer",),
+    ),
+    renamed("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
+    refused("--trust-remote-code", "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard class"),
+    *all_refused(_SPLITS, "--train-data-path --valid-data-path --test-data-path", arity="*"),
+    refused("--aml-data-download-path", "write whole paths in --data-path", arity=1),
+    *all_refused(
+        _INDEX, "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path", arity=1
+    ),
+    refused("--train-data-exact-num-epochs", "say how long to train by --train-samples", arity=1),
+    refused("--loss-on-targets-only", _ONE_TEXT),
+    refused("--reweight-loss-based-on-position-frequency", _ONE_TEXT),
+    *all_refused(
+        "curriculum learning is by sequence length: --curriculum-schedule-type",
+        "--data-efficiency-curriculum-learning --return-data-index",
+    ),
+    refused("--use-dataset-only", "megatron.data is a package: import it", arity=1),
+)
+
+_OPTIMIZER_AND_PRECISION = (
+    renamed("--override-opt-param-scheduler", "--override-lr-scheduler"),
+    renamed("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+    renamed("--use-distributed-optimizer", "--zero-stage", "1"),
+    harmless("--accumulate-allreduce-grads-in-fp32", _FP32),
+    refused("--fp16-lm-cross-entropy", "the loss is computed in fp32: take it out"),
+    harmless("--sgd-momentum", "the optimizer is AdamW", arity=1),
+    harmless("--weight-decay-incr-style", _DECAY, arity=1, only=("constant",)),
+    refused("--weight-decay-incr-style", _DECAY, arity=1),
+    *all_refused(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
+    refused("--warmup", "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", arity=1),
+    refused("--lr-warmup-tokens", "say --lr-warmup-samples, tokens / sequence length", arity=1),
+    refused("--use-bnb-optimizer", "there is no 8-bit AdamW: take it out and add --embed-layernorm, which it implied"),
+    refused("--cpu-optimizer", "the optimizer runs where the parameters are; --zero-stage shards its states"),
+)
+
+_PARALLELISM = (
+    renamed("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
+    renamed("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
+    renamed("--deepscale", "--deepspeed"),
+    renamed("--deepscale-config", "--deepspeed-config", arity=1),
+    refused("--deepspeed-mpi", "start with torchrun, which sets each process's rank in the environment"),
+    harmless("--DDP-impl", "data parallelism has one implementation", arity=1, only=("local", "torch")),
+    refused("--DDP-impl", "--zero-stage 3 shards parameters, gradients and optimizer states", arity=1, only=("FSDP",)),
+    harmless("--lazy-mpu-init", "process groups are built once, by the entry point", arity=1),
+    *all_harmless(_MEMORY, "--use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --use-pin-memory"),
+    harmless("--empty-unused-memory-level", _MEMORY, arity=1),
+    *all_harmless(
+        _OVERLAP,
+        "--no-scatter-gather-tensors-in-pipeline --no-async-tensor-model-parallel-allreduce --overlap-grad-reduce "
+        "--overlap-param-gather --overlap-p2p-communication --use-ring-exchange-p2p",
+    ),
+    *all_harmless(_ZERO_BUFFERS, "--zero-reduce-scatter --zero-contigious-gradients"),
+    *all_harmless(_ZERO_BUFFERS, "--zero-reduce-bucket-size --zero-allgather-bucket-size", arity=1),
+    harmless("--remote-device", "parameters stay on the device", arity=1, only=("none",)),
+    refused("--remote-device", "parameters stay on the device: --zero-stage 3 shards them", arity=1),
+    harmless("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
+    harmless("--ds-sequence-parallel-size", _ULYSSES, arity=1, only=("1",)),
+    refused("--ds-sequence-parallel-size", _ULYSSES, arity=1),
+    *all_refused(_ULYSSES, "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-offloading"),
+    refused("--ds-sequence-parallel-fpdt-chunk-size", _ULYSSES, arity=1),
+    *all_refused(_ZERO_BUBBLE, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics"),
+    refused("--standalone-embedding-stage", "--pp-partition-method says how layers and embedding are cut into stages"),
+)
+
+_RECOMPUTATION = (
+    renamed("--recompute-granularity", "--checkpoint-activations", arity=1, only=("full",)),
+    renamed("--recompute-granularity", "--recompute-attention-core", arity=1, only=("selective",)),
+    renamed("--recompute-activations", "--recompute-attention-core"),
+    renamed("--activations-checkpoint-method", "--checkpoint-activations", arity=1, only=("uniform",)),
+    harmless("--activations-checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    harmless("--recompute-method", _BY_ITSELF, arity=1, only=("uniform",)),
+    harmless("--recompute-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    harmless("--checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    *all_harmless(
+        _MEMORY,
+        "--distribute-checkpointed-activations --distribute-saved-activations --split-transformers --partition-activations "
+        "--contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer",
+    ),
+)
+
+_STOPPING_AND_CHECKPOINTS = (
+    renamed("--eval-only", "--eval-only", arity=1, only=("True", "true", "1"), reason="a bare flag here"),
+    renamed("--skip-train", "--eval-only"),
+    renamed("--kill-switch-file", "--kill-switch-path", arity=1),
+    renamed("--exit-on-missing-checkpoint", "--require-load"),
+    refused("--load-tag", "say --load-iteration N for global_stepN", arity=1),
+    refused("--use-checkpoint-args", "give the arguments themselves; a resume is checked against its checkpoint"),
+    harmless("--no-load-lr-state", "it has no effect there, either; --override-lr-scheduler gives a resume another schedule"),
+    harmless("--no-load-rng", _COUNTERS),
+    harmless("--no-save-rng", _COUNTERS),
+    harmless("--universal-checkpoint", "every checkpoint loads on any layout"),
+    refused("--adlr-autoresume", "it belongs to one cluster: requeue by --exit-duration-in-mins or SIGTERM"),
+    harmless("--adlr-autoresume-interval", "it is for --adlr-autoresume alone", arity=1),
+    harmless("--exit-signal-handler", "SIGTERM always saves and leaves"),
+)
+
+_LOGGING = (
+    renamed("--no-log-learnig-rate-to-tensorboard", "--no-log-learning-rate-to-tensorboard"),
+    *all_harmless(_MESSAGES, "--log-level --log-level-replica", arity=1),
+    harmless("--log-path", "every checkpoint holds the configuration", arity=1),
+    harmless("--log-throughput", "the log line always has it"),
+    *all_harmless(_STEP_TIMES, "--timing-log-level --timing-log-option", arity=1),
+    harmless("--no-barrier-with-level-1-timing", _STEP_TIMES),
+    *all_harmless(
+        _TENSORBOARD, "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard"
+    ),
+    *all_harmless(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
+    *all_harmless(_NO_PROFILER, "--profile --profile-steps", arity=1),
+    harmless("--profile-ranks", _NO_PROFILER, arity="*"),
+)
+
+MEGATRON: tuple[Row, ...] = (
+    *_MODEL,
+    *_KERNEL_CHOICES,
+    *_BATCHES_AND_DATA,
+    *_OPTIMIZER_AND_PRECISION,
+    *_PARALLELISM,
+    *_RECOMPUTATION,
+    *_STOPPING_AND_CHECKPOINTS,
+    *_LOGGING,
+)

@@ -1,0 +1,90 @@
+"""The argument lists of three published runs, as they ran, and the world, size and length that they come to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.cli import load_config
+from megatron.plan import resolve
+
+RUNS = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs"
+
+EXPECTED = {
+    "tr1-13B": {
+        "world": (512, 2, 4, 64),
+        "layers_per_stage": (10, 10, 10, 10),
+        "padded_vocab_size": 50_432,
+        # l (12 h^2 + 13 h) + V h + s h + 2 h: 40 layers, h 5120, s 2048
+        "parameters": 12_854_282_240,
+        "micro_and_global_batch_size": (1, 1024),
+        "rampup": (16, 16, 5_000_000),
+        "train_samples": 300_000_000,
+        "train_iters": 311_541,
+        "parsing_warns_of": [],
+        "planning_warns_of": ["--loss-scale", "--vocab-file", "--rampup-batch-size", "head", "pipeline:", "--data-path"],
+    },
+    "tr8-104B": {
+        "world": (512, 4, 32, 4),
+        "layers_per_stage": (2,) * 32,
+        "padded_vocab_size": 50_688,
+        # as above with 64 layers, h 11600, s 2048, and 2 h for the norm of the embedding
+        "parameters": 103_963_515_200,
+        "micro_and_global_batch_size": (1, 2048),
+        "rampup": (16, 16, 6_000_000),
+        "train_samples": 300_000_000,
+        "train_iters": 159_576,
+        "parsing_warns_of": [],
+        "planning_warns_of": ["--loss-scale", "--vocab-file", "head", "pipeline:", "--data-path"],
+    },
+    "tr11-176B-ml": {
+        "world": (384, 4, 12, 8),
+        "layers_per_stage": (5, *[6] * 10, 5),
+        "padded_vocab_size": 250_880,
+        # as above with 70 layers, h 14336, without positions (ALiBi), and 2 h for the norm of the embedding
+        "parameters": 176_247_271_424,
+        "micro_and_global_batch_size": (2, 2048),
+        "rampup": (192, 16, 9_765_625),
+        "train_samples": 220_000_000,
+        "train_iters": 115_311,
+        "parsing_warns_of": ["--abort-on-unmet-fused-kernel-constraints"],
+        "planning_warns_of": ["the", "pipeline:"],
+    },
+}
+
+
+def first_words(warnings: list[str]) -> list[str]:
+    """What each warning is about; those of files that are not on this machine come with its plan, not with the run."""
+    return [warning.split()[0] for warning in warnings if not warning.startswith("--deepspeed-config ")]
+
+
+@pytest.mark.parametrize("run", EXPECTED)
+def test_a_published_run_is_what_it_was(run: str):
+    record = json.loads((RUNS / f"{run}.json").read_text())
+    facts, loaded = record["facts"], load_config(record["arguments"])
+    plan = resolve(loaded.config, facts["nodes"] * facts["gpus_per_node"], loaded.origin, consumed_samples=None)
+    config = loaded.config
+    assert plan.errors == ()
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    assert {
+        "world": (plan.world_size, tensor, pipeline, plan.data_parallel_size),
+        "layers_per_stage": plan.layers_per_stage,
+        "padded_vocab_size": plan.padded_vocab_size,
+        "parameters": plan.parameters,
+        "micro_and_global_batch_size": (config.batch.micro_batch_size, config.batch.global_batch_size),
+        "rampup": config.batch.rampup_batch_size,
+        "train_samples": plan.train_samples,
+        "train_iters": plan.train_iters,
+        "parsing_warns_of": first_words(loaded.warnings),
+        "planning_warns_of": first_words(list(plan.warnings)),
+    } == EXPECTED[run]
+
+
+def test_the_worlds_are_the_published_ones():
+    """The table above against the facts that came with the argument lists."""
+    for run, expected in EXPECTED.items():
+        facts = json.loads((RUNS / f"{run}.json").read_text())["facts"]
+        world = (facts["nodes"] * facts["gpus_per_node"], facts["tensor"], facts["pipeline"], facts["data"])
+        assert expected["world"] == world
+        assert expected["train_iters"] == facts.get("train_iters", expected["train_iters"])
+        assert expected["parameters"] == facts.get("parameters", expected["parameters"])

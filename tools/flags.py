@@ -1,0 +1,127 @@
+"""Print docs/flags.md: every flag of pretrain_gpt.py, and what becomes of other systems' flags.
+
+python tools/flags.py > docs/flags.md
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+
+from megatron.config.compat import SYSTEMS
+from megatron.config.compat import rows as compat_rows
+from megatron.config.compat_row import Row
+from megatron.config.fields import Field, all_fields, groups
+from megatron.config.help import help_line
+from megatron.config.ranges import RANGES
+
+INTRODUCTION = """# Command-line flags
+
+Made by `python tools/flags.py > docs/flags.md` from the configuration's dataclasses and the compatibility table; a test keeps it
+current.
+
+Flags may be spelled with hyphens or underscores, and values attached (`--train_samples=6_000_000`). Of a flag given twice the last
+wins; flags win over the YAML file that `--config FILE` names, which nests the groups below: `model: {hidden_size: 384}`. Booleans
+are bare flags, each with a `--no-` form (`--fp16`, `--no-fp16`); `--fp16=True` and `--fp16=False` are read, too. `None` unsets a
+value.
+
+Ranges are in mathematical notation: `[0, 1)` holds 0 but not 1. A whole number without one must be at least 1, any other number
+finite. What may not go together is checked at the start, and all that is wrong is reported at once."""
+
+OTHERS = """## Flags of other systems
+
+A flag of theirs that is in no table below has its name and its meaning here, or is unknown, which is an error.
+
+- A *renamed* flag works, and a warning says the new name once. Of a flag that is listed with single values, those mean what is said
+  here; its other values are those of the flag here, or errors.
+- A *harmless* flag changes no number: it warns once, with the reason.
+- Any other is *refused*, with the reason and the way out.
+
+A bare flag may have `=True` or `=False` attached; switched off, it asks for nothing."""
+
+
+def page() -> str:
+    """docs/flags.md."""
+    lines = [INTRODUCTION]
+    for group, cls in groups().items():
+        about = _about(cls)
+        said = about in lines  # two groups may share a module
+        lines += ["", f"## {group}", *([] if said else ["", about]), ""]
+        lines += _table("flag | value | default | meaning", _fields(group))
+    lines += ["", OTHERS]
+    for system, table in SYSTEMS.items():
+        underscores = system == "fms-fsdp"  # as its users know them
+        for kind, title, head in (
+            ("renamed", "renamed", "there | here | note"),
+            ("harmless", "harmless", "flags | why they have no effect"),
+            ("refused", "refused", "flags | why, and the way out"),
+        ):
+            rows = [row for row in table if row.kind == kind]
+            cells = _renamed(rows, underscores) if kind == "renamed" else _by_reason(rows, underscores)
+            lines += ["", f"### {system}: {title}", "", *_table(head, cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _about(cls: type) -> str:
+    """The first paragraph of the text at the head of a group's module."""
+    module = inspect.getmodule(cls)
+    text = ast.get_docstring(ast.parse(inspect.getsource(module))) if module else None
+    return " ".join((text or "").partition("\n\n")[0].split())
+
+
+def _fields(group: str) -> Iterator[list[str]]:
+    for field in all_fields().values():
+        if field.group == group:
+            yield [f"`{field.flag}`", _value(field), _default(field), field.doc]
+
+
+def _value(field: Field) -> str:
+    if field.is_bool:
+        return ""
+    looks = help_line(field)[0].replace("|{", " or ").strip("{}").replace(",", ", ")
+    return f"{looks} in {RANGES[field.dotted]}" if field.dotted in RANGES else looks
+
+
+def _default(field: Field) -> str:
+    if field.is_bool:
+        return "on" if field.default else "off"
+    if field.required:
+        return "required"
+    if field.default is None or field.default == ():
+        return ""
+    return f"`{field.default:.10g}`" if isinstance(field.default, float) else f"`{field.default}`"
+
+
+def _renamed(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
+    for row in rows:
+        values = "" if row.only or not row.arity else " ..."
+        note = f"needs `{all_fields()[row.needs].flag}`: {row.reason}" if row.needs else row.reason
+        yield [_there(row, underscores), f"`{' '.join(row.to)}{values}`", note]
+
+
+def _by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
+    """One line for each reason, in the order in which they first come up."""
+    reasons = {row.reason: [other for other in rows if other.reason == row.reason] for row in rows}
+    for reason, others in reasons.items():
+        flags = [_there(row, underscores) + (f" beside `{all_fields()[row.needs].flag}`" if row.needs else "") for row in others]
+        yield [", ".join(flags), reason]
+
+
+def _there(row: Row, underscores: bool) -> str:
+    flag = "--" + row.flag[2:].replace("-", "_") if underscores else row.flag
+    if not row.only and any(other.only for other in compat_rows(row.flag)):
+        return f"`{flag}` with other values"
+    joined = "=" if underscores else " "
+    values = [value or "''" for value in row.only] or ["..."] * bool(row.arity)
+    return " or ".join(f"`{flag}{joined}{value}`" for value in values) or f"`{flag}`"
+
+
+def _table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {head} |"
+    yield "|" + "---|" * len(head.split(" | "))
+    for cells in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
