@@ -20,6 +20,8 @@ UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DELETING = ".deleting"
 DAMAGED = ".damaged"
+BEGUN = "no_checkpoint_yet"
+"""A run has begun here and has saved nothing so far: what it left may be begun over, by the same command."""
 
 
 def step_folder(root: Path, iteration: int) -> Path:
@@ -49,6 +51,7 @@ def saved_iterations(root: Path) -> list[int]:
 
 def point_to(root: Path, iteration: int) -> None:
     """Move the pointers, as the last act of a save."""
+    (root / BEGUN).unlink(missing_ok=True)
     replace_file(root / LATEST_ITERATION, str(iteration))
     replace_file(root / LATEST, f"global_step{iteration}")
 
@@ -113,6 +116,16 @@ def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
         there = ", ".join(f"global_step{i}" for i in saved_iterations(path)) or "none"
         raise CheckpointError(f"{path} has no pointer {LATEST} to a checkpoint; name an iteration; there are: {there}")
     return path, iteration
+
+
+def begun_without_checkpoint(root: Path) -> bool:
+    """Whether what an earlier run left is all that there ever was: it ended before its first checkpoint."""
+    return (root / BEGUN).is_file()
+
+
+def mark_begun(root: Path) -> None:
+    """See `BEGUN`."""
+    replace_file(root / BEGUN, "a run has begun here and not saved a checkpoint yet\n")
 
 
 def traces(root: Path) -> list[str]:

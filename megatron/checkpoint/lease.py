@@ -74,6 +74,10 @@ class Lease:
 
     def __init__(self, path: Path, holder: Holder) -> None:
         self._path, self._holder = path, holder
+        self.lost: str | None = None
+        """Who has taken the folder over, and what that means; None while it is ours."""
+        self.busy = False
+        """A thread is writing: it may not end with whoever holds the lease."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -118,15 +122,19 @@ class Lease:
             _create(self._path, self._holder)  # an operator removed it
             other = _read(self._path)
         if other is not None and other.token != self._holder.token:
-            raise CheckpointError(
+            self.lost = (
                 f"{self._path.parent} was taken over by {other.describe()}: this process gave no sign of life for "
                 f"{STALE_SECONDS:g} s; it ends without writing there"
             )
+            raise CheckpointError(self.lost)
 
     def release(self) -> None:
-        """Let the next one in at once. Releasing twice is harmless."""
+        """Let the next one in at once; where a thread is still writing, only when this process has ended. Releasing twice is
+        harmless."""
         self._over.set()
         self._thread.join()
+        if self.busy:
+            return
         with contextlib.suppress(OSError):
             other = _read(self._path)
             if other is not None and other.token == self._holder.token:
@@ -134,8 +142,13 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # a full disk takes this still; any other trouble shows at the next save
-                os.utime(self._path)
+            try:
+                self.confirm()  # another run's heartbeat is not ours to keep
+                os.utime(self._path)  # a full disk still takes this
+            except CheckpointError:
+                return
+            except OSError:
+                continue  # shows at the next save, if it lasts
 
 
 def read_holder(root: Path) -> Holder | None:
@@ -143,13 +156,14 @@ def read_holder(root: Path) -> Holder | None:
     return _read(root / FILE)
 
 
-def is_held(root: Path) -> bool:
-    """Whether a run is alive in the folder; waits where only time can tell. For tools."""
-    other = read_holder(root)
-    if other is None:
-        return False
-    alive = _is_alive(other, _myself())
-    return _moves(root / FILE, other) if alive is None else alive
+def is_alive(holder: Holder) -> bool | None:
+    """Whether that process runs; None: cannot be told from here without watching its heartbeat. For tools; never waits."""
+    return _is_alive(holder, _myself())
+
+
+def heartbeat_age(root: Path) -> float:
+    """Seconds since the heartbeat, by the clock of the file's host. For tools."""
+    return time.time() - _changed(root / FILE) / 1e9
 
 
 def _create(path: Path, holder: Holder) -> bool:

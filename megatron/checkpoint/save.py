@@ -10,6 +10,7 @@ one. A save that is not asynchronous waits for each phase at once: one path for 
 
 import os
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class Saver:
     """Writes the checkpoints of a run; all ranks call each method together, in the same order.
 
     `saved` is told of each iteration whose checkpoint is safe, `say` what else people must know at once. `lease` is rank 0's; None
-    for who needs none (tests, tools).
+    for who needs none (tests, tools). `loaded_iteration`: of the checkpoint in this folder that the run began with.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Saver:
         lease: Lease | None = None,
         say: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
+        loaded_iteration: int | None = None,
     ) -> None:
         self._root, self._config = root, config or CheckpointConfig()
         self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
@@ -148,7 +150,9 @@ class Saver:
         self._failures = 0
         self._retry_at: int | None = None
         self.saved_iteration: int | None = None
-        """The newest checkpoint of this run that is safe."""
+        """The newest checkpoint that this process has written and that is safe."""
+        self._loaded_iteration = loaded_iteration
+        self._ending = False
 
     @property
     def in_flight(self) -> bool:
@@ -177,6 +181,10 @@ class Saver:
             return True
         return any(before < at <= after for at in named)
 
+    def end_of_run(self) -> None:
+        """No further iteration will come: whoever calls tries a save that failed again at once."""
+        self._ending = True
+
     def begin(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
         """Start a save. When this returns, what `chunks` hold may be read but must not change before `wait_for_copy`.
 
@@ -202,7 +210,12 @@ class Saver:
         phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts)]
         if self._config.keep_latest_checkpoints is not None:
             phases.insert(0, lambda parts: self._read_back(fresh, parts))
-        self._save = _Save(contents, fresh, work, copied, phases)
+        self._set(_Save(contents, fresh, work, copied, phases))
+
+    def _set(self, save: _Save | None) -> None:
+        self._save = save
+        if self._lease is not None:
+            self._lease.busy = save is not None
 
     def wait_for_copy(self) -> None:
         """Before the optimizer's step, or anything else that changes the state."""
@@ -210,11 +223,13 @@ class Saver:
             self._save.copied.wait()
 
     def poll(self) -> None:
-        """Once an iteration: go on with a save as far as all ranks are.
+        """Once an iteration: go on with a save as far as all ranks are. On rank 0 also: is the folder still ours?
 
         Raises:
             CheckpointError: see `begin`.
         """
+        if self._lease is not None and self._lease.lost is not None:
+            raise CheckpointError(self._lease.lost)
         if self._save is not None and self._ranks.all(self._save.work.done):
             self._advance()
 
@@ -232,7 +247,7 @@ class Saver:
         save = self._save
         assert save is not None
         save.work.wait()
-        self._save = None
+        self._set(None)
         results = self._outcome(save.work, save.contents, save.fresh)
         if results is None:
             return
@@ -240,7 +255,7 @@ class Saver:
         if save.phases:
             phase = save.phases.pop(0)
             save.work = _Work(lambda: phase(parts), in_thread=True)
-            self._save = save
+            self._set(save)
             return
         self._failures = 0
         self.saved_iteration = save.contents.iteration
@@ -269,7 +284,7 @@ class Saver:
         failures = [failed for _, failed, _ in outcomes if failed]
         if not failures:
             return [result for result, _, _ in outcomes]
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and fresh.exists():
             try:
                 remove(fresh)  # makes room
             except OSError as error:
@@ -280,7 +295,8 @@ class Saver:
     def _count_failure(self, iteration: int, failures: list[str]) -> None:
         self._failures += 1
         allowed = self._config.max_save_failures
-        last = "there is none" if self.saved_iteration is None else f"it is global_step{self.saved_iteration}"
+        newest = self._loaded_iteration if self.saved_iteration is None else self.saved_iteration
+        last = "there is none" if newest is None else f"it is global_step{newest}"
         head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
         told = "\n  ".join([head, *failures])
         if self._failures >= allowed:
@@ -289,13 +305,13 @@ class Saver:
                 "Make room or mend the file system, and start again with the same command"
             )
         self._retry_at = iteration + self._config.save_retry_interval
-        self._say(f"warning: {told}\nolder checkpoints are untouched; tried again after iteration {self._retry_at}")
+        again = "at once" if self._ending else f"after iteration {self._retry_at}"
+        self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
 
     # -- the phases; each runs in a thread of its own ----------------------------------------------------------------------------
 
     def _prepare(self, fresh: Path, size: int) -> None:
-        if self._lease is not None:
-            self._lease.confirm()
+        self._confirm_lease()
         free = free_bytes(self._root)
         if free < size + SMALL_FILES:
             raise OSError(f"the checkpoint has {gigabytes(size)}, and {self._root} has {gigabytes(free)} free; make room")
@@ -349,12 +365,18 @@ class Saver:
         """Rank 0: small files, name, pointers; then what is superfluous goes. Returns what there is to say of that."""
         if self._ranks.rank != 0:
             return []
+        write_small_files(fresh, contents, parts)
+        self._confirm_lease()
+        put_in_place(fresh, step_folder(self._root, contents.iteration))
+        self._confirm_lease()
+        point_to(self._root, contents.iteration)
+        self._confirm_lease()
+        return self._clean_up(contents.iteration)
+
+    def _confirm_lease(self) -> None:
+        """Before each act that others would suffer from: this process may have stood still since the one before."""
         if self._lease is not None:
             self._lease.confirm()
-        write_small_files(fresh, contents, parts)
-        put_in_place(fresh, step_folder(self._root, contents.iteration))
-        point_to(self._root, contents.iteration)
-        return self._clean_up(contents.iteration)
 
     def _clean_up(self, iteration: int) -> list[str]:
         try:
@@ -401,7 +423,7 @@ def check_writable(root: Path) -> None:
     Raises:
         CheckpointError: it cannot be made or written.
     """
-    probe = root / ".writable"
+    probe = root / f".writable.{uuid.uuid4().hex}"  # several may start at once
     try:
         root.mkdir(parents=True, exist_ok=True)
         replace_file(probe, "")

@@ -4,7 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.folder import LATEST, point_to, read_pointer, saved_iterations, set_aside, tidy, traces
+from megatron.checkpoint.folder import (
+    LATEST,
+    begun_without_checkpoint,
+    mark_begun,
+    point_to,
+    read_pointer,
+    saved_iterations,
+    set_aside,
+    stored_folder,
+    tidy,
+    traces,
+)
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.save import Ranks
 from megatron.config.checkpoint import CheckpointConfig
@@ -51,7 +62,8 @@ def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None 
         _refuse_to_begin_anew(config, root, saved)
         return Start(None)
     notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
-    damaged: list[tuple[int, str]] = []
+    # Those that loading found damaged may have been set aside since.
+    damaged = [(iteration, what) for iteration, what in (known_damage or {}).items() if iteration not in saved]
     for iteration in [pointer.iteration, *(i for i in reversed(saved) if i < pointer.iteration)]:
         try:
             found = _opened(root, iteration, known_damage)
@@ -97,7 +109,7 @@ def _refuse_to_begin_anew(config: CheckpointConfig, root: Path, saved: list[int]
     if config.require_load:
         raise CheckpointError(f"--require-load: {root / LATEST} is not there, so there is nothing to load")
     found = traces(root)
-    if found and not config.allow_fresh_start:
+    if found and not config.allow_fresh_start and not (begun_without_checkpoint(root) and not saved):
         point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or " if saved else ""
         raise CheckpointError(
             f"{root} holds traces of a run ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
@@ -129,9 +141,12 @@ def agree_on_start(
     start, problem = Start(None), None
     if ranks.rank == 0:
         try:
+            root = Path(str(config.load))
             if own_folder:
-                tidy(Path(str(config.load)))
+                tidy(root)
             start = find_start(config, known_damage)
+            if own_folder and start.checkpoint is None and not saved_iterations(root):
+                mark_begun(root)
             _report(start, config, own_folder=own_folder, say=say)
         except CheckpointError as error:
             problem = str(error)
@@ -146,13 +161,14 @@ def agree_on_start(
 def _report(start: Start, config: CheckpointConfig, *, own_folder: bool, say: Callable[[str], None]) -> None:
     for note in start.notes:
         say(f"warning: {note}")
-    for iteration, what in start.damaged:
+    still_there = [(i, what) for i, what in start.damaged if stored_folder(Path(str(config.load)), i).is_dir()]
+    for iteration, what in still_there:
         say(f"warning: {what}")
         if own_folder and start.iteration is not None:
             root = Path(str(config.load))
             point_to(root, start.iteration)  # first: no pointer may name what is renamed
             say(f"warning: set aside as {set_aside(root, iteration).name}")
-    if start.damaged:
+    if still_there:
         say(f"warning: going on from global_step{start.iteration}, the newest good checkpoint before it")
 
 

@@ -91,7 +91,7 @@ class TensorReader:
     def __init__(self, folder: Path, digests: Mapping[str, FileDigest]) -> None:
         self._folder, self._digests = folder, digests
         self._descriptors: dict[str, int] = {}
-        self._blocks: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -115,35 +115,37 @@ class TensorReader:
             part = intersect(box, source)
             if part is None:
                 continue
-            into = target[slices(part, box)]
-            for begin, shape, inner, outer in _pieces(source[1], slices(part, source)):
-                values = self._read(entry["file"], entry["begin"] + _ITEM * begin, _ITEM * math.prod(shape))
-                into[outer].copy_(torch.frombuffer(values, dtype=torch.float32).view(shape)[inner])
+            into, wanted = target[slices(part, box)], slices(part, source)
+            if part[1][1:] == source[1][1:] and into.is_contiguous():  # whole rows: one run of bytes, here and there
+                first = wanted[0].start * math.prod(source[1][1:])
+                self._read_run(into.view(-1), entry["file"], entry["begin"] + _ITEM * first)
+            else:
+                for begin, shape, inner, outer in _pieces(source[1], wanted):
+                    run = torch.empty(math.prod(shape))
+                    self._read_run(run, entry["file"], entry["begin"] + _ITEM * begin)
+                    into[outer].copy_(run.view(shape)[inner])
             covered += math.prod(part[1])
         if covered != target.numel():
             raise DamagedError(f"of {what} {target.numel()} elements are needed and {covered} are stored", "index.json")
 
-    def _read(self, file: str, begin: int, size: int) -> bytearray | memoryview:
-        """Checked bytes."""
-        first, last = begin // BLOCK, (begin + size - 1) // BLOCK
-        if first == last:
-            return self._block(file, first)[begin % BLOCK : begin % BLOCK + size]
-        result, at = bytearray(size), 0
-        for number in range(first, last + 1):
-            block = self._block(file, number)
-            part = block[begin % BLOCK if number == first else 0 : begin + size - number * BLOCK]
-            result[at : at + len(part)] = part
-            at += len(part)
-        return result
+    def _read_run(self, target: Tensor, file: str, begin: int) -> None:
+        """Fill a flat tensor with the values from byte `begin` on. No value lies in two blocks: all sizes are multiples of 8."""
+        end, at = begin + _ITEM * target.numel(), 0
+        for number in range(begin // BLOCK, -(-end // BLOCK)):
+            low, high = max(begin - number * BLOCK, 0), min(end - number * BLOCK, BLOCK)
+            values = torch.frombuffer(self._block(file, number)[low:high], dtype=torch.float32)
+            target[at : at + len(values)].copy_(values)
+            at += len(values)
 
     def _block(self, file: str, number: int) -> memoryview:
         key = file, number
         if key in self._blocks:
             self._blocks.move_to_end(key)
-            return self._blocks[key]
+            return memoryview(self._blocks[key])
         path, digest = self._folder / file, self._digests[file]
         size = min(BLOCK, digest.bytes - number * BLOCK)
-        view = memoryview(bytearray(max(size, 0)))
+        buffer = self._blocks.popitem(last=False)[1] if len(self._blocks) >= _KEPT_BLOCKS else bytearray(BLOCK)
+        view = memoryview(buffer)[: max(size, 0)]
         try:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(path, os.O_RDONLY)
@@ -156,10 +158,8 @@ class TensorReader:
             raise DamagedError(f"{file} is cut off: it ends in the {size} bytes at {number * BLOCK}", file)
         if digest_of_block(view) != digest.block(number):
             raise DamagedError(f"{file} is not what was written: the {size} bytes at {number * BLOCK} differ", file)
-        self._blocks[key] = view
-        if len(self._blocks) > _KEPT_BLOCKS:
-            self._blocks.popitem(last=False)
-        return self._blocks[key]
+        self._blocks[key] = buffer
+        return view
 
 
 def _read_at(descriptor: int, view: memoryview, position: int) -> int:

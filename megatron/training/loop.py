@@ -191,6 +191,7 @@ def save_at_end(run: Run) -> None:
     saver = run.saver
     if saver is None:
         return
+    saver.end_of_run()
     with run.timers(SAVE):
         saver.complete()
     while saver.saved_iteration != run.state.iteration:

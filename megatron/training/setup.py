@@ -171,7 +171,8 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     ]
     saver = None
     if config.checkpoint.save is not None and not config.batch.eval_only:
-        saver = build_saver(config.checkpoint, mesh, reporter, lease)
+        loaded = job.checkpoint.iteration if job.checkpoint is not None and config.checkpoint.resumes_itself else None
+        saver = build_saver(config.checkpoint, mesh, reporter, lease, loaded)
         engine.before_update = saver.wait_for_copy
         rows.append(("checkpoints", *saver.describe(engine.chunks(optimizer=config.checkpoint.save_optim))))
     reporter.say(start_table(rows))
@@ -189,13 +190,16 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     return run
 
 
-def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver:
+def build_saver(
+    config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, loaded_iteration: int | None
+) -> Saver:
     """That tells of its checkpoints by the reporter."""
 
     def saved(iteration: int) -> None:
         reporter.say(saved_checkpoint_line(iteration, str(config.save)))
 
-    return Saver(Path(str(config.save)), config, ranks_of(mesh), lease=lease, say=reporter.say, saved=saved)
+    ranks, root = ranks_of(mesh), Path(str(config.save))
+    return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, loaded_iteration=loaded_iteration)
 
 
 def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:

@@ -1,0 +1,265 @@
+"""Launches that tests may break: fresh processes for each one, with ids that can be killed or stopped, and logs on the disk.
+
+A process that torchrun starts spends seconds on imports. These are forked from a server that has imported everything, so a launch
+costs what its process group costs; all else is as under torchrun: environment, `pretrain_gpt.main`, exit codes.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_pool import _free_port
+from training.runs import SIZES
+
+from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.load import open_checkpoint
+from megatron.observe.metrics import read_metrics
+
+BOUND_SECONDS = 120.0
+"""Within which everything that is waited for must happen; a machine that does much else is slow."""
+CRASHED, ERROR = 1, 2
+"""Exit codes: an exception that nobody expected, and an error with a message for people."""
+
+
+def _rank(
+    argv: Sequence[str], environment: Mapping[str, str], log: str, constants: Mapping[str, Any], largest_file: int | None
+) -> None:
+    from megatron.training.orphans import die_with_launcher
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # a line that was printed survives a kill
+    os.environ.update(environment)
+    die_with_launcher()
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+        setattr(importlib.import_module(module), constant, value)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    import torch
+
+    import pretrain_gpt
+
+    torch.set_num_threads(1)
+    pretrain_gpt.main(list(argv))
+
+
+class Launch:
+    """All ranks of one start of a command line."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        ranks: int,
+        logs: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        largest_file: Mapping[int, int] | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
+        logs.mkdir(parents=True)
+        self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
+        self.processes = []
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        for rank in range(ranks):
+            self._logs[rank].touch()
+            # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
+            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", **(environment or {})}
+            arguments = (list(argv), own, str(self._logs[rank]), dict(constants or {}), (largest_file or {}).get(rank))
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def output(self, rank: int = 0) -> str:
+        return self._logs[rank].read_text(errors="replace")
+
+    def all_output(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{self.output(rank)}" for rank in range(len(self._logs)))
+
+    def running(self) -> list[int]:
+        """Ranks."""
+        return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+
+    def kill(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """SIGKILL; returns those that were running."""
+        chosen = [rank for rank in (range(len(self.processes)) if ranks is None else ranks) if self.processes[rank].is_alive()]
+        for rank in chosen:
+            self.processes[rank].kill()
+        for rank in chosen:
+            self.processes[rank].join(BOUND_SECONDS)
+        # One that ended by itself in between was not killed.
+        return [rank for rank in chosen if self.processes[rank].exitcode == -signal.SIGKILL]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Every rank stands still meanwhile."""
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
+
+    def freeze(self) -> None:
+        for rank in self.running():
+            os.kill(self.pids[rank], signal.SIGSTOP)
+        for rank in self.running():
+            state = ""
+            while self.processes[rank].is_alive() and state != "T":
+                with contextlib.suppress(OSError, IndexError):
+                    state = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def thaw(self) -> None:
+        for rank in self.running():
+            os.kill(self.pids[rank], signal.SIGCONT)
+
+    def wait_for(self, condition: Callable[[], object], what: str, *, step: float = 0.005) -> None:
+        """Until it holds; the test fails where all ranks end before, or nothing happens."""
+        end = time.monotonic() + BOUND_SECONDS
+        while not condition():
+            if not self.running() and not condition():
+                pytest.fail(f"the run ended before {what}:\n{self.all_output()}")
+            if time.monotonic() > end:
+                self.kill()
+                pytest.fail(f"{what} did not happen in {BOUND_SECONDS:g} s:\n{self.all_output()}")
+            time.sleep(step)
+
+    def wait_for_line(self, text: str, times: int = 1) -> None:
+        """In rank 0's log."""
+        self.wait_for(lambda: self.output().count(text) >= times, f"{text!r} {times} times")
+
+    def codes(self, *, by_themselves: bool = False) -> list[int | None]:
+        """Exit codes of all ranks. When one fails, the others are ended, as torchrun does, unless they must end `by_themselves`."""
+        end = time.monotonic() + BOUND_SECONDS
+        while self.running():
+            failed = any(process.exitcode for process in self.processes)
+            if failed and not by_themselves:
+                time.sleep(0.2)  # rank 0 tells first
+                self.kill()
+            if time.monotonic() > end:
+                still = self.running()
+                self.kill()
+                pytest.fail(f"ranks {still} did not end in {BOUND_SECONDS:g} s:\n{self.all_output()}")
+            time.sleep(0.005)
+        return [process.exitcode for process in self.processes]
+
+
+class Job:
+    """A command line that is given again and again, and the folder that it saves to."""
+
+    def __init__(self, data: str, cache: Path, folder: Path, logs: Path, flags: str, ranks: int, metrics: Path | None) -> None:
+        self.folder, self.ranks, self.logs = folder, ranks, logs
+        self.metrics_file = metrics or folder / "metrics.jsonl"
+        paths = ["--data-path", data, "--data-cache-path", str(cache), "--save", str(folder), "--load", str(folder)]
+        self.argv = [*SIZES.split(), *paths, "--metrics-file", str(self.metrics_file), *flags.split()]
+        self.launches: list[Launch] = []
+
+    def launch(self, extra: str = "", **how: Any) -> Launch:
+        logs = self.logs / f"launch_{len(self.launches)}"
+        self.launches.append(Launch([*self.argv, *extra.split()], self.ranks, logs, **how))
+        return self.launches[-1]
+
+    def succeed(self, extra: str = "", **how: Any) -> str:
+        """Rank 0's log of a launch that ends well."""
+        launch = self.launch(extra, **how)
+        assert launch.codes() == [0] * self.ranks, launch.all_output()
+        return launch.output()
+
+    def fail(self, extra: str = "", **how: Any) -> str:
+        """Rank 0's log of a launch that ends with an error for people."""
+        launch = self.launch(extra, **how)
+        codes = launch.codes()
+        assert codes[0] == ERROR, f"exit codes {codes}\n{launch.all_output()}"
+        return launch.output()
+
+    def curve(self) -> dict[int, tuple[float, float]]:
+        """iteration -> (loss, gradient norm); empty where nothing was trained."""
+        if not self.metrics_file.exists():
+            return {}
+        return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in read_metrics(self.metrics_file)}
+
+    def names(self) -> set[str]:
+        """Of checkpoints, whole or not."""
+        return {entry.name for entry in self.folder.iterdir() if entry.name.startswith("global_step")}
+
+    def snapshot(self) -> dict[str, bytes]:
+        """All that is in the folder, apart from the metrics."""
+        files = (path for path in self.folder.rglob("*") if path.is_file() and path.name != "metrics.jsonl")
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
+
+    def verify(self, iteration: int) -> None:
+        """Every file of a checkpoint is what was written."""
+        checkpoint = open_checkpoint(self.folder, iteration)
+        checkpoint.check_files()
+        for name in checkpoint.manifest.files:
+            checkpoint.verify(name)
+        checkpoint.verify("manifest.json")
+
+    def check(self, last: int, saved: Sequence[int] | None = None) -> None:
+        """The pointers name `last`, it is whole, and nothing half-finished lies about; `saved`: the checkpoints that there are."""
+        assert pointed_iteration(self.folder) == last
+        assert (self.folder / "latest").read_text() == f"global_step{last}"
+        assert (self.folder / "latest_checkpointed_iteration.txt").read_text() == str(last)
+        self.verify(last)
+        assert not [name for name in self.names() if name.endswith((".unfinished", ".deleting", ".replaced"))]
+        assert saved is None or saved_iterations(self.folder) == list(saved)
+
+    def clear(self) -> None:
+        """As before the first launch."""
+        shutil.rmtree(self.folder)
+        self.metrics_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for launch in self.launches:
+            launch.kill()
+
+
+class Uninterrupted:
+    """Curves of runs that nothing happened to, each trained once, in one launch, and saved as seldom as possible."""
+
+    def __init__(self, make: Callable[[str, str, int], Job]) -> None:
+        self._make = make
+        self._curves: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
+        self._jobs = 0
+
+    def __call__(self, flags: str, last: int, ranks: int = 1) -> dict[int, tuple[float, float]]:
+        """Of iterations 1 to `last`; `flags` must say all that the curve depends on, --train-iters too."""
+        known = self._curves.get((flags, ranks), {})
+        if last not in known:
+            self._jobs += 1
+            job = self._make(f"uninterrupted_{self._jobs}", flags, ranks)
+            job.succeed(f"--exit-interval {max(last, 60)}")
+            known = self._curves[flags, ranks] = job.curve()
+            assert sorted(known) == list(range(1, max(known) + 1))
+            assert last in known
+        return {iteration: values for iteration, values in known.items() if iteration <= last}
+
+
+def saved_lines(output: str) -> list[int]:
+    """Iterations whose checkpoint rank 0 called safe."""
+    return [int(found) for found in re.findall(r"successfully saved checkpoint at iteration +(\d+) to", output)]
+
+
+def loaded_line(output: str) -> int:
+    """Where a launch went on; 0: afresh."""
+    found = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", output)
+    return int(found[1]) if found else 0

@@ -1,0 +1,180 @@
+"""A run that is killed again and again, at random moments, by all its ranks or by one, ends with the curve of one that was not.
+
+After each kill the pointers must lead to a whole checkpoint, one at least as new as the last that was called safe, and the same
+command must go on from there.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launches import BOUND_SECONDS, Job, Launch, loaded_line, saved_lines
+
+from megatron.checkpoint.folder import pointed_iteration
+
+ROOT = Path(__file__).resolve().parents[2]
+# --allow-fresh-start: a kill before the first checkpoint leaves traces and no pointer.
+FLAGS = "--train-iters 12 --save-interval 2 --keep-latest-checkpoints 2 --num-layers 2 --allow-fresh-start"
+LAYOUTS = (
+    (2, ""),
+    (2, "--pipeline-model-parallel-size 2"),
+    (2, "--tensor-model-parallel-size 2"),
+    (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+)
+ATTEMPTS = 40
+SHORT = (0, 1, 2, 3, 4)
+SEEDS = [seed if seed in SHORT else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)]
+NewJob = Callable[..., Job]
+_references: dict[int, tuple[dict[int, tuple[float, float]], float]] = {}
+
+
+def uninterrupted(new_job: NewJob, layout: int) -> tuple[dict[int, tuple[float, float]], float]:
+    """(curve, seconds that the run took); trained once for each layout, and saved as seldom as possible."""
+    if layout not in _references:
+        ranks, flags = LAYOUTS[layout]
+        job, start = new_job(f"reference_{layout}", f"{FLAGS} {flags} --save-interval 100", ranks), time.monotonic()
+        job.succeed()
+        curve = job.curve()
+        assert sorted(curve) == list(range(1, 13))
+        _references[layout] = curve, time.monotonic() - start
+    return _references[layout]
+
+
+def wait_for_the_moment(chance: random.Random, job: Job, launch: Launch, seconds: float) -> str:
+    """Returns what was waited for."""
+    kind = chance.choice(("any", "any", "iteration", "unfinished", "unfinished", "renamed", "pointer"))
+    before, before_lines = marks(job), lines(job)
+    delay = chance.choice((0.0, chance.uniform(0, 0.005), chance.uniform(0, 0.2)))
+    if kind == "any":
+        delay = chance.uniform(0, seconds)
+    iterations, pointers = chance.randint(1, 9), chance.randint(1, 3)
+    seen = {before["latest"]}
+    while kind != "any" and launch.running():
+        now = marks(job)
+        seen.add(now["latest"])
+        if kind == "iteration" and lines(job) > before_lines + iterations:
+            break
+        if kind == "unfinished" and any(name.endswith(".unfinished") for name in now["names"] - before["names"]):
+            break
+        if kind == "renamed" and any(name.endswith((".deleting", ".replaced")) for name in now["names"] - before["names"]):
+            break
+        if kind == "pointer" and len(seen) > pointers:
+            break
+        time.sleep(0.0005)
+    time.sleep(delay)
+    return f"{kind} + {1000 * delay:.1f} ms"
+
+
+def marks(job: Job) -> dict:
+    try:
+        names = {entry.name for entry in os.scandir(job.folder)}
+        latest = (job.folder / "latest").read_text()
+    except OSError:
+        return {"names": names if "names" in locals() else set(), "latest": ""}
+    return {"names": names, "latest": latest}
+
+
+def lines(job: Job) -> int:
+    return job.metrics_file.read_bytes().count(b"\n") if job.metrics_file.exists() else 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kills_lose_nothing(seed: int, new_job: NewJob) -> None:
+    chance = random.Random(seed)
+    layout = seed % len(LAYOUTS)
+    ranks, flags = LAYOUTS[layout]
+    expected, seconds = uninterrupted(new_job, layout)
+    asynchronous = "--async-save" if seed // 2 % 2 else ""
+    job = new_job("killed", f"{FLAGS} {flags} {asynchronous}", ranks)
+    wanted, kills, safe = chance.randint(1, 2 if seed in SHORT else 4), 0, 0
+    for _ in range(ATTEMPTS):
+        began = lines(job)
+        launch = job.launch()
+        moment = wait_for_the_moment(chance, job, launch, seconds)
+        victims = chance.choice((list(range(ranks)), [chance.randrange(ranks)]))
+        killed = launch.kill(victims)
+        told = f"seed {seed}, killed ranks {killed} at {moment}"
+        if lines(job) == began:
+            launch.kill()  # in the middle of a start the others may wait for the dead one as long as they would for a slow one
+        codes = launch.codes(by_themselves=True)
+        assert not killed or any(code != 0 for code in codes), f"{told}: {codes}"
+        safe = check_what_is_left(job, launch, safe, told)
+        if killed:
+            kills += 1
+        else:  # it was through before
+            assert job.curve() == expected, told
+            job.clear()
+            safe = 0
+        if kills == wanted:
+            break
+    assert kills == wanted
+    output = job.succeed()
+    assert loaded_line(output) >= safe, output
+    assert job.curve() == expected
+    job.check(12, saved=[10, 12])
+
+
+def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
+    """After a kill; `safe` is the newest iteration that an earlier launch called safe. Returns that of all launches so far."""
+    output = launch.output()
+    if "iteration        " in output:
+        assert loaded_line(output) >= safe, f"{told}: iteration {safe} was safe\n{output}"
+    assert "is damaged" not in output, f"{told}\n{output}"
+    safe = max([safe, *saved_lines(output)])
+    pointed = None
+    if (job.folder / "latest").exists():
+        pointed = pointed_iteration(job.folder)
+        assert pointed is not None
+        job.verify(pointed)
+    assert (pointed or 0) >= safe, f"{told}: iteration {safe} was safe, the pointers name {pointed}\n{output}"
+    return safe
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_the_others_end_when_one_rank_is_killed(victim: int, new_job: NewJob) -> None:
+    """By themselves, and not with exit code 0; the next start on this host does not wait for a lease."""
+    job = new_job("job", "--train-iters 3000 --save-interval 2 --keep-latest-checkpoints 2 --async-save", 2)
+    for _ in range(2):
+        launch = job.launch()
+        launch.wait_for_line("successfully saved checkpoint", times=2)
+        assert launch.kill([victim]) == [victim]
+        codes = launch.codes(by_themselves=True)
+        assert codes[1 - victim] not in (0, None), launch.all_output()
+    output = job.succeed(f"--exit-interval {pointed_iteration(job.folder) + 3}")
+    assert loaded_line(output) > 0
+    assert "waiting" not in output
+    assert ("gone; this run takes the folder over" in output) == (victim == 0)
+
+
+@pytest.mark.full
+def test_programs_of_their_own(corpus: str, tmp_path: Path) -> None:
+    """Two `python pretrain_gpt.py` without any server: when one is killed the other ends, interpreter and all."""
+    from process_pool import _free_port
+
+    folder = tmp_path / "run"
+    job = Job(corpus, tmp_path / "cache", folder, tmp_path / "logs", "--train-iters 3000 --save-interval 2 --async-save", 2, None)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    try:
+        for rank in range(2):
+            own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with open(tmp_path / f"{rank}.txt", "wb") as log:
+                command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *job.argv]
+                ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + BOUND_SECONDS
+        while not (folder / "latest").exists():
+            assert ranks[0].poll() is None, (tmp_path / "0.txt").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        ranks[1].kill()
+        assert ranks[0].wait(BOUND_SECONDS) != 0
+        job.verify(pointed_iteration(folder))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
