@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from launches import BOUND_SECONDS, Job, Launch, loaded_line, saved_lines
 
-from megatron.checkpoint.folder import pointed_iteration
+from megatron.checkpoint.folder import pointed_iteration, saved_iterations
 
 ROOT = Path(__file__).resolve().parents[2]
-# --allow-fresh-start: a kill before the first checkpoint leaves traces and no pointer.
-FLAGS = "--train-iters 12 --save-interval 2 --keep-latest-checkpoints 2 --num-layers 2 --allow-fresh-start"
+FLAGS = "--train-iters 12 --save-interval 2 --keep-latest-checkpoints 2 --num-layers 2"
 LAYOUTS = (
     (2, ""),
     (2, "--pipeline-model-parallel-size 2"),
@@ -116,7 +115,9 @@ def test_kills_lose_nothing(seed: int, new_job: NewJob) -> None:
     output = job.succeed()
     assert loaded_line(output) >= safe, output
     assert job.curve() == expected
-    job.check(12, saved=[10, 12])
+    job.check(12)
+    # A kill between the last move of the pointers and the removal leaves one more, with no save to come that would remove it.
+    assert saved_iterations(job.folder) in ([10, 12], [8, 10, 12])
 
 
 def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
