@@ -15,21 +15,17 @@ Loading fills live tensors in place; ours checks the digests of all that it read
 files (the disk, or the host behind it, may remember them). Prints a block for docs/benchmarks.md.
 """
 
-import contextlib
-import io
-import multiprocessing
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from layouts import describe_machine, table
 from torch import Tensor
-from worlds import CORES, CORPUS, Case, Failure, World, WorldFailedError, _free_port, one_iteration
+from worlds import CORES, Case, World, WorldFailedError, one_iteration
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
@@ -47,7 +43,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.training.loop import begin_save
 from megatron.training.resume import settle
-from megatron.training.setup import join_ranks, leave, ranks_of, start_run, world_of_launcher
+from megatron.training.setup import join_ranks, ranks_of, start_run, world_of_launcher
 
 BLOCK = 4 << 20
 SAVERS = ("raw", "ours", "ours, read back", "torch")
@@ -103,34 +99,14 @@ class Stall:
 # In the ranks
 
 
-def work(pipe: Connection, argv: list[str], environment: dict[str, str], threads: int, root: str) -> None:
-    """A rank: builds a run, then answers commands until the pipe closes."""
-    os.environ.update(environment)
-    torch.set_num_threads(threads)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that a single process saves is meant
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            rank = StoringRank(argv, Path(root))
-        pipe.send("built")
-        while True:
-            try:
-                command, *arguments = pipe.recv()
-            except EOFError:
-                break
-            pipe.send(getattr(rank, command)(*arguments))
-        leave()
-    except Exception:
-        with contextlib.suppress(BrokenPipeError):  # who asked is gone
-            pipe.send(Failure(traceback.format_exc()))
-
-
 class StoringRank:
     """A real run, silent, whose state is stored and loaded; all ranks get each command together.
 
     Not a `worlds.Rank`: that one has glibc give back all memory at once, which costs who allocates buffers while loading.
     """
 
-    def __init__(self, argv: list[str], root: Path) -> None:
+    def __init__(self, root: Path, argv: list[str]) -> None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that a single process saves is meant
         loaded, world = load_config(argv), world_of_launcher()
         mesh = join_ranks(settle(loaded, world.size, None).plan, world)
         self._run = start_run(loaded, mesh, None)
@@ -277,31 +253,6 @@ def forget(path: Path) -> None:
 # In the process that asks
 
 
-class StoringWorld(World):
-    """Ranks of a data-parallel run that store and load together."""
-
-    def __init__(self, case: Case, folder: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron.training.setup"])
-        home = Path(tempfile.mkdtemp(dir=folder))
-        argv = [*case.flags.split(), "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
-        argv += ["--tensorboard-dir", f"{home}/tensorboard", "--metrics-file", f"{home}/metrics.jsonl"]
-        self.case, port = case, _free_port()
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(case.processes):
-            here, there = context.Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
-            environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}}
-            arguments = (there, argv, environment, case.threads, str(home))
-            process = context.Process(target=work, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        self._answers()
-
-
 def case_of(parameters: float, processes: int) -> Case:
     """A GPT of about so many parameters: few large tensors and many small ones."""
     hidden = 64 * max(1, round(1.5 * parameters ** (1 / 3) / 64))
@@ -392,7 +343,7 @@ def measure(arguments: Arguments, processes: int, folder: str) -> None:
     """All parts, by so many processes."""
     case = case_of(arguments.parameters, processes)
     with ExitStack() as stack:
-        world = StoringWorld(case, folder)
+        world = World(case, folder, partial(StoringRank, Path(tempfile.mkdtemp(dir=folder))))
         stack.callback(world.close)
         sizes = world.ask("size")
         gigabytes = sum(size for size, _ in sizes) / 1e9

@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -72,16 +73,20 @@ class WorldFailedError(Exception):
     """A rank of a world raised, died or hangs."""
 
 
+Serving = Callable[[list[str]], Any]
+"""What serves in a rank, made from the command line of a run: `Rank`, or a class like it. Its methods are the commands."""
+
+
 # In the ranks
 
 
-def work(pipe: Connection, argv: list[str], environment: dict[str, str], threads: int) -> None:
-    """A rank: builds a run, then answers commands until the pipe closes."""
+def work(pipe: Connection, serve: Serving, argv: list[str], environment: dict[str, str], threads: int) -> None:
+    """A rank: builds what serves in it, then answers commands until the pipe closes."""
     os.environ.update(environment)
     torch.set_num_threads(threads)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            rank = Rank(argv)
+            rank = serve(argv)
         pipe.send("built")
         while True:
             try:
@@ -171,7 +176,7 @@ def _free_at_once() -> None:
 class World:
     """The ranks of a case, waiting for commands without using a core."""
 
-    def __init__(self, case: Case, folder: str) -> None:
+    def __init__(self, case: Case, folder: str, serve: Serving = Rank) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron.training.setup"])
         home = Path(tempfile.mkdtemp(dir=folder))
@@ -184,7 +189,7 @@ class World:
             here, there = context.Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
             environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}}
-            process = context.Process(target=work, args=(there, argv, environment, case.threads), daemon=True)
+            process = context.Process(target=work, args=(there, serve, argv, environment, case.threads), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -192,7 +197,7 @@ class World:
         self._answers()
 
     def ask(self, *command: Any) -> list[Any]:
-        """Every rank's answer to (name of a method of `Rank`, arguments).
+        """Every rank's answer to (name of a method of what serves there, arguments).
 
         Raises:
             WorldFailedError: a rank raised, died or hangs; the world is gone.
