@@ -25,8 +25,8 @@ import tyro
 from megatron.checkpoint.comparison import Comparison, Statistics, compare, folder_named, statistics
 from megatron.checkpoint.folder import DAMAGED, LATEST, LATEST_ITERATION, locate, read_pointer, saved_iterations, stored_folder
 from megatron.checkpoint.lease import heartbeat_age, is_alive, read_holder
-from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, Manifest, read_checked_text, read_manifest
+from megatron.checkpoint.load import Checkpoint, open_folder
+from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.verification import Verification, shape_text, undisturbed, verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.model.shape import ModelShape
@@ -133,16 +133,6 @@ def find(path: Path, iteration: int | None) -> tuple[Path, Path | None]:
         there = ", ".join(f"global_step{i}" for i in saved_iterations(path)) or "none"
         raise CheckpointError(f"--iteration {iteration}: {path} has no such checkpoint; there are: {there}")
     return stored_folder(*locate(path, iteration)), path
-
-
-def open_folder(folder: Path) -> Checkpoint:
-    """
-    Raises:
-        DamagedError: its small files are missing or altered. CheckpointError: of another format, or they cannot be read.
-    """
-    with folder_named(folder):
-        manifest = read_manifest(folder)
-        return Checkpoint(folder, manifest, read_checked_text(folder, CONFIG, manifest))
 
 
 # The overview

@@ -150,10 +150,16 @@ def open_checkpoint(root: Path, iteration: int) -> Checkpoint:
             be read.
     """
     folder = stored_folder(root, iteration)
+    checkpoint = open_folder(folder)
+    if checkpoint.iteration != iteration:
+        raise DamagedError(f"{folder} is damaged: it is the checkpoint of iteration {checkpoint.iteration}, renamed", MANIFEST)
+    return checkpoint
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """As `open_checkpoint`, for a folder of any name."""
     try:
         manifest = read_manifest(folder)
-        if manifest.iteration != iteration:
-            raise DamagedError(f"it is the checkpoint of iteration {manifest.iteration}, renamed", MANIFEST)
         return Checkpoint(folder, manifest, read_checked_text(folder, CONFIG, manifest))
     except DamagedError as damage:
         raise DamagedError(f"{folder} is damaged: {damage}", damage.file) from damage

@@ -261,7 +261,9 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
         before |= job.snapshot()
         owner, said = lease(job), len(saved_lines(first.output()))
         first.thaw()
-        assert first.codes(by_themselves=True) == [ERROR] * ranks, first.all_output()
+        codes = first.codes(by_themselves=True)  # rank 0 says why; the others may just lose it
+        assert codes[0] == ERROR, first.all_output()
+        assert all(codes), first.all_output()
         assert job.snapshot() == before
         assert lease(job) == owner  # leaving, it does not take the other one's along
     output = first.output()
