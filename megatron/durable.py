@@ -7,8 +7,8 @@ from pathlib import Path
 def replace_file(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
     temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(text.encode())  # UTF-8 in any locale: digests are of these bytes
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

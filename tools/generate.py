@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import tyro
 
-from megatron.checkpoint.folder import locate
+from megatron.checkpoint.folder import locate, stored_folder
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
+from megatron.checkpoint.verification import undisturbed
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizer import build_tokenizer
 
@@ -42,11 +43,13 @@ def generate(arguments: Arguments) -> str:
     Raises:
         CheckpointError: nothing to load. ConfigError: the prompt is empty.
     """
-    checkpoint = open_checkpoint(*locate(Path(arguments.load), arguments.iteration))
+    root, iteration = locate(Path(arguments.load), arguments.iteration)
+    with undisturbed(stored_folder(root, iteration)):
+        checkpoint = open_checkpoint(root, iteration)
+        model = load_model(checkpoint)
     config = checkpoint.config()
     files = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file") if getattr(arguments, name)}
     tokenizer = build_tokenizer(replace(config.tokenizer, **files))
-    model = load_model(checkpoint)
     ids = tokenizer.encode(arguments.prompt)
     if not ids:
         raise ConfigError("--prompt is empty; give some text to continue")

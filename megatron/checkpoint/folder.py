@@ -30,7 +30,7 @@ def step_folder(root: Path, iteration: int) -> Path:
 
 def iteration_of(name: str) -> int | None:
     """300 for `global_step300`, None for any other name."""
-    match = re.fullmatch(r"global_step(\d+)", name)
+    match = re.fullmatch(r"global_step(0|[1-9]\d{0,14})", name, re.ASCII)
     return int(match[1]) if match else None
 
 
@@ -45,15 +45,15 @@ def saved_iterations(root: Path) -> list[int]:
     """Iterations with a finished checkpoint, in order."""
     if not root.is_dir():
         return []
-    found = (iteration_of(entry.name.removesuffix(REPLACED)) for entry in root.iterdir() if (entry / MANIFEST).is_file())
-    return sorted({iteration for iteration in found if iteration is not None})
+    named = ((iteration_of(entry.name.removesuffix(REPLACED)), entry) for entry in root.iterdir())
+    return sorted({iteration for iteration, entry in named if iteration is not None and (entry / MANIFEST).is_file()})
 
 
 def point_to(root: Path, iteration: int) -> None:
     """Move the pointers, as the last act of a save."""
-    (root / BEGUN).unlink(missing_ok=True)
     replace_file(root / LATEST_ITERATION, str(iteration))
     replace_file(root / LATEST, f"global_step{iteration}")
+    (root / BEGUN).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_pointer(root: Path) -> Pointer | None:
     """
     latest, number = root / LATEST, root / LATEST_ITERATION
     by_number = _pointer_text(number)
-    number_iteration = int(by_number) if by_number is not None and by_number.isascii() and by_number.isdigit() else None
+    number_iteration = None if by_number is None else iteration_of(f"global_step{by_number}")
     text = _pointer_text(latest)
     pointer, iteration = (latest, iteration_of(text)) if text is not None else (number, number_iteration)
     if text is None and by_number is None:
@@ -89,6 +89,8 @@ def read_pointer(root: Path) -> Pointer | None:
 
 
 def _pointer_text(path: Path) -> str | None:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; it must be a file that names a checkpoint: remove it")
     return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
@@ -149,31 +151,43 @@ def put_in_place(fresh: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def tidy(root: Path) -> None:
-    """Remove what a save, a replacement or a deletion that was cut off has left; no pointer names any of it."""
+def tidy(root: Path) -> list[str]:
+    """Remove what a save, a replacement or a deletion that was cut off has left; no pointer names any of it.
+
+    Returns what went wrong: it takes room, and harms nothing else.
+    """
+    troubles = []
     for entry in sorted(root.iterdir()):
         if not entry.name.startswith("global_step"):
             continue
-        if entry.name.endswith((UNFINISHED, DELETING)):
-            remove(entry)
-        elif entry.name.endswith(REPLACED):
-            final = entry.with_name(entry.name.removesuffix(REPLACED))
-            if (final / MANIFEST).is_file():
+        try:
+            if entry.name.endswith((UNFINISHED, DELETING)):
                 remove(entry)
-            else:  # cut off between the two renames
-                os.rename(entry, final)
-                sync_folder(root)
+            elif entry.name.endswith(REPLACED):
+                final = entry.with_name(entry.name.removesuffix(REPLACED))
+                if (final / MANIFEST).is_file():
+                    remove(entry)
+                else:  # cut off between the two renames
+                    os.rename(entry, final)
+                    sync_folder(root)
+        except OSError as error:
+            troubles.append(f"{entry} could not be removed: {error}; remove it by hand")
+    return troubles
 
 
 def remove(folder: Path) -> None:
-    """A folder that may or may not be there; it loses its name first, so that no half of it can be taken for a checkpoint."""
-    if not folder.is_dir():
+    """A folder that may or may not be there; it loses its name first, so that no half of it can be taken for a checkpoint.
+
+    Of a symbolic link the link only: what it leads to is somebody's own arrangement.
+    """
+    if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
     if not folder.name.endswith((UNFINISHED, DELETING, REPLACED)):
-        going = _with_suffix(folder, DELETING)
-        if going.exists():
-            shutil.rmtree(going)
+        going, number = _with_suffix(folder, DELETING), 1
+        while going.exists():  # of an earlier one that could not be removed
+            number += 1
+            going = _with_suffix(folder, f".{number}{DELETING}")
         os.rename(folder, going)
         folder = going
     shutil.rmtree(folder)

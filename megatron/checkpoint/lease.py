@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megatron.errors import CheckpointError
@@ -188,7 +188,9 @@ def _create(path: Path, holder: Holder) -> bool:
 def _read(path: Path) -> Holder | None:
     try:
         record = json.loads(path.read_text())
-        return Holder(**record) if isinstance(record, Mapping) else None
+        holder = Holder(**record) if isinstance(record, Mapping) else None
+        right = holder is not None and all(isinstance(getattr(holder, field.name), field.type) for field in fields(Holder))  # type: ignore[arg-type]
+        return holder if right else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):

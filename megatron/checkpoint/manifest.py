@@ -5,6 +5,7 @@ See docs/checkpoint_format.md.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +31,21 @@ class Manifest:
     """The optimizer's scalars; None: saved without the optimizer."""
     files: dict[str, dict[str, Any]]
     """name -> {"bytes", "xxh128"} of every other file."""
+    course: list[list[Any]]
+    """[iteration, digest, keep] of the checkpoints that the run came through before, see `course.py`."""
+    keep: bool
+    """For ever, see `course.Ancestor`."""
     format: int = FORMAT
     block_bytes: int = BLOCK
 
     def to_text(self) -> str:
         """JSON, with its own digest."""
-        record = asdict(self)
-        return json.dumps({**record, "digest": _digest_of(record)}, indent=1) + "\n"
+        return json.dumps({**asdict(self), "digest": self.digest}, indent=1) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """Of the manifest itself, without this."""
+        return _digest_of(asdict(self))
 
     @property
     def bytes(self) -> int:
@@ -114,15 +123,25 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
-    """Read a file and compare it with its digest.
+    """Read a file, from the disk and not from this machine's memory of it, and compare it with its digest.
 
     Raises:
         DamagedError: it differs, or is missing. OSError: it cannot be read.
     """
     check_size(folder, name, size)
+    _forget(folder / name)
     found = digest_of_file(folder / name).xxh128
     if found != xxh128:
         raise DamagedError(f"{name} is not what was written: its digest is {found}, not {xxh128}", name)
+
+
+def _forget(path: Path) -> None:
+    """Have the next read come from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def check_size(folder: Path, name: str, size: int) -> None:

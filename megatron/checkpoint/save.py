@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.course import Course, course_of, is_there, superfluous, write_course
 from megatron.checkpoint.digest import FileDigest, digest_of_text
-from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, saved_iterations, step_folder, tidy
+from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, step_folder, tidy
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, verify_file
-from megatron.checkpoint.retention import superfluous
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, read_manifest, verify_file
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file
@@ -122,6 +122,7 @@ class _Save:
     copied: threading.Event
     phases: list[Callable[[list[Part]], Any]]
     """Those still to come; each is given what all ranks wrote."""
+    keep: bool
     parts: list[Part] | None = None
 
 
@@ -129,7 +130,7 @@ class Saver:
     """Writes the checkpoints of a run; all ranks call each method together, in the same order.
 
     `saved` is told of each iteration whose checkpoint is safe, `say` what else people must know at once. `lease` is rank 0's; None
-    for who needs none (tests, tools). `loaded_iteration`: of the checkpoint in this folder that the run began with.
+    for who needs none (tests, tools). `course`: the checkpoints in this folder that the run came through so far.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Saver:
         lease: Lease | None = None,
         say: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
-        loaded_iteration: int | None = None,
+        course: Course = (),
     ) -> None:
         self._root, self._config = root, config or CheckpointConfig()
         self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
@@ -151,7 +152,8 @@ class Saver:
         self._retry_at: int | None = None
         self.saved_iteration: int | None = None
         """The newest checkpoint that this process has written and that is safe."""
-        self._loaded_iteration = loaded_iteration
+        self._course = course
+        self._keep = False
         self._ending = False
 
     @property
@@ -174,12 +176,13 @@ class Saver:
 
     def is_due(self, before: int, after: int) -> bool:
         """Whether a step or jump from iteration `before` to `after` passed an iteration after which to save."""
-        interval, named = self._config.save_interval, self._config.save_at
+        interval, named, kept = self._config.save_interval, self._config.save_at, self._config.keep_every
+        passed = any(before < at <= after for at in named)
+        if passed or (kept is not None and after // kept > before // kept):
+            self._keep = True  # until one is safe: the first save behind that iteration is the one to keep
         if self._retry_at is not None and after >= self._retry_at:
             return True
-        if interval and after // interval > before // interval:
-            return True
-        return any(before < at <= after for at in named)
+        return passed or bool(interval and after // interval > before // interval)
 
     def end_of_run(self) -> None:
         """No further iteration will come: whoever calls tries a save that failed again at once."""
@@ -207,10 +210,11 @@ class Saver:
             return
         copied, ready, copy = threading.Event(), _event(own), self._config.async_save
         work = _Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
-        phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts)]
+        keep, self._keep = self._keep, False
+        phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts, keep=keep)]
         if self._config.keep_latest_checkpoints is not None:
             phases.insert(0, lambda parts: self._read_back(fresh, parts))
-        self._set(_Save(contents, fresh, work, copied, phases))
+        self._set(_Save(contents, fresh, work, copied, phases, keep))
 
     def _set(self, save: _Save | None) -> None:
         self._save = save
@@ -250,6 +254,7 @@ class Saver:
         self._set(None)
         results = self._outcome(save.work, save.contents, save.fresh)
         if results is None:
+            self._keep |= save.keep
             return
         parts = save.parts = save.parts or [part for part in results if part is not None]
         if save.phases:
@@ -260,7 +265,8 @@ class Saver:
         self._failures = 0
         self.saved_iteration = save.contents.iteration
         self._saved(save.contents.iteration)
-        for line in results[0]:
+        self._course, lines = results[0]
+        for line in lines:
             self._say(line)
 
     def _outcome(self, work: _Work, contents: Contents, fresh: Path) -> list[Any] | None:
@@ -295,8 +301,7 @@ class Saver:
     def _count_failure(self, iteration: int, failures: list[str]) -> None:
         self._failures += 1
         allowed = self._config.max_save_failures
-        newest = self._loaded_iteration if self.saved_iteration is None else self.saved_iteration
-        last = "there is none" if newest is None else f"it is global_step{newest}"
+        last = f"it is global_step{self._course[-1].iteration}" if self._course else "there is none"
         head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
         told = "\n  ".join([head, *failures])
         if self._failures >= allowed:
@@ -358,35 +363,43 @@ class Saver:
     def _read_back(self, fresh: Path, parts: list[Part]) -> None:
         """Compare what the disk holds with what was meant: each rank its neighbour's file, past this machine's memory."""
         for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
-            _forget(fresh / part.file)
             verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
 
-    def _finish(self, fresh: Path, contents: Contents, parts: list[Part]) -> list[str]:
-        """Rank 0: small files, name, pointers; then what is superfluous goes. Returns what there is to say of that."""
+    def _finish(self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool) -> tuple[Course, list[str]] | None:
+        """Rank 0: small files, name, pointers; then what is superfluous goes. Returns the course, and what there is to say."""
         if self._ranks.rank != 0:
-            return []
-        write_small_files(fresh, contents, parts)
+            return None
+        before = tuple(ancestor for ancestor in self._course if ancestor.iteration != contents.iteration)
+        manifest = write_small_files(fresh, contents, parts, before, keep=keep)
+        for name in (INDEX, CONFIG):
+            verify_file(fresh, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
+        read_manifest(fresh)
         self._confirm_lease()
         put_in_place(fresh, step_folder(self._root, contents.iteration))
         self._confirm_lease()
+        write_course(self._root, manifest)
         point_to(self._root, contents.iteration)
         self._confirm_lease()
-        return self._clean_up(contents.iteration)
+        return self._clean_up(course_of(manifest))
 
     def _confirm_lease(self) -> None:
         """Before each act that others would suffer from: this process may have stood still since the one before."""
         if self._lease is not None:
             self._lease.confirm()
 
-    def _clean_up(self, iteration: int) -> list[str]:
-        try:
-            tidy(self._root)
-            going = superfluous(saved_iterations(self._root), iteration, self._config)
-            for old in going:
-                remove(step_folder(self._root, old))
-        except OSError as error:  # the checkpoint is safe all the same
-            return [f"warning: older checkpoints could not be removed: {error}"]
-        return [f"removed by --keep-latest-checkpoints: {', '.join(f'global_step{old}' for old in going)}"] if going else []
+    def _clean_up(self, course: Course) -> tuple[Course, list[str]]:
+        """The course that is left, and what there is to say. No failure here harms the checkpoint, or stops the next removal."""
+        gone, said = [], [f"warning: {trouble}" for trouble in tidy(self._root)]
+        for ancestor in superfluous(course, self._config):
+            if is_there(self._root, ancestor):
+                try:
+                    remove(step_folder(self._root, ancestor.iteration))
+                except OSError as error:
+                    said.append(f"warning: global_step{ancestor.iteration} could not be removed: {error}")
+                    continue
+                said.append(f"removed by --keep-latest-checkpoints: global_step{ancestor.iteration}")
+            gone.append(ancestor)
+        return tuple(ancestor for ancestor in course if ancestor not in gone), said
 
 
 def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
@@ -402,7 +415,7 @@ def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> 
     return step_folder(root, contents.iteration)
 
 
-def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part]) -> None:
+def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part], course: Course, *, keep: bool) -> Manifest:
     """Index and configuration, and the manifest last; each is durable before the next."""
     index = Index({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:
@@ -413,8 +426,12 @@ def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part]) ->
     for name, text in ((INDEX, index.to_text()), (CONFIG, contents.config_yaml)):
         replace_file(fresh / name, text)
         files[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    manifest = Manifest(contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files)
+    entries = [[ancestor.iteration, ancestor.digest, ancestor.keep] for ancestor in course]
+    manifest = Manifest(
+        contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files, entries, keep
+    )
     replace_file(fresh / MANIFEST, manifest.to_text())
+    return manifest
 
 
 def check_writable(root: Path) -> None:
@@ -465,12 +482,3 @@ def _event(own: dict[str, Chunk]) -> "torch.cuda.Event | None":
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def _forget(path: Path) -> None:
-    """Have the next read come from the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.course import ancestors, is_there
 from megatron.checkpoint.folder import (
     LATEST,
+    Pointer,
     begun_without_checkpoint,
-    mark_begun,
+    iteration_of,
     point_to,
     read_pointer,
     saved_iterations,
@@ -17,9 +19,13 @@ from megatron.checkpoint.folder import (
     traces,
 )
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
+from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.save import Ranks
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, DamagedError
+
+_ATTEMPTS = 5
+"""At finding a checkpoint that a run which lives there does not remove meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,36 @@ def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None 
         CheckpointError: there should be one, or there are traces of a run and no pointer to say where it stood; or all that could
             be taken are damaged.
     """
+    try:
+        for _ in range(_ATTEMPTS - 1):
+            pointed = _pointed(config)
+            try:
+                return _find(config, known_damage)
+            except DamagedError:
+                if _pointed(config) == pointed:
+                    raise
+                # A run that lives there has moved on, and removed what was being read.
+        return _find(config, known_damage)
+    except DamagedError as damage:
+        raise CheckpointError(str(damage)) from damage
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints cannot be read: {error}; mend the file system or the permissions") from error
+
+
+def _pointed(config: CheckpointConfig) -> int | None:
+    pointer = None if config.load is None else read_pointer(Path(config.load))
+    return None if pointer is None else pointer.iteration
+
+
+def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> Start:
     _refuse_to_overwrite(config)
     if config.load is None:
         if config.require_load:
             raise CheckpointError("--require-load needs --load FOLDER")
         return Start(None)
     root = Path(config.load)
+    if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
+        raise CheckpointError(f"--load {root} is one checkpoint; give its run's folder, and --load-iteration to choose one of it")
     saved = saved_iterations(root)
     if config.load_iteration is not None:
         if config.load_iteration not in saved:
@@ -58,13 +88,17 @@ def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None 
         checkpoint = _opened(root, config.load_iteration, known_damage)
         return Start(checkpoint, (), _later(saved, config.load_iteration, config))
     pointer = read_pointer(root)
+    if pointer is None and len(saved) == 1 and begun_without_checkpoint(root):
+        pointer = Pointer(saved[0], None)  # the first one: cut off between its name and the pointers
     if pointer is None:
         _refuse_to_begin_anew(config, root, saved)
         return Start(None)
     notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
     # Those that loading found damaged may have been set aside since.
     damaged = [(iteration, what) for iteration, what in (known_damage or {}).items() if iteration not in saved]
-    for iteration in [pointer.iteration, *(i for i in reversed(saved) if i < pointer.iteration)]:
+    candidates, course = [pointer.iteration], ancestors(root, pointer.iteration)
+    candidates += [ancestor.iteration for ancestor in reversed(course or ()) if is_there(root, ancestor)]
+    for iteration in candidates:
         try:
             found = _opened(root, iteration, known_damage)
         except DamagedError as damage:
@@ -73,7 +107,10 @@ def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None 
                 continue
             raise _no_way_on(damaged, "--no-load-fallback forbids to take an older one") from damage
         return Start(found, tuple(damaged), (*notes, *_later(saved, pointer.iteration, config)))
-    raise _no_way_on(damaged, "and there is no older one that is whole")
+    others = ", ".join(f"global_step{i}" for i in saved if i not in dict(damaged)) or "none"
+    if course is None:
+        raise _no_way_on(damaged, f"which older ones the run came through cannot be read; there are: {others}")
+    raise _no_way_on(damaged, f"and there is no older one of this course that is whole; of others there are: {others}")
 
 
 def _opened(root: Path, iteration: int, known_damage: Mapping[int, str] | None) -> Checkpoint:
@@ -87,10 +124,10 @@ def _opened(root: Path, iteration: int, known_damage: Mapping[int, str] | None) 
     return checkpoint
 
 
-def _no_way_on(damaged: list[tuple[int, str]], why: str) -> CheckpointError:
+def _no_way_on(damaged: list[tuple[int, str]], why: str) -> DamagedError:
     listed = "\n  ".join(what for _, what in damaged)
-    return CheckpointError(
-        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point {LATEST} to another checkpoint"
+    return DamagedError(
+        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point {LATEST} to another checkpoint", ""
     )
 
 
@@ -106,8 +143,9 @@ def _later(saved: list[int], iteration: int, config: CheckpointConfig) -> tuple[
 
 
 def _refuse_to_begin_anew(config: CheckpointConfig, root: Path, saved: list[int]) -> None:
-    if config.require_load:
-        raise CheckpointError(f"--require-load: {root / LATEST} is not there, so there is nothing to load")
+    if config.require_load or config.finetune:
+        flag = "--require-load" if config.require_load else "--finetune"
+        raise CheckpointError(f"{flag}: {root / LATEST} is not there, so there is nothing to load")
     found = traces(root)
     if found and not config.allow_fresh_start and not (begun_without_checkpoint(root) and not saved):
         point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or " if saved else ""
@@ -119,13 +157,15 @@ def _refuse_to_begin_anew(config: CheckpointConfig, root: Path, saved: list[int]
 
 def _refuse_to_overwrite(config: CheckpointConfig) -> None:
     """A run that would begin anew in a folder where another one has checkpoints has probably lost its `--load`."""
-    if config.save is None or config.allow_fresh_start or config.resumes_itself:
+    if config.save is None or config.allow_fresh_start or (config.resumes_itself and not config.finetune):
         return
     saved = saved_iterations(Path(config.save))
     if saved:
+        leave_out = ", without --finetune," if config.finetune else ""
+        why = "--finetune would begin at iteration 0 over it" if config.resumes_itself else "--load does not lead there"
         raise CheckpointError(
-            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) and --load does not lead there; "
-            f"give --load {config.save} to go on with it, another --save, or --allow-fresh-start to begin over it"
+            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) and {why}; "
+            f"give --load {config.save}{leave_out} to go on with it, another --save, or --allow-fresh-start to begin over it"
         )
 
 
@@ -142,11 +182,9 @@ def agree_on_start(
     if ranks.rank == 0:
         try:
             root = Path(str(config.load))
-            if own_folder:
-                tidy(root)
+            for trouble in tidy(root) if own_folder else ():
+                say(f"warning: {trouble}")
             start = find_start(config, known_damage)
-            if own_folder and start.checkpoint is None and not saved_iterations(root):
-                mark_begun(root)
             _report(start, config, own_folder=own_folder, say=say)
         except CheckpointError as error:
             problem = str(error)

@@ -90,6 +90,11 @@ def deepspeed_config_without_deepspeed(asked: Asked) -> Iterator[str]:
 
 def save_without_interval(asked: Asked) -> Iterator[str]:
     checkpoint = asked.config.checkpoint
+    if checkpoint.save is not None and not checkpoint.save_optim and checkpoint.load_optim and checkpoint.resumes_itself:
+        yield (
+            "--no-save-optim: this command will not resume what it saves, since there will be no optimizer state; with "
+            "--no-load-optim it goes on with fresh moments."
+        )
     if checkpoint.save is not None and checkpoint.save_interval is None and not asked.config.batch.eval_only:
         yield f"{asked.given('checkpoint.save')} without --save-interval saves only when training ends or is asked to stop."
 

@@ -28,7 +28,8 @@ class CheckpointConfig:
     save_optim: bool = True
     """Save the optimizer's state; without it (--no-save-optim) a resume starts with fresh moments."""
     load_iteration: int | None = None
-    """Load this iteration's checkpoint and no other, wherever the pointers point."""
+    """Load this iteration's checkpoint and no other, wherever the pointers point. For one launch: a script that is started again
+    with it would go back again; to roll back for good, edit the pointers."""
     load_fallback: bool = True
     """Where the checkpoint that the pointers name is damaged, set it aside and go on from the newest good one before it; with
     --load-iteration, or --no-load-fallback, damage is an error."""

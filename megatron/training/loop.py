@@ -42,10 +42,15 @@ def train(run: Run) -> Stop:
         else:
             train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
-        check_finite(plan, state)
-        if skipped is None and is_due(plan.config.parallel.check_invariants_interval, before, state.iteration):
-            check_invariants(run, last_good=checked_at)  # before the save: nothing that drifted is stored
-            checked_at = state.iteration
+        try:
+            check_finite(plan, state)
+            if skipped is None and is_due(plan.config.parallel.check_invariants_interval, before, state.iteration):
+                check_invariants(run, last_good=checked_at)  # before the save: nothing that drifted is stored
+                checked_at = state.iteration
+        except TrainingError:
+            if run.saver is not None:
+                run.saver.complete()  # what is being written was good
+            raise
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
             evaluated_at = state.iteration

@@ -32,8 +32,10 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
 
     Raises:
         ConfigError: all that is wrong with the configuration; or it contradicts the checkpoint. CheckpointError: its state is not
-            complete.
+            complete; or there is none, and --eval-only needs one.
     """
+    if loaded.config.batch.eval_only and checkpoint is None:
+        raise CheckpointError(f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate")
     state = starting_state(checkpoint, loaded.config)
     config, about_curriculum = choose_curriculum(loaded.config, checkpoint)
     plan = resolve(

@@ -15,6 +15,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.course import Course, course_of
+from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.save import Ranks, Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage, agree_on_start
@@ -95,6 +97,8 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         try:
             check_writable(root)
             lease = Lease.acquire(root, speaker(mesh))
+            if not traces(root):
+                mark_begun(root)
         except CheckpointError as error:
             problem = str(error)
         except OSError as error:
@@ -171,8 +175,8 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     ]
     saver = None
     if config.checkpoint.save is not None and not config.batch.eval_only:
-        loaded = job.checkpoint.iteration if job.checkpoint is not None and config.checkpoint.resumes_itself else None
-        saver = build_saver(config.checkpoint, mesh, reporter, lease, loaded)
+        course = course_of(job.checkpoint.manifest) if job.checkpoint is not None and config.checkpoint.resumes_itself else ()
+        saver = build_saver(config.checkpoint, mesh, reporter, lease, course)
         engine.before_update = saver.wait_for_copy
         rows.append(("checkpoints", *saver.describe(engine.chunks(optimizer=config.checkpoint.save_optim))))
     reporter.say(start_table(rows))
@@ -190,16 +194,14 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     return run
 
 
-def build_saver(
-    config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, loaded_iteration: int | None
-) -> Saver:
+def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, course: Course) -> Saver:
     """That tells of its checkpoints by the reporter."""
 
     def saved(iteration: int) -> None:
         reporter.say(saved_checkpoint_line(iteration, str(config.save)))
 
     ranks, root = ranks_of(mesh), Path(str(config.save))
-    return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, loaded_iteration=loaded_iteration)
+    return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, course=course)
 
 
 def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
