@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.course import ancestors, is_there
+from megatron.checkpoint.course import ancestors
 from megatron.checkpoint.folder import (
     LATEST,
     Pointer,
@@ -96,9 +96,9 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
     notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
     # Those that loading found damaged may have been set aside since.
     damaged = [(iteration, what) for iteration, what in (known_damage or {}).items() if iteration not in saved]
-    candidates, course = [pointer.iteration], ancestors(root, pointer.iteration)
-    candidates += [ancestor.iteration for ancestor in reversed(course or ()) if is_there(root, ancestor)]
-    for iteration in candidates:
+    course = ancestors(root, pointer.iteration)
+    before = [(a.iteration, a.digest) for a in reversed(course or ()) if stored_folder(root, a.iteration).is_dir()]
+    for iteration, digest in [(pointer.iteration, None), *before]:
         try:
             found = _opened(root, iteration, known_damage)
         except DamagedError as damage:
@@ -106,6 +106,8 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
             if config.load_fallback:
                 continue
             raise _no_way_on(damaged, "--no-load-fallback forbids to take an older one") from damage
+        if digest not in (None, found.manifest.digest):
+            continue  # of another course, under the same number
         return Start(found, tuple(damaged), (*notes, *_later(saved, pointer.iteration, config)))
     others = ", ".join(f"global_step{i}" for i in saved if i not in dict(damaged)) or "none"
     if course is None:
