@@ -7,12 +7,17 @@ from pathlib import Path
 def replace_file(path: Path, text: str) -> None:
     """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
     temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
+    write_file(temporary, text)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a small file whose folder nobody looks into yet; durable once the folder is synced, too."""
+    with open(path, "wb") as file:
         file.write(text.encode())  # UTF-8 in any locale: digests are of these bytes
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, read_manifest, verify_file
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.durable import replace_file
+from megatron.durable import replace_file, sync_folder, write_file
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.chunk import Chunk
 
@@ -416,7 +416,7 @@ def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> 
 
 
 def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part], course: Course, *, keep: bool) -> Manifest:
-    """Index and configuration, and the manifest last; each is durable before the next."""
+    """Index, configuration, and the manifest that has their digests."""
     index = Index({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:
         for box in part.boxes:
@@ -424,13 +424,14 @@ def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part], co
             entry["boxes"].append({key: box[key] for key in ("file", "begin", "offset", "shape")})
     files: dict[str, dict[str, Any]] = {part.file: {"bytes": part.digest.bytes, "xxh128": part.digest.xxh128} for part in parts}
     for name, text in ((INDEX, index.to_text()), (CONFIG, contents.config_yaml)):
-        replace_file(fresh / name, text)
+        write_file(fresh / name, text)
         files[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
     entries = [[ancestor.iteration, ancestor.digest, ancestor.keep] for ancestor in course]
     manifest = Manifest(
         contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files, entries, keep
     )
-    replace_file(fresh / MANIFEST, manifest.to_text())
+    write_file(fresh / MANIFEST, manifest.to_text())
+    sync_folder(fresh)
     return manifest
 
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     text += b" " * (-len(text) % 8)  # buffers begin aligned
     start = 8 + len(text)
     digester = Digester()
-    with open(path, "xb", buffering=0) as file:
+    # The digest is taken while the same bytes are written.
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
 
         def write(data: bytes | memoryview) -> None:
-            digester.update(data)
+            digested = beside.submit(digester.update, data)
             view = memoryview(data)
             while len(view) > 0:  # a full disk takes a part of it first
                 view = view[file.write(view) :]
+            digested.result()
 
         write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, no_timers
+from megatron.engine.describe import kernels_in_use
 from megatron.engine.invariants import Invariants
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
@@ -24,7 +25,6 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT, WORD_EMBEDDING
 from megatron.model.init import initialise
 from megatron.model.inputs import Inputs
-from megatron.model.norm import describe_norm
 from megatron.model.partition import stages_of_rank
 from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
@@ -269,62 +269,18 @@ class NativeEngine:
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def kernels(self) -> list[tuple[str, str, str]]:
-        config = self._plan.config.model
-        cpu = self._mesh.device.type == "cpu"
-        if config.position_embedding_type == "alibi":
-            attention = "SDPA with a bias", "ALiBi needs one"
-        elif config.attention_dropout > 0 and cpu:
-            attention = "SDPA, math", "attention dropout has no fused kernel on CPU; --attention-dropout 0 does"
-        else:
-            attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
-        if self._plan.config.data.reset_attention_mask:
-            note = "; the compiler leaves attention out" if self._execution.compile else ""
-            attention = f"{attention[0]}, document by document", attention[1] + note
-        data = self._mesh.grid.data
+        data, zero_stage = self._mesh.grid.data, self._plan.config.parallel.zero_stage
         if data == 1:
             sharding = "none", "one data-parallel rank"
         else:
-            zero_stage = self._plan.config.parallel.zero_stage
             note = "; stage 0 runs as 1: the same numbers with less memory" if zero_stage == 0 else ""
             sharding = f"FSDP2, ZeRO {max(1, zero_stage)}", f"{data} data-parallel ranks{note}"
-        rows = [
-            ("attention", *attention),
-            ("norm", *describe_norm(config, self._mesh.device.type)),
-            ("loss", "fused projection and cross entropy", "no logits in fp32 are kept"),
+        pipelined = "torch.distributed.pipelining"
+        return [
+            *kernels_in_use(self._plan, self._mesh, self._execution, self._loss_scale, pipelined),
             self._optimizer.description,
-            ("precision", *self._describe_precision()),
             ("sharding", *sharding),
         ]
-        if self._mesh.grid.pipeline > 1:
-            rows.append(("pipeline", *self._describe_pipeline()))
-        if recomputation := self._describe_recomputation():
-            rows.append(("recomputation", *recomputation))
-        if self._execution.compile:
-            graphs = "any sequence length" if self._execution.dynamic_shapes else "two graphs for all layers"
-            rows.append(("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it"))
-        return rows
-
-    def _describe_precision(self) -> tuple[str, str]:
-        stream = ", residual stream fp32" if self._execution.fp32_residual else ""
-        scale = f"; loss scale {self._loss_scale.describe()}" if self._loss_scale is not None else ""
-        return str(self._dtype).removeprefix("torch.") + stream, f"masters, moments and accumulation in fp32{scale}"
-
-    def _describe_pipeline(self) -> tuple[str, str]:
-        ranks, stages = self._mesh.grid.pipeline, self._plan.stages
-        layers = " ".join(str(len(stage.layers)) for stage in stages)
-        virtual = f", {len(stages) // ranks} stages on each" if len(stages) > ranks else ""
-        return f"{ranks} ranks{virtual}, torch.distributed.pipelining", f"layers of the stages: {layers}"
-
-    def _describe_recomputation(self) -> tuple[str, str] | None:
-        part, core = self._execution.recomputed_part, self._execution.recompute_attention_core
-        whole = "every layer" if part == 1 else f"{part} of the layers"
-        if part and core and part < 1:
-            return f"{whole}, attention core of the others", "keeps the inputs of those, queries, keys and values of these"
-        if part:
-            return whole, "keeps their inputs only"
-        if core:
-            return "attention core", "keeps queries, keys and values, not what is between them and the output"
-        return None
 
 
 def _local(tensor: Tensor) -> Tensor:
