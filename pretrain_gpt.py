@@ -17,7 +17,7 @@ from megatron.config.cli import LoadedConfig, load_config
 from megatron.errors import MegatronError
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
-from megatron.training.resume import settle
+from megatron.training.resume import settle, where_to_start
 from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, start_run, world_of_launcher
 
 
@@ -35,7 +35,7 @@ def pretrain(loaded: LoadedConfig) -> None:
     config = loaded.config
     world = world_of_launcher(config.parallel.local_rank)
     # As seen from here: most mistakes show without the other ranks. What holds is what rank 0 finds when the folder is its own.
-    plan = settle(loaded, world.size, find_start(config.checkpoint).checkpoint).plan
+    plan = settle(loaded, world.size, find_start(where_to_start(config)).checkpoint).plan
     mesh = join_ranks(plan, world)
     with own_folder(config, mesh) as lease:
         run = start_run(loaded, mesh, lease)

@@ -378,6 +378,7 @@ class Saver:
         put_in_place(fresh, step_folder(self._root, contents.iteration))
         self._confirm_lease()
         write_course(self._root, manifest)
+        self._confirm_lease()
         point_to(self._root, contents.iteration)
         self._confirm_lease()
         return self._clean_up(course_of(manifest))

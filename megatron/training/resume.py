@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
@@ -51,6 +52,11 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     plan, about_ranges = choose_skip_ranges(plan, state)
     notes = [*loaded.warnings, *plan.warnings, *about_curriculum, *about_schedule, *about_ranges]
     return Job(plan, state, checkpoint, notes)
+
+
+def where_to_start(config: Config) -> CheckpointConfig:
+    """What is asked of checkpoints; an evaluation writes nothing, so it may look at any."""
+    return replace(config.checkpoint, save=None) if config.batch.eval_only else config.checkpoint
 
 
 def check_runnable(plan: Plan) -> None:

@@ -40,7 +40,7 @@ from megatron.training.agreement import check_agreement
 from megatron.training.exits import Exits
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import Job, load_engine, remember, settle
+from megatron.training.resume import Job, load_engine, remember, settle, where_to_start
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
@@ -126,7 +126,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     while True:
-        start = agree_on_start(config.checkpoint, ranks, damage, own_folder=own, say=say)
+        start = agree_on_start(where_to_start(config), ranks, damage, own_folder=own, say=say)
         job = settle(loaded, mesh.grid.world_size, start.checkpoint)
         check_agreement(job.plan.config, job.state.iteration, mesh)
         for note in job.notes:
