@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.course import Course, course_of, is_there, superfluous, write_course
@@ -25,6 +24,7 @@ from megatron.checkpoint.digest import FileDigest, digest_of_text
 from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, step_folder, tidy
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, read_manifest, verify_file
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file, sync_folder, write_file
@@ -34,32 +34,6 @@ from megatron.parallel.chunk import Chunk
 _ITEM = 4  # bytes of an fp32
 SMALL_FILES = 1 << 20
 """Bytes that are kept free beside the tensors, for index, manifest and the file system's own."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who saves together."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
-    """For small messages, on the CPU."""
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        if self.size == 1:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
-    def all(self, mine: bool) -> bool:
-        """Whether it holds on every rank; cheaper than `gather`."""
-        if self.size == 1:
-            return mine
-        agreed = torch.tensor([int(mine)])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(agreed.item())
 
 
 @dataclass(frozen=True)

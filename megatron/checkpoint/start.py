@@ -20,7 +20,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.save import Ranks
+from megatron.checkpoint.ranks import Ranks
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, DamagedError
 

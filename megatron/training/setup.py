@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.checkpoint.course import Course, course_of
 from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.save import Ranks, Saver, check_writable
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage, agree_on_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
