@@ -54,11 +54,13 @@ def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None 
         for _ in range(_ATTEMPTS - 1):
             pointed = _pointed(config)
             try:
-                return _find(config, known_damage)
+                start = _find(config, known_damage)
+                if not start.damaged or _pointed(config) == pointed:
+                    return start
             except DamagedError:
                 if _pointed(config) == pointed:
                     raise
-                # A run that lives there has moved on, and removed what was being read.
+            # A run that lives there has moved on, and removed what was being read.
         return _find(config, known_damage)
     except DamagedError as damage:
         raise CheckpointError(str(damage)) from damage

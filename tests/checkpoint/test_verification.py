@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_damage import resign
 
-from megatron.checkpoint.digest import digest_of_text
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save import Contents, save_checkpoint
 from megatron.checkpoint.verification import Damage, undisturbed, verify
 from megatron.errors import CheckpointError, DamagedError
@@ -23,21 +22,11 @@ def save(root: Path) -> Path:
     return save_checkpoint(root, Contents(3, None, {}, ""), chunks)
 
 
-def sign(folder: Path, index: dict, **altered: object) -> None:
-    """Write another index, and a manifest that fits it: what a fault of ours would leave."""
-    text = json.dumps(index)
-    (folder / "index.json").write_text(text)
-    record = json.loads((folder / "manifest.json").read_text())
-    del record["digest"]
-    record["files"]["index.json"] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    (folder / "manifest.json").write_text(Manifest(**{**record, **altered}).to_text())
-
-
 def test_a_file_that_only_the_index_names(tmp_path: Path) -> None:
     folder = save(tmp_path)
     index = json.loads((folder / "index.json").read_text())
     index["blocks"]["rank_00009.safetensors"] = ""
-    sign(folder, index)
+    resign(folder, index)
     stray = Damage("index.json", "it has tensors in rank_00009.safetensors, which manifest.json does not name")
     assert verify(folder).damage == (stray,)
 
@@ -45,7 +34,7 @@ def test_a_file_that_only_the_index_names(tmp_path: Path) -> None:
 def test_a_manifest_that_does_not_name_the_index(tmp_path: Path) -> None:
     folder = save(tmp_path)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    sign(folder, {}, files={name: facts for name, facts in files.items() if name != "index.json"})
+    resign(folder, {}, files={name: facts for name, facts in files.items() if name != "index.json"})
     found = verify(folder)
     assert found.damage == (Damage("index.json", "manifest.json does not name it"),)
     assert found.tensors == 0
@@ -68,7 +57,7 @@ def test_boxes_of_two_dimensions(tmp_path: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     boxes = {tuple(box["offset"]): box for box in index["tensors"]["weight/a"]["boxes"]}
     boxes[3, 2]["offset"] = [2, 1]
-    sign(folder, index)
+    resign(folder, index)
     covered = torch.zeros(7, 5)
     covered[:3], covered[3:, :2] = 1, 1
     covered[2:6, 1:4] += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint_damage import flip
 from launches import Job
 
 from megatron.checkpoint.folder import point_to, saved_iterations
@@ -15,12 +16,6 @@ from megatron.checkpoint.folder import point_to, saved_iterations
 NewJob = Callable[..., Job]
 EVERY_3 = "--train-iters 12 --save-interval 3"
 ROLLED_BACK = f"{EVERY_3} --skip-train-iteration-range 5-7"
-
-
-def flip(file: Path, at: int = -1) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[at] ^= 1
-    file.write_bytes(raw)
 
 
 def roll_back(job: Job, to: int) -> None:
@@ -48,14 +43,14 @@ def test_the_course_is_known_without_the_manifest(file: str, new_job: NewJob) ->
     roll_back(job, 3)
     rolled = new_job("rolled", ROLLED_BACK, folder=job.folder, metrics=job.metrics_file)
     rolled.succeed("--exit-interval 7")
-    flip(job.folder / "global_step7" / file, at=200)
+    flip(job.folder / "global_step7" / file, position=200)
     assert "going on from global_step3" in rolled.succeed("--exit-interval 8")
 
 
 def test_without_manifest_and_course_nothing_is_guessed(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
-    flip(job.folder / "global_step9" / "manifest.json", at=200)
+    flip(job.folder / "global_step9" / "manifest.json", position=200)
     (job.folder / "course.json").unlink()
     error = job.fail()
     assert "which older ones the run came through cannot be read; there are: global_step3, global_step6" in error

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_damage import flip, resign
 from process_pool import ProcessPool
 from torch import Tensor
 from training.runs import Runner
 
-from megatron.checkpoint.digest import BLOCK, digest_of_text
+from megatron.checkpoint.digest import BLOCK
 from megatron.checkpoint.folder import set_aside
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save import Contents, Saver, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.chunk import Chunk
@@ -301,24 +301,6 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
 
 
 # Damage
-
-
-def flip(path: Path, position: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1]))
-
-
-def resign(folder: Path, index: dict, **altered: object) -> None:
-    """Write another index, and the manifest that fits it: what a fault of ours would leave."""
-    text = json.dumps(index)
-    (folder / "index.json").write_text(text)
-    record = json.loads((folder / "manifest.json").read_text())
-    del record["digest"]
-    record["files"]["index.json"] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    (folder / "manifest.json").write_text(Manifest(**{**record, **altered}).to_text())
 
 
 def damage_of(capsys: pytest.CaptureFixture[str], folder: Path) -> list[tuple[str, str]]:
