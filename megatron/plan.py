@@ -139,14 +139,13 @@ def resolve(
     consumed_samples: int | None = 0,
     consumed_tokens: int = 0,
     iteration: int = 0,
-    curriculum: Curriculum | None = None,
 ) -> Plan:
     """The plan of `config` on `world_size` processes. Raises nothing for the user's mistakes: see `Plan.errors`.
 
     `origin`: where each dotted field came from (`LoadedConfig.origin`), for the messages. `consumed_samples`: the position that
     the run starts from, with `consumed_tokens` and `iteration`; batch sizes that lie behind it need not fit, and the end is
     counted from there: a run whose batch size changes trains its samples all the same. None: not known, as when a command line
-    with --load is planned away from its checkpoints (see `check_batch_sizes`). `curriculum`: that of DeepSpeed's JSON.
+    with --load is planned away from its checkpoints (see `check_batch_sizes`).
     """
     asked = config
     errors, warnings = check(asked, origin or {})
@@ -174,7 +173,7 @@ def resolve(
     )
     skip_ranges = _skip_ranges(train_iters, report)
 
-    curriculum = _curriculum(report, curriculum)
+    curriculum = report.attempt(lambda: curriculum_of(report.config), None)
     check_curriculum(curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report)
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
@@ -254,20 +253,6 @@ def curriculum_of(config: Config) -> Curriculum | None:
         difficulty_step=asked.curriculum_difficulty_step,
         root_degree=asked.curriculum_root_degree,
     )
-
-
-def _curriculum(report: Report, from_deepspeed: Curriculum | None) -> Curriculum | None:
-    """The run's curriculum; flags and DeepSpeed's JSON must agree where both give one."""
-    from_flags = report.attempt(lambda: curriculum_of(report.config), None)
-    if from_flags is None or from_deepspeed is None:
-        return from_flags or from_deepspeed
-    if not from_flags.same_from(1, from_deepspeed):
-        report.errors.append(
-            f"{report.given('curriculum.curriculum_schedule_type')} and the flags beside it make other sequence lengths than the "
-            f"curriculum_learning block of {report.given('parallel.deepspeed_config')}: {from_flags}, and {from_deepspeed}; "
-            "leave one of them out."
-        )
-    return from_flags
 
 
 def _train_end(

@@ -118,6 +118,8 @@ def check_tensor_parallel(shape: ModelShape, report: Report) -> None:
                 f"{report.given('parallel.tensor_model_parallel_size')} must divide {report.given(f'model.{name}', number)}; "
                 f"use {alternatives(possible)}."
             )
+    if report.config.recompute.partition_activations and tensor == 1:
+        report.warnings.append("--partition-activations has no effect at --tensor-model-parallel-size 1.")
     if not report.config.parallel.sequence_parallel:
         return
     if tensor == 1:

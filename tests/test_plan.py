@@ -293,27 +293,33 @@ def test_skip_ranges():
 
 
 def test_curriculum():
-    curriculum = Curriculum("fixed_linear", 12, 128, total_curriculum_step=50, difficulty_step=4)
-    tokens = {"batch": {"train_tokens": 10**6}, "optimizer": {"lr_decay_tokens": 10**6}}
-    plan = resolve(with_changes(**tokens), 1, curriculum=curriculum)
+    curriculum = {
+        "curriculum_schedule_type": "fixed_linear",
+        "curriculum_min_difficulty": 12,
+        "curriculum_max_difficulty": 128,
+        "curriculum_total_step": 50,
+        "curriculum_difficulty_step": 4,
+    }
+    tokens = {"batch": {"train_tokens": 10**6}, "optimizer": {"lr_decay_tokens": 10**6}, "curriculum": curriculum}
+    plan = resolve(with_changes(**tokens), 1)
     assert plan.errors == ()
     assert sum("multiple of 8" in warning for warning in plan.warnings) == 2
     assert plan.forecast().at([1, 50])[0].consumed_tokens == 16 * 12
-    alone = resolve(with_changes(batch={"rampup_batch_size": (8, 8, 64)}), 1, curriculum=curriculum).errors
+    alone = resolve(with_changes(batch={"rampup_batch_size": (8, 8, 64)}, curriculum=curriculum), 1).errors
     assert "leave out --rampup-batch-size" in alone[0]
     assert "give --train-tokens and --lr-decay-tokens" in alone[1]
-    long = dataclasses.replace(curriculum, max_difficulty=256)
-    assert "max_difficulty 256 must not exceed --seq-length 128" in resolve(with_changes(**tokens), 1, curriculum=long).errors[0]
-    cut = with_changes(
-        **tokens, parallel={"sequence_parallel": True, "tensor_model_parallel_size": 8}, model={"num_attention_heads": 8}
-    )
-    assert "must divide every sequence length, but iteration 1 has 12" in resolve(cut, 8, curriculum=curriculum).errors[0]
+    cut = {
+        **tokens,
+        "parallel": {"sequence_parallel": True, "tensor_model_parallel_size": 8},
+        "model": {"num_attention_heads": 8},
+    }
+    assert "must divide every sequence length, but iteration 1 has 12" in resolve(with_changes(**cut), 8).errors[0]
     # A resume has only the full length before it, and the first length of another schedule is its first multiple.
-    assert resolve(cut, 8, curriculum=curriculum, iteration=50, consumed_samples=800).errors == ()
-    rounded = dataclasses.replace(curriculum, difficulty_step=8)
-    assert resolve(cut, 8, curriculum=rounded).errors == ()
-    uneven = dataclasses.replace(rounded, max_difficulty=100)
-    assert "has 100; make the lengths" in resolve(cut, 8, curriculum=uneven).errors[0]
+    assert resolve(with_changes(**cut), 8, iteration=50, consumed_samples=800).errors == ()
+    rounded = curriculum | {"curriculum_difficulty_step": 8}
+    assert resolve(with_changes(**cut | {"curriculum": rounded}), 8).errors == ()
+    uneven = rounded | {"curriculum_max_difficulty": 100}
+    assert "has 100; make the lengths" in resolve(with_changes(**cut | {"curriculum": uneven}), 8).errors[0]
 
 
 FLAGS: dict[str, dict] = {
@@ -359,17 +365,6 @@ def test_curriculum_of_the_flags():
 def test_curriculum_flags_that_make_none(changes: dict[str, object], message: str):
     (error,) = resolve(with_changes(**curriculum_flags(**changes)), 1).errors
     assert message in error
-
-
-def test_flags_and_deepspeeds_curriculum_must_agree():
-    config = with_changes(**curriculum_flags())
-    same = Curriculum("fixed_linear", 16, 128, total_curriculum_step=50, difficulty_step=8)
-    assert resolve(config, 1, curriculum=same).errors == ()
-    (error,) = resolve(config, 1, curriculum=dataclasses.replace(same, total_curriculum_step=60)).errors
-    assert "--curriculum-schedule-type fixed_linear" in error
-    assert "--deepspeed-config" in error
-    assert "over 50 iterations" in error
-    assert "over 60 iterations" in error
 
 
 def test_end_of_a_run_with_a_curriculum():

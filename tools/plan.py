@@ -20,14 +20,12 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.cli import load_config
-from megatron.config.tree import Config
 from megatron.engine.support import unsupported
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
 from megatron.model import flops
 from megatron.model.partition import stages_of_rank
 from megatron.plan import Plan, resolve
-from megatron.schedule.curriculum import Curriculum, curriculum_from_deepspeed
 from megatron.schedule.pipeline import PipelineSchedule, choose
 from megatron.schedule.progress import Progress
 
@@ -90,15 +88,14 @@ def _plan(options: Options, training: list[str]) -> int:
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
         position = 0
-    curriculum = read_curriculum(loaded.config)
-    plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position, curriculum=curriculum)
+    plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position)
     late = [iteration for iteration in options.at if not 0 <= iteration <= plan.train_iters]
     if late:
         warnings.append(f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}.")
     at = plan.forecast().at(iteration for iteration in options.at if iteration >= 0)
     untrained = unsupported(plan)
     if untrained:
-        warnings.append(f"planned, but not trained by this version yet: {', '.join(untrained)}.")
+        warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(untrained)}.")
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
         print(json.dumps(as_json(plan, at, warnings), indent=1))
@@ -148,23 +145,6 @@ def _source(command: LaunchScript, further: tuple[str, ...]) -> Source:
     unset = ", ".join(f"${name}" for name in command.unresolved)
     warnings = (f"left as written, for nothing here sets them: {unset}.",) if unset else ()
     return Source((*command.arguments, *further), command.world_size, warnings)
-
-
-def read_curriculum(config: Config) -> Curriculum | None:
-    """The curriculum of the DeepSpeed configuration, if there is one and the file is at hand.
-
-    Raises ConfigError where the file is no JSON object.
-    """
-    path = Path(config.parallel.deepspeed_config or "")
-    if not config.parallel.deepspeed or not path.is_file():
-        return None
-    try:
-        settings = json.loads(path.read_text())
-    except ValueError as failure:
-        raise ConfigError(f"--deepspeed-config {path} is not JSON: {failure}.") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--deepspeed-config {path} must hold a JSON object, not {type(settings).__name__}.")
-    return curriculum_from_deepspeed(settings.get("curriculum_learning", {}))
 
 
 def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, Any]:

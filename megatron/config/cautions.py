@@ -37,8 +37,6 @@ def wsd_without_its_style(asked: Asked) -> Iterator[str]:
 
 def loss_scale_without_use(asked: Asked) -> Iterator[str]:
     precision = asked.config.precision
-    if precision.fp16 and precision.loss_scale is not None and asked.config.parallel.deepspeed:
-        yield (f"{asked.given('precision.loss_scale')} is not used: with --deepspeed the fp16 block of --deepspeed-config decides.")
     if not precision.fp16:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if asked.differs(f"precision.{name}"):
@@ -47,7 +45,7 @@ def loss_scale_without_use(asked: Asked) -> Iterator[str]:
 
 def static_loss_scale_wins(asked: Asked) -> Iterator[str]:
     precision = asked.config.precision
-    if precision.fp16 and precision.loss_scale is not None and not asked.config.parallel.deepspeed:
+    if precision.fp16 and precision.loss_scale is not None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if asked.differs(f"precision.{name}"):
                 static = asked.given("precision.loss_scale")
@@ -57,7 +55,7 @@ def static_loss_scale_wins(asked: Asked) -> Iterator[str]:
 def loss_scale_that_rounds(asked: Asked) -> Iterator[str]:
     """A power of two changes exponents only; any other scale rounds each gradient once more."""
     precision = asked.config.precision
-    if not precision.fp16 or asked.config.parallel.deepspeed:
+    if not precision.fp16:
         return
     used = ("loss_scale",) if precision.loss_scale is not None else ("initial_loss_scale", "min_loss_scale")
     for name in used:
@@ -117,6 +115,11 @@ def fraction_without_recomputation(asked: Asked) -> Iterator[str]:
     recompute = asked.config.recompute
     if asked.differs("recompute.checkpoint_fraction") and not recompute.checkpoint_activations:
         yield f"{asked.given('recompute.checkpoint_fraction')} has no effect without --checkpoint-activations."
+    for dotted in ("recompute.partition_activations", "recompute.checkpoint_in_cpu"):
+        if asked[dotted] and not recompute.checkpoint_activations:
+            yield f"{asked.given(dotted)} has no effect without --checkpoint-activations."
+    if recompute.partition_activations and asked.config.parallel.sequence_parallel:
+        yield f"{asked.given('recompute.partition_activations')} has no effect beside --sequence-parallel, which cuts them already."
     if recompute.recompute_attention_core and recompute.checkpoint_activations and recompute.checkpoint_fraction.strip() == "1":
         yield (
             f"{asked.given('recompute.recompute_attention_core')} has no effect beside --checkpoint-activations, which recomputes "

@@ -5,10 +5,13 @@ that lists all of it. Rules that connect fields are in `megatron.config.rules`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron.config.compare import config_digest, differences
+from megatron.config.deepspeed_json import merge
 from megatron.config.fields import Given, all_fields, build, missing
 from megatron.config.help import print_help
 from megatron.config.normalise import read_argv
@@ -44,6 +47,16 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         given, yaml_errors = read_file(line.config_file)
         errors += yaml_errors
     given |= line.given
+    warnings = list(line.warnings)
+    if _value(given, "parallel.deepspeed"):
+        path = _value(given, "parallel.deepspeed_config")
+        if path is not None and Path(path).is_file():  # where it is not, the plan says so
+            from_json, json_errors, json_warnings = merge(path, given)
+            given |= from_json
+            errors += json_errors
+            warnings += json_warnings
+    if _value(given, "optimizer.use_bnb_optimizer"):  # as in Megatron-DeepSpeed
+        given.setdefault("model.embed_layernorm", Given(True, given["optimizer.use_bnb_optimizer"].origin))
     for shown, row in line.conditions:
         field = all_fields()[row.needs]
         if row.needs not in given or given[row.needs].value == field.default:
@@ -53,7 +66,11 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     if errors:
         raise as_error(errors)
     origin = {dotted: given[dotted].origin if dotted in given else "default" for dotted in all_fields()}
-    return LoadedConfig(build({dotted: item.value for dotted, item in given.items()}), origin, line.warnings)
+    return LoadedConfig(build({dotted: item.value for dotted, item in given.items()}), origin, warnings)
+
+
+def _value(given: Mapping[str, Given], dotted: str) -> Any:
+    return given[dotted].value if dotted in given else None
 
 
 def from_yaml(text: str) -> Config:

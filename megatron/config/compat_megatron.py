@@ -154,9 +154,8 @@ _OPTIMIZER_AND_PRECISION = (
     refused("--weight-decay-incr-style", _DECAY, arity=1),
     *all_refused(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
     refused("--warmup", "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", arity=1),
+    harmless("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
     refused("--lr-warmup-tokens", "say --lr-warmup-samples, tokens / sequence length", arity=1),
-    refused("--use-bnb-optimizer", "there is no 8-bit AdamW: take it out and add --embed-layernorm, which it implied"),
-    refused("--cpu-optimizer", "the optimizer runs where the parameters are; --zero-stage shards its states"),
 )
 
 _PARALLELISM = (
@@ -197,11 +196,11 @@ _RECOMPUTATION = (
     harmless("--recompute-method", _BY_ITSELF, arity=1, only=("uniform",)),
     harmless("--recompute-num-layers", _BY_ITSELF, arity=1, only=("1",)),
     harmless("--checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    *all_harmless(
-        _MEMORY,
-        "--distribute-checkpointed-activations --distribute-saved-activations --split-transformers --partition-activations "
-        "--contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer",
-    ),
+    renamed("--deepspeed-activation-checkpointing", "--checkpoint-activations", reason="one implementation serves both engines"),
+    harmless("--profile-backward", "layers are not timed one by one"),
+    renamed("--distribute-checkpointed-activations", "--partition-activations"),
+    renamed("--distribute-saved-activations", "--partition-activations"),
+    *all_harmless(_MEMORY, "--split-transformers --contigious-checkpointing --synchronize-each-layer"),
 )
 
 _STOPPING_AND_CHECKPOINTS = (

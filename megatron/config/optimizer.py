@@ -44,5 +44,10 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     adam_eps: float = 1e-8
     """Added to the denominator."""
+    cpu_optimizer: bool = False
+    """Keep masters and moments in host memory, and update them there (https://arxiv.org/abs/2101.06840); needs --deepspeed."""
+    use_bnb_optimizer: bool = False
+    """Keep the moments of the layers' matrices in 8 bits, by bitsandbytes (https://arxiv.org/abs/2110.02861); needs --deepspeed.
+    Also turns --embed-layernorm on, unless it is given."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""

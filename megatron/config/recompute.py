@@ -13,11 +13,13 @@ class RecomputeConfig:
     recompute_attention_core: bool = False
     """Recompute scores and their product with the values only; saves memory where attention has no flash kernel
     (https://arxiv.org/abs/2205.05198, section 5)."""
-    deepspeed_activation_checkpointing: bool = False
-    """The same by DeepSpeed's implementation; needs --deepspeed."""
+    partition_activations: bool = False
+    """Of the inputs that --checkpoint-activations keeps, each tensor-parallel rank keeps a part
+    (https://arxiv.org/abs/1910.02054, section 6.1)."""
+    checkpoint_in_cpu: bool = False
+    """Keep these inputs in host memory."""
 
     @property
     def recomputed_part(self) -> Fraction:
         """Part of the layers that are recomputed whole. Raises ValueError or ZeroDivisionError where it is no fraction."""
-        asked = self.checkpoint_activations or self.deepspeed_activation_checkpointing
-        return Fraction(self.checkpoint_fraction) if asked else Fraction(0)
+        return Fraction(self.checkpoint_fraction) if self.checkpoint_activations else Fraction(0)

@@ -227,12 +227,14 @@ def one_manner_of_start(asked: Asked) -> Iterator[str]:
         yield f"{asked.given('checkpoint.require_load', 'checkpoint.allow_fresh_start')} exclude each other; give one of them."
 
 
-def deepspeed_recomputation(asked: Asked) -> Iterator[str]:
-    if asked.config.recompute.deepspeed_activation_checkpointing and not asked.config.parallel.deepspeed:
-        yield (
-            f"{asked.given('recompute.deepspeed_activation_checkpointing')} needs --deepspeed; --checkpoint-activations does the "
-            "same without it."
-        )
+def optimizers_of_deepspeed(asked: Asked) -> Iterator[str]:
+    """FSDP2 has neither."""
+    optimizer = asked.config.optimizer
+    if optimizer.cpu_optimizer and optimizer.use_bnb_optimizer:
+        yield f"{asked.given('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} exclude each other; give one of them."
+    for dotted in ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer"):
+        if asked[dotted] and not asked.config.parallel.deepspeed:
+            yield f"{asked.given(dotted)} needs --deepspeed; without it, --zero-stage shards the optimizer's states over the ranks."
 
 
 def curriculum_of_one_type(asked: Asked) -> Iterator[str]:
@@ -304,7 +306,7 @@ ERRORS: tuple[Rule, ...] = (
     one_description_of_the_data,
     folders_that_flags_need,
     one_manner_of_start,
-    deepspeed_recomputation,
+    optimizers_of_deepspeed,
     curriculum_of_one_type,
     documents_have_ends,
     one_way_to_cut_layers,

@@ -12,13 +12,12 @@ apart is only computed where they are. It is worth that: layer norms have drifte
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.engine.optimizer import AdamW, Master
 from megatron.errors import TrainingError
 from megatron.parallel.chunk import Kind
 from megatron.parallel.mesh import Mesh
@@ -30,7 +29,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class _Copy:
+class Copy:
     """A tensor of this rank that the other ranks of a group hold, too."""
 
     parameter: str
@@ -52,11 +51,10 @@ class _Difference:
 class Invariants:
     """Knows what this rank holds in common with others. In a world of one rank, that is nothing, and a check does nothing."""
 
-    def __init__(self, masters: list[Master], tied: list[Master], optimizer: AdamW, mesh: Mesh) -> None:
-        """`tied`: those of the masters that the other end of the pipeline holds, too."""
-        self._mesh, self._optimizer = mesh, optimizer
-        groups = [(mesh.tensor_parallel.group, [m for m in masters if m.spec.cut_dim is None]), (mesh.ends, tied)]
-        self._groups = [(group, shared) for group, shared in groups if group is not None and shared]
+    def __init__(self, groups: list[tuple[dist.ProcessGroup | None, list[Copy]]], mesh: Mesh) -> None:
+        """`groups`: ranks, and what all of them hold, in the same order on each; None where this rank is alone."""
+        self._mesh = mesh
+        self._groups = [(group, copies) for group, copies in groups if group is not None and copies]
 
     def check(self, scalars: dict[str, Any], *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare all copies, and `scalars` over all ranks; all ranks call it, and all of them come to the same result.
@@ -69,7 +67,7 @@ class Invariants:
         """
         if self._mesh.grid.world_size == 1:
             return []
-        differing = [(group, copy) for group, shared in self._groups for copy in self._differing(group, shared)]
+        differing = [(group, copy) for group, copies in self._groups for copy in self._differing(group, copies)]
         everyone = self._gather((scalars, len(differing)))
         if all(found == 0 and others == everyone[0][0] for others, found in everyone):
             return []
@@ -88,17 +86,8 @@ class Invariants:
             + f"\n{rollback}{flag}"
         )
 
-    def _copies(self, shared: list[Master]) -> list[_Copy]:
-        copies = []
-        for master in shared:
-            for kind in get_args(Kind):
-                tensor = master.weight.data if kind == "weight" else self._optimizer.moment(master, kind)
-                copies.append(_Copy(master.name, kind, tensor))
-        return copies
-
-    def _differing(self, group: dist.ProcessGroup, shared: list[Master]) -> list[_Copy]:
+    def _differing(self, group: dist.ProcessGroup, copies: list[Copy]) -> list[Copy]:
         """What is not the same on all ranks of the group; they all get the same list."""
-        copies = self._copies(shared)
         mine = torch.stack([_checksum(copy.tensor) for copy in copies])  # [copies, 2]
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         with self._mesh.tensor_parallel.clock():
@@ -107,7 +96,7 @@ class Invariants:
         equal = (sums == sums[0]).all(dim=2).all(dim=0).tolist()
         return [copy for copy, same in zip(copies, equal, strict=True) if not same]
 
-    def _measure(self, copy: _Copy, group: dist.ProcessGroup, *, repair: bool) -> _Difference | None:
+    def _measure(self, copy: Copy, group: dist.ProcessGroup, *, repair: bool) -> _Difference | None:
         """How far this rank's copy is from the first rank's, which overwrites it if asked to; None where they are the same."""
         amount, same = 0.0, True
         for part in _slices(copy.tensor):

@@ -6,7 +6,7 @@ copies of fp32 masters, and autograd accumulates their gradients in fp32.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, no_timers
 from megatron.engine.describe import kernels_in_use
-from megatron.engine.invariants import Invariants
+from megatron.engine.invariants import Copy, Invariants
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
 from megatron.engine.pipeline import OneStage, Pipeline, Runner
@@ -68,7 +68,10 @@ class NativeEngine:
         # Both ends of a pipeline hold the word embedding; `ends` is there on these ranks only.
         shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
         self._tied = [m for m in self._masters if shared and m.name == WORD_EMBEDDING]
-        self._invariants = Invariants(self._masters, self._tied, self._optimizer, mesh)
+        replicated = [m for m in self._masters if m.spec.cut_dim is None]
+        self._invariants = Invariants(
+            [(mesh.tensor_parallel.group, self._copies(replicated)), (mesh.ends, self._copies(self._tied))], mesh
+        )
         self._runner = self._make_runner()
         for chunk in self.chunks(optimizer=False):
             initialise(chunk.name, chunk.tensor, chunk.global_shape, chunk.offset, plan.shape, config.batch.seed)
@@ -255,6 +258,13 @@ class NativeEngine:
             if self._loss_scale is not None and "loss_scale" in scalars:
                 self._loss_scale.load(scalars["loss_scale"])
         self._refresh_model()
+
+    def _copies(self, masters: list[Master]) -> list[Copy]:
+        return [
+            Copy(m.name, kind, m.weight.data if kind == "weight" else self._optimizer.moment(m, kind))
+            for m in masters
+            for kind in get_args(Kind)
+        ]
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         if repair:

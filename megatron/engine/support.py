@@ -1,23 +1,51 @@
-"""What can be planned and is not trained yet. Imports no torch: the planning tool asks, too."""
+"""What an engine does not do. Imports no torch and no DeepSpeed: the planning tool asks, too."""
 
+from pathlib import Path
+
+from megatron.config.deepspeed_json import accumulation_steps, read_json
 from megatron.errors import ConfigError
 from megatron.plan import Plan
 
 
 def unsupported(plan: Plan) -> list[str]:
-    """What of a plan no engine runs yet, one line each."""
-    config = plan.config
-    asked = {
-        "--deepspeed": config.parallel.deepspeed,
-    }
-    return [flag for flag, given in asked.items() if given]
+    """What of a plan its engine cannot run, and what to do instead; one line each."""
+    return _of_deepspeed(plan) if plan.config.parallel.deepspeed else []
+
+
+def _of_deepspeed(plan: Plan) -> list[str]:
+    config, parallel = plan.config, plan.config.parallel
+    pipelined = parallel.pipeline_model_parallel_size > 1
+    problems = []
+    if pipelined and parallel.zero_stage > 1:
+        problems.append(
+            f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule shards optimizer states only; give "
+            "--zero-stage 1, or leave out --deepspeed"
+        )
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        problems.append("--num-layers-per-virtual-pipeline-stage: DeepSpeed's pipeline has one stage a rank; leave it out")
+    if config.logging.log_num_zeros_in_grad:
+        problems.append("--log-num-zeros-in-grad: DeepSpeed does not show its gradients; leave it out")
+    if config.kernels.use_torch_compile:
+        problems.append("--use-torch-compile: not tried under DeepSpeed; leave it out, or --deepspeed")
+    path = parallel.deepspeed_config
+    if path is not None and Path(path).is_file():
+        steps, share = accumulation_steps(read_json(path)), config.batch.micro_batch_size * plan.data_parallel_size
+        if steps is not None and steps * share != plan.batch_size.final:
+            problems.append(
+                f"{path}: gradient_accumulation_steps is {steps}, and the batch size {plan.batch_size.final} / (micro-batch size "
+                f'{config.batch.micro_batch_size} x {plan.data_parallel_size} data-parallel ranks) is not; say "auto" there'
+            )
+    return problems
 
 
 def refuse_unsupported(plan: Plan) -> None:
     """
     Raises:
-        ConfigError: with one line for each.
+        ConfigError: with one line for each; or DeepSpeed's JSON is not there.
     """
+    parallel = plan.config.parallel
+    if parallel.deepspeed and parallel.deepspeed_config is not None and not Path(parallel.deepspeed_config).is_file():
+        raise ConfigError(f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, or leave the flag out")
     if refused := unsupported(plan):
-        lines = "".join(f"\n  {flag}" for flag in refused)
-        raise ConfigError(f"this version plans but does not yet train with{lines}\nleave these out")
+        lines = "".join(f"\n  {line}" for line in refused)
+        raise ConfigError(f"--deepspeed does not run:{lines}")

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
@@ -12,6 +11,7 @@ from megatron.model.execution import Execution
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.model.positions import Positions
+from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import Moment, RandomStreams
@@ -38,7 +38,9 @@ class Block(nn.Module):
         self.post_attention_norm = build_norm(config, tp)
         self.mlp = MLP(shape, tp)
         self.mlp_dropout = Dropout(config.hidden_dropout, site + 2, streams, cut=residual_is_cut)
-        self.recompute = execution.recomputes(index)
+        self._recompute: Recomputation | None = None
+        if execution.recomputes(index):
+            self._recompute = Recomputation(tp, partition=execution.partition_activations, in_cpu=execution.checkpoint_in_cpu)
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
         if execution.compile:
@@ -49,9 +51,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
-        if self.recompute and torch.is_grad_enabled():
-            # Each dropout seeds the generator itself, so there is no state of it to preserve.
-            return checkpoint(self._compute, x, positions, moment, use_reentrant=False, preserve_rng_state=False)
+        if self._recompute is not None and torch.is_grad_enabled():
+            return self._recompute(self._compute, x, positions, moment)
         return self._compute(x, positions, moment)
 
     def _compute(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:

@@ -19,6 +19,8 @@ class Execution:
     """What the blocks compute in, which the residual stream need not have; None: the dtype of both."""
     recomputed_part: Fraction = Fraction(0)
     """Of all blocks: 1 for every block, 1/3 for every third."""
+    partition_activations: bool = False
+    checkpoint_in_cpu: bool = False
     recompute_attention_core: bool = False
     fp32_residual: bool = False
     compile: bool = False
@@ -31,6 +33,8 @@ class Execution:
         return cls(
             dtype=torch.float16 if precision.fp16 else torch.bfloat16 if precision.bf16 else torch.float32,
             recomputed_part=recompute.recomputed_part,
+            partition_activations=recompute.partition_activations,
+            checkpoint_in_cpu=recompute.checkpoint_in_cpu,
             recompute_attention_core=recompute.recompute_attention_core,
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
             compile=config.kernels.use_torch_compile,

@@ -6,10 +6,10 @@ Sources: https://arxiv.org/abs/2108.06084; the schedules of DeepSpeed's "curricu
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.errors import ConfigError
 
@@ -149,28 +149,3 @@ class Curriculum:
             for name, length in lengths
             if length is not None and length % TENSOR_CORE_MULTIPLE
         ]
-
-
-def curriculum_from_deepspeed(block: Mapping[str, Any]) -> Curriculum | None:
-    """Read the "curriculum_learning" block of a DeepSpeed configuration; None where it is not enabled.
-
-    Raises ConfigError on a missing key, an unknown schedule, or a curriculum of something else than the sequence length.
-    """
-    if not block.get("enabled", False):
-        return None
-    if block.get("curriculum_type", "seqlen") != "seqlen":
-        raise ConfigError(f"curriculum_learning: curriculum_type '{block['curriculum_type']}' is unknown; only seqlen is.")
-    missing = [key for key in ("schedule_type", "min_difficulty", "max_difficulty") if key not in block]
-    if missing:
-        raise ConfigError(f"curriculum_learning: {', '.join(missing)} missing; add them, in tokens (schedule_type: a name).")
-    schedule = block.get("schedule_config", {})
-    return Curriculum(
-        style=block["schedule_type"],
-        min_difficulty=block["min_difficulty"],
-        max_difficulty=block["max_difficulty"],
-        total_curriculum_step=schedule.get("total_curriculum_step"),
-        difficulty_step=schedule.get("difficulty_step"),
-        root_degree=schedule.get("root_degree"),
-        difficulties=tuple(schedule.get("difficulty", ())),
-        max_steps=tuple(schedule.get("max_step", ())),
-    )

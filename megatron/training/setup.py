@@ -132,7 +132,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         check_agreement(job.plan.config, job.state.iteration, mesh)
         for note in job.notes:
             say(f"warning: {note}")
-        engine = NativeEngine(job.plan, mesh, timers)
+        engine = build_engine(job.plan, mesh, timers)
         wrong = load_together(engine, job, ranks)
         if wrong is None:
             return build_run(job, mesh, engine, exits, timers, lease)
@@ -140,6 +140,19 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         damage[job.checkpoint.iteration] = wrong
         del engine
         gc.collect()  # before the next one takes as much memory
+
+
+def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
+    """The one that was asked for.
+
+    Raises:
+        ConfigError: DeepSpeed was, and is not installed.
+    """
+    if not plan.config.parallel.deepspeed:
+        return NativeEngine(plan, mesh, timers)
+    from megatron.engine.deepspeed import DeepSpeedEngine  # seconds of imports
+
+    return DeepSpeedEngine(plan, mesh, timers)
 
 
 def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:

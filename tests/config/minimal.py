@@ -13,10 +13,15 @@ TRAINABLE = [*REQUIRED, "--train-iters", "10", "--lr", "1e-3"]
 PUBLISHED_RUNS = ("tr1-13B", "tr8-104B", "tr11-176B-ml")
 
 
-def published_arguments(run: str) -> list[str]:
-    """The command line of a published run, as it ran."""
+def published_arguments(run: str, folder: Path | None = None) -> list[str]:
+    """The command line of a published run, as it ran; with a folder, its DeepSpeed configuration is written there and named."""
     file = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs" / f"{run}.json"
-    return list(json.loads(file.read_text())["arguments"])
+    record = json.loads(file.read_text())
+    if folder is None:
+        return list(record["arguments"])
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(record["ds_config"]))
+    return [str(path) if word == "./ds_config.0.json" else word for word in record["arguments"]]
 
 
 def config_with(**changes: object) -> Config:

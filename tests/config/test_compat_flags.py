@@ -18,14 +18,6 @@ from megatron.plan import resolve
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
 SOURCES = ("bigscience", "microsoft", "fms_fsdp")
 
-COMES_WITH_DEEPSPEED = {  # what only DeepSpeed as the engine can do; decided together with it
-    "--partition-activations",
-    "--checkpoint-in-cpu",
-    "--profile-backward",
-    "--cpu-optimizer",
-    "--cpu-torch-adam",
-    "--use-bnb-optimizer",
-}
 OTHER_ARITY = {
     "--rampup-batch-size": "any number there, of which three are read",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
@@ -129,8 +121,7 @@ def test_no_flag_belongs_to_two_systems():
 def test_every_flag_of_the_other_system_is_decided(source: str):
     flags = [flag for flag, _, _ in foreign_flags(source)]
     assert len(flags) == {"bigscience": 189, "microsoft": 321, "fms_fsdp": 65}[source]
-    undecided = [flag for flag in flags if flag not in known_flags() and not rows(flag)]
-    assert set(undecided) <= COMES_WITH_DEEPSPEED
+    assert [flag for flag in flags if flag not in known_flags() and not rows(flag)] == []
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -6,17 +6,9 @@ import math
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.schedule.curriculum import FOREVER, Curriculum, curriculum_from_deepspeed
+from megatron.schedule.curriculum import FOREVER, Curriculum
 
 LINEAR = Curriculum("fixed_linear", min_difficulty=64, max_difficulty=2048, total_curriculum_step=36_000, difficulty_step=8)
-DEEPSPEED = {
-    "enabled": True,
-    "curriculum_type": "seqlen",
-    "min_difficulty": 64,
-    "max_difficulty": 2048,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 36000, "difficulty_step": 8},
-}
 
 
 def test_linear_growth_in_multiples_of_the_step():
@@ -105,14 +97,6 @@ def test_odd_lengths_are_a_warning():
     assert "difficulty 12" in Curriculum("fixed_discrete", 8, 16, difficulties=(12, 16), max_steps=(5,)).warnings()[0]
 
 
-def test_deepspeed_block():
-    assert curriculum_from_deepspeed(DEEPSPEED) == LINEAR
-    assert curriculum_from_deepspeed({**DEEPSPEED, "enabled": False}) is None
-    assert curriculum_from_deepspeed({}) is None
-    discrete = {**DEEPSPEED, "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [64, 2048], "max_step": [5]}}
-    assert curriculum_from_deepspeed(discrete).at(6) == 2048
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -130,10 +114,3 @@ def test_deepspeed_block():
 def test_impossible_schedules_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(LINEAR, **changes)
-
-
-def test_foreign_deepspeed_blocks_are_refused():
-    with pytest.raises(ConfigError, match="curriculum_type 'rarity' is unknown"):
-        curriculum_from_deepspeed({**DEEPSPEED, "curriculum_type": "rarity"})
-    with pytest.raises(ConfigError, match="schedule_type, max_difficulty missing"):
-        curriculum_from_deepspeed({"enabled": True, "min_difficulty": 8})

@@ -224,7 +224,7 @@ def test_curriculum_of_a_deepspeed_configuration(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "ends by tokens" in out
     assert re.search(r"^sequence length +fixed_linear from 16 to 128 tokens over 50 iterations in steps of 8$", out, re.MULTILINE)
-    for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not list")):
+    for content, message in (("{", "is not JSON"), ("[]", "must hold an object, as in {...}, not list")):
         path.write_text(content)
         assert message in as_json(capsys, "--world-size", "1", "--", *SMALL, *more, code=2)["errors"][0]
 

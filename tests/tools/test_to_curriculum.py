@@ -11,7 +11,6 @@ import pytest
 
 from megatron.config.cli import load_config
 from megatron.plan import Plan, resolve
-from megatron.schedule.curriculum import curriculum_from_deepspeed
 from tools import to_curriculum
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,11 +98,16 @@ def test_the_new_command_line_is_one_that_runs_to_its_tokens(capsys):
     assert any(line.startswith(f"- the run ends at iteration {end:,} ") for line in found["what comes of it"])
 
 
-def test_the_block_for_deepspeed_is_the_same_curriculum(capsys):
+def test_the_block_for_deepspeed_is_the_same_curriculum(capsys, tmp_path):
     assert to_curriculum.main(["--", *RAMP]) == 0
     output = capsys.readouterr().out
-    block = json.loads(output[output.index("\n{") : output.index("\n}") + 2])
-    assert curriculum_from_deepspeed(block["curriculum_learning"]) == new_plan(RAMP, parts(output)).curriculum
+    path = tmp_path / "ds_config.json"
+    path.write_text(output[output.index("\n{") : output.index("\n}") + 2])
+    tokens = ["--train-tokens", "512_000", "--lr-decay-tokens", "512_000"]
+    plan = resolve(
+        load_config([*SMALL, "--train-samples", "8000", *tokens, "--deepspeed", "--deepspeed_config", str(path)]).config, 1
+    )
+    assert plan.curriculum == new_plan(RAMP, parts(output)).curriculum
 
 
 def test_a_run_by_iterations(capsys):

@@ -1,0 +1,160 @@
+"""DeepSpeed trains what one process trains: the same curve to 1e-5 in fp32, over ramp-up and curriculum; checkpoints are common."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from corpus import COURSES, NO_DROPOUT, command, curve, validation, worst
+from process_pool import ProcessPool, pretrain, succeed
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+BOUND = 1e-5
+EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUTS = {
+    "one process": (1, "--micro-batch-size 4"),
+    "dp2-zero2": (2, "--zero-stage 2 --micro-batch-size 1"),
+    "dp2-zero3": (2, "--zero-stage 3 --micro-batch-size 1"),
+    "tp2-dp2-zero1-sp": (4, f"{TP2} --sequence-parallel --zero-stage 1 --micro-batch-size 1"),
+    "pp2-dp2": (4, f"{PP2} --micro-batch-size 1"),
+    "tp2-pp2-dp2": (8, f"{TP2} {PP2} --sequence-parallel --micro-batch-size 1"),
+    "tp2-pp2-recompute": (4, f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations"),
+    "dp2-zero1-offload": (2, "--zero-stage 1 --cpu-optimizer --micro-batch-size 1"),
+    "dp2-zero2-offload": (2, "--zero-stage 2 --cpu-optimizer --micro-batch-size 1"),
+    "dp2-zero3-offload": (2, "--zero-stage 3 --cpu-optimizer --micro-batch-size 1"),
+    "pp2-dp2-offload": (4, f"{PP2} --cpu-optimizer --micro-batch-size 1"),
+}
+SHORT = {"dp2-zero2", "tp2-pp2-dp2"}
+Single = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
+    """The folder of one process's native run of a course, with checkpoints after 5 and 10 steps."""
+    folders: dict[str, Path] = {}
+
+    def run(course: str) -> Path:
+        if course not in folders:
+            folder = tmp_path_factory.mktemp("single")
+            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED
+            succeed(pool.run(1, pretrain, command(folder, corpus, "gpt2", course, *flags)))
+            folders[course] = folder
+        return folders[course]
+
+    return run
+
+
+CASES = [
+    pytest.param(name, course, id=f"{name}-{course}", marks=() if name in SHORT and course == "ramp" else pytest.mark.full)
+    for name in LAYOUTS
+    for course in COURSES
+]
+
+
+@pytest.mark.parametrize(("name", "course"), CASES)
+def test_deepspeed_trains_and_evaluates_as_one_process(
+    name: str, course: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+) -> None:
+    ranks, flags = LAYOUTS[name]
+    succeed(pool.run(ranks, pretrain, command(tmp_path, corpus, "gpt2", course, NO_DROPOUT, EVALUATED, flags, "--deepspeed")))
+    assert len(curve(tmp_path)) == 10
+    assert worst(curve(tmp_path), curve(single(course))) < BOUND
+    assert worst(validation(tmp_path), validation(single(course))) < BOUND
+
+
+CHANGES = [
+    ("dp2-zero2", "--deepspeed", "tp2-pp2-dp2", ""),
+    ("tp2-pp2-dp2", "", "dp2-zero3", "--deepspeed"),
+    ("dp2-zero3", "--deepspeed", "pp2-dp2", "--deepspeed"),
+    ("pp2-dp2", "--deepspeed", "tp2-dp2-zero1-sp", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "after", "second"),
+    [pytest.param(*change, marks=() if i == 0 else pytest.mark.full) for i, change in enumerate(CHANGES)],
+)
+def test_a_checkpoint_of_either_engine_resumes_on_the_other(
+    before: str, first: str, after: str, second: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+) -> None:
+    shared = corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED
+    ranks, flags = LAYOUTS[before]
+    succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, first, "--exit-interval 5")))
+    manifest = json.loads((tmp_path / "global_step5" / "manifest.json").read_text())
+    assert manifest["optimizer"]["optimizer_step"] == 5
+    ranks, flags = LAYOUTS[after]
+    output = succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, second, "--require-load")))
+    assert "at iteration 5" in output
+    assert worst(curve(tmp_path), curve(single("ramp"))) < BOUND
+
+
+def test_a_resumed_run_is_bit_identical(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS["pp2-dp2"]
+    for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
+        for leg in legs:
+            argv = command(tmp_path / folder, corpus, "gpt2", "ramp", NO_DROPOUT, flags, "--deepspeed", leg)
+            succeed(pool.run(ranks, pretrain, argv))
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 65536"])
+@pytest.mark.parametrize("name", ["tp2-pp2-dp2", pytest.param("dp2-zero2", marks=pytest.mark.full)])
+def test_half_precision_is_close(name: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[name]
+    shared = corpus, "gpt2", "ramp", NO_DROPOUT, "--num-layers 4"
+    succeed(pool.run(1, pretrain, command(tmp_path / "alone", *shared, "--micro-batch-size 4")))
+    succeed(pool.run(ranks, pretrain, command(tmp_path / "ours", *shared, flags, precision, "--deepspeed")))
+    assert 0 < worst(curve(tmp_path / "ours"), curve(tmp_path / "alone")) < 0.01
+
+
+EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layernorm"  # smaller tensors stay in 32 bits
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, "--micro-batch-size 4"), (2, "--micro-batch-size 1 --zero-stage 3")])
+def test_8_bit_moments(ranks: int, flags: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """Close to 32 bits and not equal to them; a resume at the same layout is bit-identical; the native engine takes them over."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    shared = corpus, "gpt2", "ramp", NO_DROPOUT
+    succeed(pool.run(1, pretrain, command(tmp_path / "exact", *shared, "--hidden-size 128 --micro-batch-size 4")))
+    for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
+        for leg in legs:
+            output = succeed(pool.run(ranks, pretrain, command(tmp_path / folder, *shared, flags, EIGHT_BIT, leg)))
+            assert "moments of matrices in 8 bits" in output
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert 1e-6 < worst(curve(tmp_path / "whole"), curve(tmp_path / "exact")) < 0.01
+    succeed(pool.run(ranks, pretrain, command(tmp_path / "other", *shared, flags, EIGHT_BIT, "--exit-interval 5")))
+    native = command(tmp_path / "other", *shared, "--hidden-size 128 --micro-batch-size 4 --require-load")
+    assert "at iteration 5" in succeed(pool.run(1, pretrain, native))
+    assert worst(curve(tmp_path / "other"), curve(tmp_path / "exact")) < 0.01
+
+
+def test_its_table_says_what_runs_and_the_log_is_clean(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}))
+    argv = command(tmp_path / "run", corpus, "gpt2", "ramp", f"--micro-batch-size 2 --deepspeed --deepspeed_config {path}")
+    output = succeed(pool.run(2, pretrain, argv))
+    assert "DeepSpeedEngine, DeepSpeedZeroOptimizer" in output
+    assert "stage 0 is numerically wrong there, and runs as 1" in output
+    table = output[: output.index("iteration        1/")]
+    assert "deepspeed]" not in table.lower()
+    assert "FutureWarning" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (f"{PP2} --zero-stage 2", 2, "DeepSpeed's PipelineModule shards optimizer states only"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage a rank"),
+        ("--log-num-zeros-in-grad", 1, "does not show its gradients"),
+        ("--use-torch-compile", 1, "not tried under DeepSpeed"),
+        ("--deepspeed_config nowhere.json", 1, "nowhere.json is not there"),
+    ],
+)
+def test_refused(flags: str, ranks: int, message: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    argv = command(tmp_path, corpus, "gpt2", "ramp", "--micro-batch-size 2 --deepspeed", flags)
+    outcome = pool.run(ranks, pretrain, argv)[0]
+    assert outcome.kind == "ConfigError", outcome.output
+    assert message in str(outcome.error)
