@@ -15,10 +15,11 @@ if __name__ == "__main__":
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.errors import MegatronError
+from megatron.parallel.launcher import world_of_launcher
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
 from megatron.training.resume import settle, where_to_start
-from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, start_run, world_of_launcher
+from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, start_run
 
 
 def main(argv: list[str] | None = None) -> None:

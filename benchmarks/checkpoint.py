@@ -41,9 +41,10 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
+from megatron.parallel.launcher import world_of_launcher
 from megatron.training.loop import begin_save
 from megatron.training.resume import settle
-from megatron.training.setup import join_ranks, ranks_of, start_run, world_of_launcher
+from megatron.training.setup import join_ranks, ranks_of, start_run
 
 BLOCK = 4 << 20
 SAVERS = ("raw", "ours", "ours, read back", "torch")

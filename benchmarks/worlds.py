@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from megatron.config.cli import load_config
+from megatron.parallel.launcher import world_of_launcher
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.training.loop import check_finite, train_iteration
 from megatron.training.report import Step
 from megatron.training.resume import settle
 from megatron.training.run import Run
-from megatron.training.setup import join_ranks, leave, start_run, world_of_launcher
+from megatron.training.setup import join_ranks, leave, start_run
 from megatron.training.state import TrainState
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"

@@ -67,7 +67,7 @@ def _serve(pipe: Connection) -> None:
 class ProcessPool:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
+        context.set_forkserver_preload(["pretrain_gpt", "megatron.engine.native"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(WORKERS):

@@ -53,10 +53,9 @@ class DeepSpeedEngine:
         self._execution = execution = Execution.of(config, dynamic_shapes=plan.curriculum is not None)
         self._loss_scale = LossScale(config.precision) if config.precision.fp16 else None
         streams = RandomStreams(config.batch.seed, mesh.device, data_rank=mesh.place.data, tensor_rank=mesh.place.tensor)
-        with torch.device("meta"):
+        with mesh.device:
             stage = GPT(plan.shape, mesh.tensor_parallel, streams, plan.stages[mesh.place.pipeline], execution)
         self._specs: dict[str, ParameterSpec] = {name: p.spec for name, p in stage.named_parameters()}  # type: ignore[attr-defined]
-        stage.to_empty(device=mesh.device)
         for parameter in stage.parameters():
             parameter.data.zero_()  # vocabulary padding stays zero for ever: its gradient is zero, too
         self._stage, self._called = stage, _Called(stage)
@@ -82,6 +81,8 @@ class DeepSpeedEngine:
             raise ConfigError(f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install deepspeed") from error
         from deepspeed.utils import logger
 
+        with _nothing_compiled():
+            import deepspeed.runtime.zero.muon.original_muon
         logger.setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of calls that DeepSpeed makes
         if self._mesh.device.type == "cpu":
@@ -377,6 +378,17 @@ def _optimizer_in_words(config: OptimizerConfig) -> tuple[str, str]:
         return "bitsandbytes AdamW", "moments of matrices in 8 bits, of embeddings and vectors in 32"
     where = "in host memory" if config.cpu_optimizer else "in DeepSpeed's partitions"
     return "torch AdamW, fused", where
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """DeepSpeed's Muon optimizer, which is imported with all others, would take two seconds to load torch's compiler."""
+    compile_ = torch.compile
+    torch.compile = lambda *args, **kwargs: args[0] if args else lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
 
 
 class _Called(nn.Module):

@@ -8,7 +8,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,12 +27,12 @@ from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
 from megatron.engine.base import Engine
-from megatron.engine.native import NativeEngine
 from megatron.errors import CheckpointError, DamagedError, MegatronError
 from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
+from megatron.parallel.launcher import World
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
@@ -44,20 +43,6 @@ from megatron.training.report import Reporter
 from megatron.training.resume import Job, load_engine, remember, settle, where_to_start
 from megatron.training.run import Run
 from megatron.training.state import TrainState
-
-
-@dataclass(frozen=True)
-class World:
-    """What the launcher says of this process; a process without a launcher is a world of one."""
-
-    size: int
-    local_rank: int
-
-
-def world_of_launcher(local_rank_flag: int | None = None) -> World:
-    """Read the environment that torchrun sets; `--local-rank` of older launchers counts where LOCAL_RANK is missing."""
-    local_rank = os.environ.get("LOCAL_RANK", local_rank_flag)
-    return World(int(os.environ.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0)
 
 
 def join_ranks(plan: Plan, world: World) -> Mesh:
@@ -148,11 +133,13 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     Raises:
         ConfigError: DeepSpeed was, and is not installed.
     """
-    if not plan.config.parallel.deepspeed:
-        return NativeEngine(plan, mesh, timers)
-    from megatron.engine.deepspeed import DeepSpeedEngine  # seconds of imports
+    if plan.config.parallel.deepspeed:  # each is seconds of imports
+        from megatron.engine.deepspeed import DeepSpeedEngine
 
-    return DeepSpeedEngine(plan, mesh, timers)
+        return DeepSpeedEngine(plan, mesh, timers)
+    from megatron.engine.native import NativeEngine
+
+    return NativeEngine(plan, mesh, timers)
 
 
 def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:

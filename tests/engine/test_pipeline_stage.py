@@ -75,8 +75,9 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.config.cli import load_config
     from megatron.data.batches import Microbatch
     from megatron.engine.native import NativeEngine
+    from megatron.parallel.launcher import world_of_launcher
     from megatron.plan import resolve
-    from megatron.training.setup import join_ranks, world_of_launcher
+    from megatron.training.setup import join_ranks
 
     world = world_of_launcher(None)
     plan = resolve(load_config([*ARGV.split(), *flags.split()]).config, world.size)

@@ -1,0 +1,77 @@
+"""What the launcher says: torchrun's words, Slurm's, and those that would train in a world of one by mistake."""
+
+import pytest
+
+from megatron.errors import LayoutError
+from megatron.parallel.launcher import World, first_host, world_of_launcher
+
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NODELIST": "iam[07-09,12]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_alone() -> None:
+    assert world_of_launcher(None, {}) == World(1, 0)
+    assert world_of_launcher(3, {}) == World(1, 3)
+
+
+def test_torchrun() -> None:
+    assert world_of_launcher(None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == World(8, 1)
+    assert world_of_launcher(2, {"RANK": "5", "WORLD_SIZE": "8"}) == World(8, 2)
+
+
+def test_srun() -> None:
+    environment = dict(SRUN)
+    assert world_of_launcher(None, environment) == World(16, 1)
+    words = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert words == {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "iam07", "MASTER_PORT": "23456"}
+
+
+def test_what_a_script_exports_beside_srun_holds() -> None:
+    environment = {**SRUN, "MASTER_ADDR": "iam07-ib0", "MASTER_PORT": "6000", "WORLD_SIZE": "16"}
+    assert world_of_launcher(None, environment) == World(16, 1)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("iam07-ib0", "6000")
+    with pytest.raises(LayoutError, match="srun started 16 tasks and WORLD_SIZE is 8"):
+        world_of_launcher(None, {**SRUN, "WORLD_SIZE": "8"})
+
+
+def test_torchrun_within_srun_is_torchruns() -> None:
+    environment = {**SRUN, "RANK": "3", "WORLD_SIZE": "64", "LOCAL_RANK": "3", "MASTER_ADDR": "here"}
+    assert world_of_launcher(None, environment) == World(64, 3)
+    assert environment["MASTER_ADDR"] == "here"
+
+
+def test_a_batch_script_is_no_step() -> None:
+    """sbatch's own process has the job's task count, and is one process."""
+    assert world_of_launcher(None, {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == World(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8 and RANK is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE says 4 processes"),
+    ],
+)
+def test_a_world_that_cannot_meet_is_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        world_of_launcher(None, environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("iam[07-09,12],log1", "iam07"),
+        ("r[2-3]n[01,04]", "r2n01"),
+        ("gpu-01.site.org,x", "gpu-01.site.org"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
