@@ -19,6 +19,7 @@ RECOMPUTE = {
     "all": "--checkpoint-activations",
     "half": "--checkpoint-activations --checkpoint-fraction 1/2",
     "core": "--recompute-attention-core",
+    "partitioned": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
 }
 PARTITIONS = {"uniform": "uniform", "parameters": "parameters", "ends": "type:transformer|embedding"}
 VALUES = (

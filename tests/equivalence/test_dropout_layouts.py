@@ -14,6 +14,7 @@ BOUND = 1e-5
 ONE = Layout()
 PIPELINE = Layout(2, 2, 1, 1, sequence=True, schedule="1F1B")
 INTERLEAVED = Layout(1, 2, 2, 2, schedule="interleaved 1F1B", recompute="half", shape="llama", tied=False, course="curriculum")
+UNCUT = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
 # Masks are a microbatch's, so layouts are compared at one size of it: it is given once more, and the last one holds.
 SIZE = "--micro-batch-size 2"
 
@@ -54,7 +55,8 @@ def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_
         pytest.param(layout, recompute, id=f"{layout}-{recompute}", marks=() if recompute in short else pytest.mark.full)
         for layout, short in ((ONE, ("core",)), (PIPELINE, ("half",)), (replace(INTERLEAVED, recompute="none"), ()))
         for recompute in ("all", "half", "core")
-    ],
+    ]
+    + [pytest.param(UNCUT, "partitioned")],
 )
 def test_recomputation_changes_no_bit(layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
     """In six iterations, within which batch size or length change."""

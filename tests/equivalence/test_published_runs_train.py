@@ -1,0 +1,113 @@
+"""The command lines of tr1-13B, tr8-104B and tr11-176B train, save and resume on 8 processes: other sizes, paths and backend only.
+
+TP 2 x PP 2 x DP 2, with all that these runs had: DeepSpeed, fp16 with a dynamic loss scale or bf16 at ZeRO stage 0, a ramp-up of
+the batch size, recomputation, dropout, a norm of the embedding, ALiBi, a cut into stages by a regular expression.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from config.minimal import PUBLISHED_RUNS, published_arguments
+from equivalence.corpus import curve
+from process_pool import ProcessPool, pretrain, succeed
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+TINY = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
+SIZES = {
+    "--tensor-model-parallel-size": ["2"],
+    "--pipeline-model-parallel-size": ["2"],
+    "--num-layers": ["4"],
+    "--hidden-size": ["64"],
+    "--ffn-hidden-size": ["256"],
+    "--num-attention-heads": ["4"],
+    "--seq-length": ["64"],
+    "--max-position-embeddings": ["64"],
+    "--rampup-batch-size": ["4", "4", "24"],
+    "--global-batch-size": ["12"],
+    "--train-samples": ["180"],
+    "--lr-decay-samples": ["160"],
+    "--lr-warmup-samples": ["8"],
+    "--lr": ["1e-2"],  # of a model of this width
+    "--save-interval": ["5"],
+    "--log-interval": ["1"],
+    "--pad-vocab-size-to": ["5120"],
+}
+BACKEND = {"--distributed-backend": ["gloo"]}
+
+
+def paths(folder: Path, data: Path, config: str) -> dict[str, list[str]]:
+    def own(name: str) -> list[str]:
+        return [str(folder / name)]
+
+    prefix = str(TINY / "meg-gpt2-openwebtext_text_document")
+    (data / "train-splits.txt").write_text(f'"train: 0.6 0:0.9 {prefix}, 0.4 0:0.9 {prefix}"')
+    (data / "valid-splits.txt").write_text(f'"all: 1 0.9:1 {prefix}" "again: 1 0.9:1 {prefix}"')
+    return {
+        "--vocab-file": [str(TINY / "gpt2-tiny-vocab.json")],
+        "--merge-file": [str(TINY / "gpt2-tiny-merges.txt")],
+        "--tokenizer-name-or-path": [str(hf_tokenizer(data))],
+        "--data-path": [prefix],
+        "--train-weighted-split-paths-path": [str(data / "train-splits.txt")],
+        "--valid-weighted-split-paths-path": [str(data / "valid-splits.txt")],
+        "--save": own("checkpoints"),
+        "--load": own("checkpoints"),
+        "--tensorboard-dir": own("tensorboard"),
+        "--codecarbon-dir": own("codecarbon"),
+        "--kill-switch-path": own("kill-switch"),
+        "--deepspeed_config": [config],
+    }
+
+
+def hf_tokenizer(folder: Path) -> Path:
+    """The tiny vocabulary as a folder of Hugging Face's."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab, merges = str(TINY / "gpt2-tiny-vocab.json"), str(TINY / "gpt2-tiny-merges.txt")
+    backend = Tokenizer(models.BPE.from_file(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    path = folder / "tokenizer"
+    path.mkdir(exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def arguments(run: str, folder: Path, data: Path) -> list[str]:
+    """The published list with other values for the flags above, each of which it must have."""
+    words = published_arguments(run, data)
+    config = data / "ds_config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"train_batch_size": int(SIZES["--global-batch-size"][0])}))
+    changed = SIZES | BACKEND | paths(folder, data, str(config))
+    result, at = [], 0
+    while at < len(words):
+        flag, values = words[at], []
+        at += 1
+        while at < len(words) and not words[at].startswith("--"):
+            values.append(words[at])
+            at += 1
+        new = changed.get(flag, values)
+        assert len(new) == len(values), flag
+        result += [flag, *new]
+    return [*result, "--data-cache-path", str(data / "cache")]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=() if run == "tr8-104B" else pytest.mark.full) for run in PUBLISHED_RUNS])
+def test_a_published_command_line_trains_saves_and_resumes(run: str, pool: ProcessPool, tmp_path: Path) -> None:
+    if run == "tr11-176B-ml":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    whole = succeed(pool.run(8, pretrain, arguments(run, tmp_path / "whole", tmp_path)))
+    assert "PipelineEngine" in whole
+    assert "DeepSpeed" in whole
+    cut = arguments(run, tmp_path / "cut", tmp_path)
+    succeed(pool.run(8, pretrain, [*cut, "--exit-interval", "7"]))
+    resumed = succeed(pool.run(8, pretrain, cut))
+    assert "at iteration 7" in resumed
+    losses = curve(tmp_path / "whole" / "checkpoints")
+    assert curve(tmp_path / "cut" / "checkpoints") == losses
+    assert len(losses) == 17  # 4 batches of 4 samples, 2 of 8, then of 12
+    assert losses[-1][0] < losses[0][0] - 0.1
+    assert (tmp_path / "cut" / "checkpoints" / "global_step17").is_dir()

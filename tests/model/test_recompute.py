@@ -1,0 +1,62 @@
+"""What a recomputed block keeps of its input: all of it, or this rank's part; and that gradients do not notice."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from process_pool import ProcessPool, succeed
+from torch import Tensor
+
+
+def keeps(partition: bool) -> tuple[Tensor, Tensor, bool]:
+    """Gradients of a block of two tensor-parallel ranks, and whether its whole input outlives the forward pass."""
+    from megatron.model.recompute import Recomputation
+    from megatron.parallel.grid import Grid
+    from megatron.parallel.mesh import build_mesh, start_process_group
+
+    start_process_group("gloo", 1)
+    tp = build_mesh(Grid(1, 1, 2), torch.device("cpu")).tensor_parallel
+    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    stream = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    recomputation = Recomputation(tp, partition=partition, in_cpu=False)
+    x = stream * 1.0  # made on the way, as a block's input is
+    alive = weakref.ref(x)
+    y = recomputation(lambda x, power: torch.tanh(x @ weight) ** power, x, 2)
+    del x
+    gc.collect()
+    kept = alive() is not None
+    y.sum().backward()
+    assert weight.grad is not None
+    assert stream.grad is not None
+    return weight.grad, stream.grad, kept
+
+
+def test_a_part_is_kept_and_the_whole_comes_back(pool: ProcessPool) -> None:
+    whole = pool.run(2, keeps, False)
+    parts = pool.run(2, keeps, True)
+    succeed(whole)
+    succeed(parts)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.value[2]
+        assert not other.value[2]
+        assert torch.equal(one.value[0], other.value[0])
+        assert torch.equal(one.value[1], other.value[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_host_memory() -> None:
+    from megatron.model.recompute import Recomputation
+    from megatron.parallel.mesh import TensorParallel
+
+    recomputation = Recomputation(TensorParallel(), partition=False, in_cpu=True)
+    gradients = []
+    for call in (recomputation, lambda compute, x: compute(x)):
+        stream = torch.linspace(-1, 1, 1 << 20, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        y = call(torch.sin, stream * 1.0)
+        if call is recomputation:
+            assert torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4  # the output alone
+        y.sum().backward()
+        gradients.append(stream.grad)
+    assert torch.equal(*gradients)
