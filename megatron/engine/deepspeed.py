@@ -42,6 +42,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import Moment, RandomStreams
 from megatron.plan import Plan
 
+_TALKATIVE = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
+"""Keys of its JSON that ask for lines in the log."""
+
 
 class DeepSpeedEngine:
     """See `engine/base.py`. Weights are drawn into DeepSpeed's fp32 partitions; its 16-bit weights follow."""
@@ -78,33 +81,60 @@ class DeepSpeedEngine:
         try:
             import deepspeed
         except ImportError as error:
-            raise ConfigError(f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install deepspeed") from error
+            raise ConfigError(
+                f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install deepspeed==0.19.8"
+            ) from error
         from deepspeed.utils import logger
 
         with _nothing_compiled():
             import deepspeed.runtime.zero.muon.original_muon
-        logger.setLevel(logging.ERROR)
+        settings = self._json()
+        logger.setLevel(logging.INFO if any(settings.get(key) for key in _TALKATIVE) else logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of calls that DeepSpeed makes
         if self._mesh.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at the start; gloo does
             deepspeed.get_accelerator().is_fp16_supported = lambda: True  # it means: fast; torch computes it on any
         pipelined = self._mesh.grid.pipeline > 1
         with contextlib.redirect_stdout(io.StringIO()):
-            deepspeed.init_distributed(dist_init_required=not dist.is_initialized())
+            if not dist.is_initialized():  # DeepSpeed insists; a world of one, without a port
+                backend = "nccl" if self._mesh.device.type == "cuda" else "gloo"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            deepspeed.init_distributed(dist_init_required=False)
             model = self._pipeline_module() if pipelined else self._called
             for name, parameter in self._stage.named_parameters():  # behind PipelineModule, which marks them all as its own
                 self._mark(parameter, self._specs[name])
             mpu = None if pipelined else _Mpu(self._mesh)
             optimizer = adamw(self._groups(), self._plan.config.optimizer)
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._json(), mpu=mpu)
-        update = engine.optimizer.step
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        update, engine.optimizer.check_grad_overflow = engine.optimizer.step, True
 
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
             self.before_update()
-            return update(*args, **kwargs)
+            self._show_infinities()
+            result = update(*args, **kwargs)
+            self._forget_dropped_gradients()
+            return result
 
         engine.optimizer.step = wait_and_update
         return engine
+
+    def _show_infinities(self) -> None:
+        """BF16_Optimizer drops a step by its norm, in which of copies one counts: infinities of the others are put into all."""
+        gradients = getattr(self._engine.optimizer, "fp32_groups_gradient_flat_partition", None)
+        if gradients is None:
+            return  # ZeRO's optimizers look at each gradient
+        bad = torch.stack([~torch.isfinite(gradient).all() for gradient in gradients]).any().to(torch.int32)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bad:
+            for gradient in gradients:
+                gradient[:1].fill_(torch.inf)
+
+    def _forget_dropped_gradients(self) -> None:
+        """With offload, ZeRO 2 keeps them in a buffer that it adds the next ones to: an infinity would stay for ever."""
+        optimizer = self._engine.optimizer
+        if self._plan.config.optimizer.cpu_optimizer and optimizer.overflow and hasattr(optimizer, "all_grad_tensors"):
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
 
     def _pipeline_module(self) -> nn.Module:
         from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
@@ -338,9 +368,12 @@ class DeepSpeedEngine:
         with torch.no_grad():
             for parameter in self._stage.parameters():
                 group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                parameter.ds_tensor[:size].copy_(  # type: ignore[attr-defined]
-                    optimizer.fp32_partitioned_groups_flat[group].narrow(0, at, size)
-                )
+                part = parameter.ds_tensor  # type: ignore[attr-defined]
+                part[:size].copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, at, size))
+                if parameter.numel():  # small ones stay gathered
+                    whole = part.new_empty(part.numel() * self._mesh.grid.data)
+                    dist.all_gather_into_tensor(whole, part, group=optimizer.dp_process_group)
+                    parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         if repair:

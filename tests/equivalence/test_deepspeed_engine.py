@@ -112,7 +112,7 @@ def test_a_resumed_run_is_bit_identical(pool: ProcessPool, corpus: str, tmp_path
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 65536"])
+@pytest.mark.parametrize("precision", [pytest.param("--bf16", marks=pytest.mark.full), "--fp16 --initial-loss-scale 65536"])
 @pytest.mark.parametrize("name", ["tp2-pp2-dp2", pytest.param("dp2-zero2", marks=pytest.mark.full)])
 def test_half_precision_is_close(name: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
@@ -125,7 +125,10 @@ def test_half_precision_is_close(name: str, precision: str, pool: ProcessPool, c
 EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layernorm"  # smaller tensors stay in 32 bits
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(1, "--micro-batch-size 4"), (2, "--micro-batch-size 1 --zero-stage 3")])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(1, "--micro-batch-size 4"), pytest.param(2, "--micro-batch-size 1 --zero-stage 3", marks=pytest.mark.full)],
+)
 def test_8_bit_moments(ranks: int, flags: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
     """Close to 32 bits and not equal to them; a resume at the same layout is bit-identical; the native engine takes them over."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -22,12 +22,12 @@ SIZES = {
     "--hidden-size": ["64"],
     "--ffn-hidden-size": ["256"],
     "--num-attention-heads": ["4"],
-    "--seq-length": ["64"],
-    "--max-position-embeddings": ["64"],
+    "--seq-length": ["32"],
+    "--max-position-embeddings": ["32"],
     "--rampup-batch-size": ["4", "4", "24"],
     "--global-batch-size": ["12"],
-    "--train-samples": ["180"],
-    "--lr-decay-samples": ["160"],
+    "--train-samples": ["96"],
+    "--lr-decay-samples": ["90"],
     "--lr-warmup-samples": ["8"],
     "--lr": ["1e-2"],  # of a model of this width
     "--save-interval": ["5"],
@@ -108,6 +108,6 @@ def test_a_published_command_line_trains_saves_and_resumes(run: str, pool: Proce
     assert "at iteration 7" in resumed
     losses = curve(tmp_path / "whole" / "checkpoints")
     assert curve(tmp_path / "cut" / "checkpoints") == losses
-    assert len(losses) == 17  # 4 batches of 4 samples, 2 of 8, then of 12
-    assert losses[-1][0] < losses[0][0] - 0.1
-    assert (tmp_path / "cut" / "checkpoints" / "global_step17").is_dir()
+    assert len(losses) == 10  # 4 batches of 4 samples, 2 of 8, then of 12
+    assert losses[-1][0] < losses[0][0] - 0.02
+    assert (tmp_path / "cut" / "checkpoints" / "global_step10").is_dir()

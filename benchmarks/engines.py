@@ -1,0 +1,197 @@
+"""The native engine, DeepSpeed as the engine, and a bare loop: time of a step, and from the command to the first iteration.
+
+    python benchmarks/engines.py                   about 8 minutes on 2 cores, which must be otherwise idle
+    python benchmarks/engines.py --part steps      one of the two
+    python benchmarks/engines.py --quick           does it run? numbers of no worth
+
+The bare loop is the fewest lines that train our own model in the same arithmetic: AdamW (fused), clipping, the loss read every
+step; on two processes in PyTorch's DistributedDataParallel. Contestants take turns; the first round warms up; medians are quoted.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from layouts import describe_machine, shape_flags, spread, table
+from torch.nn.parallel import DistributedDataParallel
+from worlds import CORPUS, Case, Measured, World
+
+from megatron.config.cli import load_config
+from megatron.data.batches import Microbatch
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.parallel.launcher import world_of_launcher
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import RandomStreams
+from megatron.training.resume import settle
+from megatron.training.setup import join_ranks, open_data
+from megatron.training.state import TrainState
+
+ROOT = Path(__file__).resolve().parents[1]
+DEEPSPEED = "--deepspeed"
+LAYOUTS = {
+    "one process": ("", 1),
+    "DP 2, ZeRO 1": ("--zero-stage 1", 2),
+    "TP 2 x PP 2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    part: tuple[Literal["steps", "start"], ...] = ("steps", "start")
+    """Comparisons to run."""
+    rounds: int = 5
+    """Interleaved rounds, after one that warms up."""
+    quick: bool = False
+    """Small shapes and a single round."""
+
+
+class BareRank:
+    """As `worlds.Rank`, with a loop of a few lines instead of the trainer's."""
+
+    def __init__(self, argv: list[str]) -> None:
+        world = world_of_launcher()
+        plan = settle(load_config(argv), world.size, None).plan
+        mesh = join_ranks(plan, world)
+        self._device, self._size = mesh.device, plan.batch_size.final
+        self._data = open_data(plan, mesh, TrainState()).train
+        model = GPT(plan.shape, TensorParallel(), RandomStreams(0, mesh.device)).to(mesh.device)
+        for name, parameter in model.named_parameters():
+            torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.normal_(parameter, std=0.02)
+        self._model = DistributedDataParallel(model) if world.size > 1 else model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def steps(self, count: int) -> Measured:
+        start, cpu, losses = time.perf_counter(), time.process_time(), []
+        for _ in range(count):
+            assert self._data is not None
+            losses.append(self._step(self._data.next(self._size)))
+        seconds = time.perf_counter() - start
+        return Measured(seconds / count, (time.process_time() - cpu) / count, 0.0, tuple(losses))
+
+    def _step(self, microbatches: list[Microbatch]) -> float:
+        total = torch.zeros((), device=self._device)
+        for number, m in enumerate(microbatches):
+            last = number == len(microbatches) - 1 or not isinstance(self._model, DistributedDataParallel)
+            with nullcontext() if last else self._model.no_sync():
+                loss = self._model(None, Inputs(m.tokens, m.labels).to(self._device)) / len(microbatches)
+                loss.backward()
+            total += loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(total, op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total.item()
+
+
+def measure_steps(arguments: Arguments, folder: str) -> None:
+    shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(6, 384, 256, 1, 8)
+    print(f"\n### Step time by engine\n\n`{shape}`, one thread a process, fp32.")
+    rows = []
+    for layout, (flags, processes) in LAYOUTS.items():
+        if 0 < torch.cuda.device_count() < processes:
+            print(f"\nSKIPPED: {layout}: {processes} ranks need as many GPUs for NCCL", flush=True)
+            continue
+        case = Case(layout, f"{shape} {flags}", processes)
+        worlds = {"native": World(case, folder), "DeepSpeed": World(replace(case, flags=f"{case.flags} {DEEPSPEED}"), folder)}
+        if processes <= 2:
+            worlds["bare loop"] = World(case, folder, BareRank)
+        seconds: dict[str, list[float]] = {name: [] for name in worlds}
+        for number in range(arguments.rounds + 1):
+            for name, world in worlds.items():
+                took = max(measured.seconds for measured in world.ask("steps", 2))
+                if number:
+                    seconds[name].append(took)
+        for world in worlds.values():
+            world.close()
+        for name, times in seconds.items():
+            ratio = statistics.median(t / n for t, n in zip(times, seconds["native"], strict=True))
+            rows.append(f"| {layout} | {name} | {spread(times)} | {ratio:.2f} |")
+    table("| layout | engine | ms | times the native engine's |", rows)
+
+
+def measure_start(arguments: Arguments, folder: str) -> None:
+    """From the command to the line of the first iteration."""
+    print(
+        "\n### Start\n\nSeconds from `torchrun` to the first iteration, of a model that costs nothing; the bare loop imports "
+        "torch, joins, and trains one matrix in DistributedDataParallel."
+    )
+    shape = shape_flags(2, 128, 64, 1, 8).split()
+    rows = []
+    for processes in (1, 2) if arguments.quick else (1, 8):
+        pipeline = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"] if processes == 8 else []
+        training = ["pretrain_gpt.py", *shape, *pipeline, "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
+        training += ["--exit-interval", "1", "--log-interval", "1"]
+        commands = {
+            "native": training,
+            "DeepSpeed": [*training, DEEPSPEED],
+            "bare loop": ["benchmarks/engines.py", "bare"],
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        for number in range((1 if arguments.quick else 3) + 1):
+            for name, command in commands.items():
+                took = _seconds_to_first_iteration(["torchrun", "--standalone", "--nproc-per-node", str(processes), *command])
+                if number:
+                    seconds[name].append(took)
+        rows += [
+            f"| {processes} | {name} | {min(t):.1f} / {statistics.median(t):.1f} / {max(t):.1f} |" for name, t in seconds.items()
+        ]
+    table("| processes | engine | s |", rows)
+
+
+def _seconds_to_first_iteration(command: list[str]) -> float:
+    start, found = time.perf_counter(), None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if " iteration " in line and found is None:
+                found = time.perf_counter() - start
+    assert process.returncode == 0, "".join(printed)
+    assert found is not None, "".join(printed)
+    return found
+
+
+def bare_start() -> None:
+    """What a rank cannot do without."""
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    model = DistributedDataParallel(torch.nn.Linear(128, 128).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(4, 128, device=device)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        print(" iteration 1", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    if sys.argv[1:] == ["bare"]:
+        bare_start()
+        return
+    arguments = tyro.cli(Arguments, description=__doc__)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if arguments.quick:
+        arguments = replace(arguments, rounds=1)
+    command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
+    print(f"## Engines\n\n`{command}`\n\n{describe_machine(arguments)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in arguments.part:
+            {"steps": measure_steps, "start": measure_start}[part](arguments, folder)
+
+
+if __name__ == "__main__":
+    main()

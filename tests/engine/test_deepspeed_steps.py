@@ -1,0 +1,180 @@
+"""DeepSpeed's engine where a step goes wrong or its state is touched from outside: dropped steps, loss scale, saves, loads."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence.corpus import NO_DROPOUT, command, curve
+from process_pool import ProcessPool, pretrain, succeed
+
+from megatron.checkpoint.comparison import compare
+from megatron.checkpoint.load import open_folder
+from megatron.observe.metrics import read_metrics
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG_AT = 3
+LAYOUTS = {
+    "one process": (1, "--micro-batch-size 4"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --micro-batch-size 4"),
+    "dp2-zero1": (2, "--zero-stage 1 --micro-batch-size 2"),
+    "dp2-zero2": (2, "--zero-stage 2 --micro-batch-size 1"),
+    "dp2-zero3": (2, "--zero-stage 3 --micro-batch-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2 --micro-batch-size 2"),
+    "dp2-zero2-offload": (2, "--zero-stage 2 --cpu-optimizer --micro-batch-size 2"),
+}
+
+
+def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], list[bool]]:
+    """Trains, but puts an infinity into one gradient of rank `victim` in the third step. Of each step: was it applied, and did the
+    weights change?"""
+    from megatron.engine.base import StepResult
+    from megatron.engine.deepspeed import DeepSpeedEngine
+
+    applied: list[bool] = []
+    changed: list[bool] = []
+    original = DeepSpeedEngine.train_batch
+
+    def weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+        return [chunk.tensor.clone() for chunk in engine.chunks(optimizer=True)]
+
+    def disturbed(engine: DeepSpeedEngine, *arguments: object, **keywords: object) -> StepResult:
+        handle = None
+        if len(changed) + 1 == WRONG_AT and int(os.environ["RANK"]) == victim:
+            parameter = next(p for name, p in engine._stage.named_parameters() if name.endswith("input_norm.weight"))
+            handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
+        before = weights(engine)
+        result = original(engine, *arguments, **keywords)  # type: ignore[arg-type]
+        if handle is not None:
+            handle.remove()
+        changed.append(not all(map(torch.equal, before, weights(engine))))
+        applied.append(result.applied)
+        return result
+
+    DeepSpeedEngine.train_batch = disturbed  # type: ignore[method-assign]
+    try:
+        pretrain(argv)
+    finally:
+        DeepSpeedEngine.train_batch = original  # type: ignore[method-assign]
+    return applied, changed
+
+
+PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024 --hysteresis 1"}
+SHORT = {("dp2-zero2", "fp16"), ("pp2", "bf16"), ("dp2-zero3", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        pytest.param(layout, precision, marks=() if (layout, precision) in SHORT else pytest.mark.full)
+        for layout in LAYOUTS
+        for precision in PRECISIONS
+    ],
+)
+def test_an_infinity_on_one_rank_drops_the_step_on_all(
+    layout: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    ranks, flags = LAYOUTS[layout]
+    argv = command(
+        tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, flags, PRECISIONS[precision], "--deepspeed --exit-interval 6 --no-save-optim"
+    )
+    outcomes = pool.run(ranks, pretrain_with_infinity, argv, ranks - 1)
+    succeed(outcomes)
+    expected = [step != WRONG_AT for step in range(1, 7)]
+    for outcome in outcomes:
+        assert outcome.value == (expected, expected)
+    entry = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "lm_loss" in entry][WRONG_AT - 1]
+    assert not math.isfinite(entry["grad_norm"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2-zero1", "pp2"])
+def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
+    layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    """Within a doubling: DeepSpeed adds microbatches up in fp16, which overflows a little earlier than fp32 does."""
+    ranks, flags = LAYOUTS[layout]
+    steps = {}
+    for engine in ("", "--deepspeed"):
+        folder = tmp_path / f"engine{engine}"
+        shared = NO_DROPOUT, flags, "--fp16 --initial-loss-scale 1073741824 --hysteresis 1 --train-samples 300", engine
+        succeed(pool.run(ranks, pretrain, command(folder, corpus, "gpt2", "ramp", *shared)))
+        steps[engine] = [entry for entry in read_metrics(folder / "metrics.jsonl") if "loss_scale" in entry]
+    native, deepspeed = steps[""], steps["--deepspeed"]
+    assert len({entry["loss_scale"] for entry in native}) > 5
+    assert all(0.5 <= a["loss_scale"] / b["loss_scale"] <= 2 for a, b in zip(deepspeed, native, strict=True))
+    trained = [(a["lm_loss"], b["lm_loss"]) for a, b in zip(native, deepspeed, strict=True) if a["lm_loss"] and b["lm_loss"]]
+    assert len(trained) > 3
+    assert all(abs(a - b) < 0.01 * a for a, b in trained)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2-zero2", pytest.param("pp2", marks=pytest.mark.full), pytest.param("dp2-zero3", marks=pytest.mark.full)]
+)
+def test_a_save_during_training_is_the_save_between_steps(layout: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """The step waits for the copy; without that, the copy would have some of the next step's numbers."""
+    ranks, flags = LAYOUTS[layout]
+    for folder, how in (("between", ""), ("during", "--async-save")):
+        shared = NO_DROPOUT, flags, "--deepspeed --save-interval 2", how
+        succeed(pool.run(ranks, pretrain, command(tmp_path / folder, corpus, "gpt2", "ramp", *shared)))
+    assert curve(tmp_path / "during") == curve(tmp_path / "between")
+    for iteration in (2, 4, 6, 8, 10):
+        between, during = (open_folder(tmp_path / folder / f"global_step{iteration}") for folder in ("between", "during"))
+        found = compare(between, during)
+        assert len(found.tensors) > 100
+        assert found.equal
+
+
+def zeros_after_a_step(argv: list[str]) -> tuple[float, float]:
+    """Loss of a batch after one step, and after all weights were set to zero through the chunks."""
+    from megatron.config.cli import load_config
+    from megatron.parallel.launcher import world_of_launcher
+    from megatron.training.resume import settle
+    from megatron.training.setup import join_ranks, start_run
+
+    loaded, world = load_config(argv), world_of_launcher()
+    run = start_run(loaded, join_ranks(settle(loaded, world.size, None).plan, world), None)
+    assert run.sources.train is not None
+    batch = run.sources.train.next(run.plan.batch_size.final)
+    run.engine.train_batch(batch, iteration=1, lr=1e-3)
+    trained = run.engine.eval_batch(batch)
+    for chunk in run.engine.chunks(optimizer=False):
+        chunk.tensor.zero_()
+    run.engine.loaded(None)
+    return trained, run.engine.eval_batch(batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_loaded_is_what_the_model_computes_with(layout: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """Also in mid-run, when ZeRO 3 has gathered small parameters: a model of zeros gives each of its 5000 ids the same chance."""
+    ranks, flags = LAYOUTS[layout]
+    argv = command(tmp_path, corpus, "gpt2", "curriculum", NO_DROPOUT, flags, "--deepspeed --bf16")
+    outcomes = pool.run(ranks, zeros_after_a_step, argv)
+    succeed(outcomes)
+    for outcome in outcomes:
+        trained, zeros = outcome.value
+        assert zeros == pytest.approx(math.log(5000), rel=1e-4)
+        assert trained != zeros
+
+
+def test_one_process_needs_no_launcher_and_no_port(corpus: str, tmp_path: Path) -> None:
+    argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, "--micro-batch-size 4 --deepspeed --exit-interval 1")
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launched} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *argv],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iteration        1/" in done.stdout
+    assert done.stderr == ""
