@@ -20,6 +20,8 @@ LAYOUTS = {
     "dp2-zero2": (2, "--zero-stage 2 --micro-batch-size 1"),
     "dp2-zero3": (2, "--zero-stage 3 --micro-batch-size 1"),
     "tp2-dp2-zero1-sp": (4, f"{TP2} --sequence-parallel --zero-stage 1 --micro-batch-size 1"),
+    "tp2-dp2-zero2": (4, f"{TP2} --zero-stage 2 --micro-batch-size 1"),
+    "tp2-dp2-zero3-sp": (4, f"{TP2} --sequence-parallel --zero-stage 3 --micro-batch-size 1"),
     "pp2-dp2": (4, f"{PP2} --micro-batch-size 1"),
     "tp2-pp2-dp2": (8, f"{TP2} {PP2} --sequence-parallel --micro-batch-size 1"),
     "tp2-pp2-recompute": (4, f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations"),
@@ -71,6 +73,8 @@ CHANGES = [
     ("tp2-pp2-dp2", "", "dp2-zero3", "--deepspeed"),
     ("dp2-zero3", "--deepspeed", "pp2-dp2", "--deepspeed"),
     ("pp2-dp2", "--deepspeed", "tp2-dp2-zero1-sp", ""),
+    ("tp2-dp2-zero3-sp", "--deepspeed", "tp2-pp2-dp2", "--deepspeed"),
+    ("tp2-dp2-zero2", "", "pp2-dp2", "--deepspeed"),
 ]
 
 
@@ -163,6 +167,7 @@ def test_its_table_says_what_runs_and_the_log_is_clean(pool: ProcessPool, corpus
     [
         (f"{PP2} --zero-stage 2", 2, "DeepSpeed's PipelineModule shards optimizer states only"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage a rank"),
+        (f"{PP2} --bf16 --cpu-optimizer", 2, "sums of gradients are wrong there"),
         ("--log-num-zeros-in-grad", 1, "does not show its gradients"),
         ("--use-torch-compile", 1, "not tried under DeepSpeed"),
         ("--deepspeed_config nowhere.json", 1, "nowhere.json is not there"),

@@ -1,0 +1,74 @@
+"""A real Slurm on this machine: four nodes, without systemd (`slurm-cluster` starts and stops it)."""
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
+SCRIPT = Path(__file__).with_name("slurm-cluster")
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+NODES = 4
+
+
+class NoSlurmError(Exception):
+    """There is none, and none can be had here."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path
+    """Of its configuration, logs and sockets; short, for these."""
+
+    def run(self, *command: str, timeout: float = 300) -> str:
+        """What a client prints."""
+        environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+        assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def stop(self) -> None:
+        subprocess.run([SCRIPT, "stop", self.folder], check=False, capture_output=True)
+
+
+def install() -> None:
+    """
+    Raises:
+        NoSlurmError: it is not installed, and this is not root on a machine with apt and a network.
+    """
+    if all(shutil.which(program, path=_PATH) for program in ("munged", "slurmctld", "slurmd", "sbatch")):
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise NoSlurmError(f"{' '.join(PACKAGES)} are not installed, and only root with apt-get can do it from here")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (("update", "-q"), ("install", "-q", "-y", "--no-install-recommends", *PACKAGES)):
+        done = subprocess.run(["apt-get", *command], capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise NoSlurmError(f"apt-get {' '.join(command)}: {(done.stderr or done.stdout)[-500:]}")
+
+
+def start(folder: Path) -> Cluster:
+    """
+    Raises:
+        NoSlurmError: the daemons do not come up.
+    """
+    environment = {**os.environ, "PATH": _PATH, "NODES": str(NODES), "PORT": str(_free_ports(NODES + 1))}
+    done = subprocess.run([SCRIPT, "start", folder], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise NoSlurmError(f"the daemons do not start here: {(done.stdout + done.stderr)[-800:]}")
+    return Cluster(folder)
+
+
+def _free_ports(count: int) -> int:
+    """The first of some neighbours that nobody listens on."""
+    for first in range(16_817, 19_000, 10):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise NoSlurmError("no free ports")

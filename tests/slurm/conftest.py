@@ -1,0 +1,21 @@
+"""One cluster for all tests of this folder."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster, NoSlurmError, install, start
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A real Slurm; skips, loudly, where there is none."""
+    folder = Path(tempfile.mkdtemp(prefix="s"))
+    try:
+        install()
+        running = start(folder)
+    except NoSlurmError as error:
+        pytest.skip(f"NO SLURM HERE, NOTHING OF IT IS TESTED: {error}")
+    yield running
+    running.stop()

@@ -1,0 +1,39 @@
+"""srun with one task a device starts a run: 2 nodes of 2 tasks train what the same four processes train elsewhere."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from equivalence.corpus import NO_DROPOUT, command, curve
+from process_pool import ProcessPool, pretrain, succeed
+from slurm.cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --exit-interval 4"
+
+
+@pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=pytest.mark.full)])
+def test_srun_is_a_launcher(engine: str, cluster: Cluster, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    flags = NO_DROPOUT, LAYOUT, engine
+    script, log = tmp_path / "job.sh", tmp_path / "log.txt"
+    arguments = " ".join(command(tmp_path / "slurm", corpus, "gpt2", "ramp", *flags))
+    unset = " ".join(name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ)
+    lines = ("#!/bin/bash", f"unset {unset}", f"cd {ROOT}", f"srun {sys.executable} pretrain_gpt.py {arguments}")
+    script.write_text("\n".join(lines) + "\n")
+    cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={log}", str(script))
+    assert "4 x " in log.read_text()
+    succeed(pool.run(4, pretrain, command(tmp_path / "pool", corpus, "gpt2", "ramp", *flags)))
+    assert len(curve(tmp_path / "slurm")) == 4
+    assert curve(tmp_path / "slurm") == curve(tmp_path / "pool")
+
+
+def test_a_batch_script_without_srun_is_one_process(cluster: Cluster, corpus: str, tmp_path: Path) -> None:
+    """Four tasks are allotted, and the script's own process has Slurm's rank 0 in its environment: it must not wait for others."""
+    script, log = tmp_path / "job.sh", tmp_path / "log.txt"
+    flags = NO_DROPOUT, "--micro-batch-size 4 --exit-interval 1"
+    arguments = " ".join(command(tmp_path / "run", corpus, "gpt2", "ramp", *flags))
+    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec {sys.executable} pretrain_gpt.py {arguments}\n")
+    cluster.run("sbatch", "--wait", "--ntasks=4", f"--output={log}", str(script))
+    assert "1 x " in log.read_text()
+    assert len(curve(tmp_path / "run")) == 1
