@@ -5,8 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from megatron.data.batches import Microbatch
+from megatron.model.inputs import Inputs
 from megatron.parallel.chunk import Chunk
+from megatron.parallel.rng import Moment
 
 PhaseTimers = Callable[[str], AbstractContextManager[None]]
 """Entered around `forward-backward` and `optimizer`."""
@@ -38,6 +42,14 @@ class StepResult:
     def is_nan(self) -> bool:
         """Dropped, and no other loss scale would have saved it."""
         return not self.applied and not self.overflow
+
+
+def inputs_of(microbatches: Sequence[Microbatch], iteration: int, device: torch.device) -> list[Inputs]:
+    """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
+    return [
+        Inputs(m.tokens, m.labels, m.loss_mask, m.position_ids, m.documents, Moment(iteration, number)).to(device)
+        for number, m in enumerate(microbatches)
+    ]
 
 
 class Engine(Protocol):

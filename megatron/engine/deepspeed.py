@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron.config.deepspeed_json import passed_on, read_json
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
-from megatron.engine.base import PhaseTimers, StepResult, no_timers
+from megatron.engine.base import PhaseTimers, StepResult, inputs_of, no_timers
 from megatron.engine.describe import kernels_in_use
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, adamw
 from megatron.engine.fragments import Fragment
@@ -39,7 +39,7 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import Moment, RandomStreams
+from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
 
 _TALKATIVE = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
@@ -270,11 +270,11 @@ class DeepSpeedEngine:
         if engine.train_batch_size() != size:
             engine.set_train_batch_size(size)
         with self._timers("forward-backward"):
-            loss = self._train(self._inputs(microbatches, iteration))
+            loss = self._train(inputs_of(microbatches, iteration, self._mesh.device))
         applied = engine.was_step_applied()
         norm = float(engine.get_global_grad_norm()) if applied else math.inf
         self._step_count += applied
-        overflow = self._update_loss_scale(applied=applied, loss_is_finite=math.isfinite(loss))
+        overflow = self._loss_scale is not None and self._loss_scale.after_step(applied=applied, loss_is_finite=math.isfinite(loss))
         return StepResult(loss, norm, applied, None, None if self._loss_scale is None else scale, overflow)
 
     def _train(self, inputs: list[Inputs]) -> float:
@@ -293,7 +293,7 @@ class DeepSpeedEngine:
         return self._mean_over_ranks(total)
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        inputs = self._inputs(microbatches, 0)
+        inputs = inputs_of(microbatches, 0, self._mesh.device)
         self._called.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._settle_shape(inputs)
@@ -314,21 +314,6 @@ class DeepSpeedEngine:
     def _mean_over_ranks(self, value: Tensor) -> float:
         dist.all_reduce(value)
         return float(value) / self._mesh.grid.world_size
-
-    def _update_loss_scale(self, *, applied: bool, loss_is_finite: bool) -> bool:
-        """As the native engine's: True where the step was dropped as part of the search."""
-        if self._loss_scale is None:
-            return False
-        if applied:
-            self._loss_scale.applied()
-            return False
-        return self._loss_scale.overflowed() and loss_is_finite
-
-    def _inputs(self, microbatches: Sequence[Microbatch], iteration: int) -> list[Inputs]:
-        return [
-            Inputs(m.tokens, m.labels, m.loss_mask, m.position_ids, m.documents, Moment(iteration, number)).to(self._mesh.device)
-            for number, m in enumerate(microbatches)
-        ]
 
     # -- state ----------------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,13 @@ class LossScale:
         """What the next step's loss is multiplied with."""
         return self._scale
 
+    def after_step(self, *, applied: bool, loss_is_finite: bool) -> bool:
+        """Every rank comes to the same scale, as it saw the same norm. True: the step was dropped as part of the search for it."""
+        if applied:
+            self.applied()
+            return False
+        return self.overflowed() and loss_is_finite
+
     def applied(self) -> None:
         """A step was good."""
         if not self._dynamic:

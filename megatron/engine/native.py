@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
-from megatron.engine.base import PhaseTimers, StepResult, no_timers
+from megatron.engine.base import PhaseTimers, StepResult, inputs_of, no_timers
 from megatron.engine.describe import kernels_in_use
 from megatron.engine.invariants import Copy, Invariants
 from megatron.engine.loss_scale import LossScale
@@ -24,12 +24,11 @@ from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT, WORD_EMBEDDING
 from megatron.model.init import initialise
-from megatron.model.inputs import Inputs
 from megatron.model.partition import stages_of_rank
 from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import Moment, RandomStreams
+from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
 
 
@@ -123,7 +122,7 @@ class NativeEngine:
         with self._timers("forward-backward"):
             # As in Megatron-LM the scale is over this rank's microbatches: with twice the data-parallel ranks, gradients in fp16
             # are twice as large before they are averaged, and overflow one doubling of the scale earlier.
-            loss = self._runner.run(self._inputs(microbatches, iteration), scale / len(microbatches), train=True)
+            loss = self._runner.run(inputs_of(microbatches, iteration, self._mesh.device), scale / len(microbatches), train=True)
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, lr)
             for stage in self.stages:
@@ -134,15 +133,8 @@ class NativeEngine:
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
-            loss = self._runner.run(self._inputs(microbatches, 0), 1.0, train=False)
+            loss = self._runner.run(inputs_of(microbatches, 0, self._mesh.device), 1.0, train=False)
         return self._sum_over_ranks(self._share(loss).unsqueeze(0))[0]
-
-    def _inputs(self, microbatches: Sequence[Microbatch], iteration: int) -> list[Inputs]:
-        """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
-        return [
-            Inputs(m.tokens, m.labels, m.loss_mask, m.position_ids, m.documents, Moment(iteration, number)).to(self._mesh.device)
-            for number, m in enumerate(microbatches)
-        ]
 
     def _apply_gradients(self, loss: Tensor, scale: float, lr: float) -> StepResult:
         for master in self._masters:
@@ -164,18 +156,11 @@ class NativeEngine:
             self._refresh_model()
         for master in self._masters:
             master.weight.grad = None
-        overflow = self._update_loss_scale(applied=applied, loss_is_finite=math.isfinite(loss_value))
+        overflow = self._loss_scale is not None and self._loss_scale.after_step(
+            applied=applied, loss_is_finite=math.isfinite(loss_value)
+        )
         used_scale = None if self._loss_scale is None else scale
         return StepResult(loss_value, norm, applied, int(zeros) if self._count_zeros else None, used_scale, overflow)
-
-    def _update_loss_scale(self, *, applied: bool, loss_is_finite: bool) -> bool:
-        """Every rank comes to the same scale, as it saw the same norm. True: the step was dropped as part of the search for it."""
-        if self._loss_scale is None:
-            return False
-        if applied:
-            self._loss_scale.applied()
-            return False
-        return self._loss_scale.overflowed() and loss_is_finite
 
     def _add_partial_gradients(self) -> None:
         """Norms and biases behind a cut sequence saw a part of it each: add the parts up, in one message."""

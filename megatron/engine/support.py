@@ -23,8 +23,8 @@ def _of_deepspeed(plan: Plan) -> list[str]:
         )
     if pipelined and config.precision.bf16 and config.optimizer.cpu_optimizer:
         problems.append(
-            "--cpu-optimizer with --bf16 and a pipeline: DeepSpeed's sums of gradients are wrong there (0.19.8); give --fp16, leave out "
-            "--cpu-optimizer, or use no pipeline"
+            "--cpu-optimizer with --bf16 and a pipeline: DeepSpeed's sums of gradients are wrong there (0.19.8); give --fp16, "
+            "leave out --cpu-optimizer, or use no pipeline"
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         problems.append("--num-layers-per-virtual-pipeline-stage: DeepSpeed's pipeline has one stage a rank; leave it out")
