@@ -1,13 +1,23 @@
 """Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off."""
+def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: None) -> None:
+    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off.
+
+    `confirm` is asked at the last instant, when the text is on the disk and only the rename is left; where it raises, the old text
+    stays.
+    """
     temporary = path.with_name(path.name + ".new")
     write_file(temporary, text)
+    try:
+        confirm()
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     sync_folder(path.parent)
 

@@ -93,9 +93,9 @@ def _plan(options: Options, training: list[str]) -> int:
     if late:
         warnings.append(f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}.")
     at = plan.forecast().at(iteration for iteration in options.at if iteration >= 0)
-    untrained = unsupported(plan)
-    if untrained:
-        warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(untrained)}.")
+    refused = unsupported(plan)
+    if refused:
+        warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(refused)}.")
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
         print(json.dumps(as_json(plan, at, warnings), indent=1))

@@ -5,7 +5,7 @@ which is which: a later course passes an earlier one. What a run may fall back t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +38,10 @@ def course_of(manifest: Manifest) -> Course:
     return (*(Ancestor(*entry) for entry in manifest.course), Ancestor(manifest.iteration, manifest.digest, manifest.keep))
 
 
-def write_course(root: Path, manifest: Manifest) -> None:
-    """Beside the pointers, before they move."""
+def write_course(root: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+    """Beside the pointers, before they move; `confirm` is asked before it changes."""
     record = {"iteration": manifest.iteration, "course": manifest.course}
-    replace_file(root / COURSE, json.dumps({**record, "digest": digest_of_text(json.dumps(record))}) + "\n")
+    replace_file(root / COURSE, json.dumps({**record, "digest": digest_of_text(json.dumps(record))}) + "\n", confirm)
 
 
 def ancestors(root: Path, iteration: int) -> Course | None:

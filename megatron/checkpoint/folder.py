@@ -7,6 +7,7 @@ Only who holds the folder's lease renames or removes anything in it; readers loo
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,10 @@ def saved_iterations(root: Path) -> list[int]:
     return sorted({iteration for iteration, entry in named if iteration is not None and (entry / MANIFEST).is_file()})
 
 
-def point_to(root: Path, iteration: int) -> None:
-    """Move the pointers, as the last act of a save."""
-    replace_file(root / LATEST_ITERATION, str(iteration))
-    replace_file(root / LATEST, f"global_step{iteration}")
+def point_to(root: Path, iteration: int, confirm: Callable[[], None] = lambda: None) -> None:
+    """Move the pointers, as the last act of a save; `confirm` is asked before each."""
+    replace_file(root / LATEST_ITERATION, str(iteration), confirm)
+    replace_file(root / LATEST, f"global_step{iteration}", confirm)
     (root / BEGUN).unlink(missing_ok=True)
 
 

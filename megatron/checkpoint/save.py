@@ -350,10 +350,8 @@ class Saver:
         read_manifest(fresh)
         self._confirm_lease()
         put_in_place(fresh, step_folder(self._root, contents.iteration))
-        self._confirm_lease()
-        write_course(self._root, manifest)
-        self._confirm_lease()
-        point_to(self._root, contents.iteration)
+        write_course(self._root, manifest, self._confirm_lease)
+        point_to(self._root, contents.iteration, self._confirm_lease)
         self._confirm_lease()
         return self._clean_up(course_of(manifest))
 

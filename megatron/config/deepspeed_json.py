@@ -63,7 +63,10 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
     "curriculum_learning.curriculum_type": (("seqlen",), "the length of the sequences is what changes"),
     "zero_optimization.offload_optimizer.device": (("cpu", "none"), "checkpoints are read from memory"),
-    "zero_optimization.offload_param.device": (("cpu", "none"), "checkpoints are read from memory"),
+    "zero_optimization.offload_param.device": (
+        ("none",),
+        "weights stay on the device; --cpu-optimizer moves master weights and moments",
+    ),
     "amp.enabled": ((False,), "say --fp16 or --bf16"),
     "elasticity.enabled": ((False,), "--global-batch-size and --rampup-batch-size say the batch sizes"),
     "data_efficiency.enabled": ((False,), "the order of the data is this trainer's, and part of its checkpoints"),
@@ -129,6 +132,12 @@ def merge(path: str, given: Mapping[str, Given]) -> tuple[dict[str, Given], list
                     f"{_shown(dotted, before)} contradicts {path}, where {key} is {json.dumps(value)}; change one of them, or say "
                     '"auto" there.'
                 )
+    fp16 = found.get("precision.fp16") or given.get("precision.fp16")
+    if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
+        errors.append(
+            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed adds microbatches up in fp16; leave it out, '
+            "or choose --bf16, or run without --deepspeed: there the sums are in fp32."
+        )
     return found, errors, warnings
 
 
@@ -178,6 +187,8 @@ def _refusals(flat: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{path}: {key} is not taken; see --optimizer and the flags beside it."
         elif key == _STEPS and value != "auto" and (not isinstance(value, int) or isinstance(value, bool)):
             yield f"{path}: {key} is {json.dumps(value)}, and must be an integer."
+    if flat.get("curriculum_learning.enabled") and "curriculum_learning.schedule_type" not in flat:
+        yield f"{path}: curriculum_learning is enabled and has no schedule_type; say fixed_linear, fixed_root or fixed_discrete."
     if any(key.partition(".")[0] == "scheduler" for key in flat):
         yield f"{path}: scheduler is not taken; the learning rate follows --lr-decay-style and the flags beside it."
 

@@ -82,7 +82,7 @@ class DeepSpeedEngine:
             import deepspeed
         except ImportError as error:
             raise ConfigError(
-                f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install deepspeed==0.19.8"
+                f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install -e . brings it"
             ) from error
         from deepspeed.utils import logger
 

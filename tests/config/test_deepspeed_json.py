@@ -146,6 +146,10 @@ def test_the_legacy_curriculum_block(tmp_path: Path) -> None:
     assert curriculum.curriculum_schedule_type == "fixed_linear"
     assert (curriculum.curriculum_min_difficulty, curriculum.curriculum_max_difficulty) == (16, 64)
     assert (curriculum.curriculum_total_step, curriculum.curriculum_difficulty_step) == (100, 8)
+    steps = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [16, 32, 64], "max_step": [5, 10]}}
+    discrete = load(tmp_path, {**TR8, "curriculum_learning": {"enabled": True, **steps}}).config.curriculum
+    assert discrete.curriculum_schedule_type == "fixed_discrete"
+    assert (discrete.curriculum_difficulties, discrete.curriculum_max_steps) == ((16, 32, 64), (5, 10))
     off = load(tmp_path, {**TR8, "curriculum_learning": {**block, "enabled": False}}).config.curriculum
     assert off.curriculum_schedule_type is None
     message = error(tmp_path, {**TR8, "curriculum_learning": {**block, "curriculum_type": "rarity"}})
@@ -171,6 +175,12 @@ def test_the_legacy_curriculum_block(tmp_path: Path) -> None:
         ('{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}', 'say "cpu" or "none"'),
         ('{"fp16": {"enabled": true, "consecutive_hysteresis": true}}', "counts all overflows: say false"),
         ('{"data_types": {"grad_accum_dtype": "bf16"}}', "accumulated in fp32"),
+        (
+            '{"data_types": {"grad_accum_dtype": "fp32"}, "fp16": {"enabled": true}}',
+            "in fp16 DeepSpeed adds microbatches up in fp16",
+        ),
+        ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}', "weights stay on the device"),
+        ('{"curriculum_learning": {"enabled": true}}', "has no schedule_type"),
         ('{"optimizer": {"type": "Lion"}}', 'optimizer.type is "Lion"'),
     ],
 )

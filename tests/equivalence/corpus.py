@@ -1,5 +1,6 @@
 """The tiny GPT and the real text that the equivalence tests train on."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.observe.metrics import read_metrics
@@ -27,6 +28,9 @@ COURSES = {
 SIZES = {"ramp": (4, 8, 12, 16), "curriculum": (8,)}
 """The batch sizes of each course."""
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
+Single = Callable[[str, bool, str], Path]
+"""(shape, tied, course) -> the folder of one process's run, with checkpoints after 5 and 10 steps."""
 
 
 def command(folder: Path, data: str, shape: str, course: str, *flags: str) -> list[str]:

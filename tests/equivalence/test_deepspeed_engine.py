@@ -1,18 +1,16 @@
 """DeepSpeed trains what one process trains: the same curve to 1e-5 in fp32, over ramp-up and curriculum; checkpoints are common."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corpus import COURSES, NO_DROPOUT, command, curve, validation, worst
+from corpus import COURSES, EVALUATED, NO_DROPOUT, Single, command, curve, validation, worst
 from layouts import RECOMPUTE
 from process_pool import ProcessPool, pretrain, succeed
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 BOUND = 1e-5
-EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 LAYOUTS = {
@@ -22,6 +20,7 @@ LAYOUTS = {
     "tp2-dp2-zero1-sp": (4, f"{TP2} --sequence-parallel --zero-stage 1 --micro-batch-size 1"),
     "tp2-dp2-zero2": (4, f"{TP2} --zero-stage 2 --micro-batch-size 1"),
     "tp2-dp2-zero3-sp": (4, f"{TP2} --sequence-parallel --zero-stage 3 --micro-batch-size 1"),
+    "tp2-dp2-zero3": (4, f"{TP2} --zero-stage 3 --micro-batch-size 1"),
     "pp2-dp2": (4, f"{PP2} --micro-batch-size 1"),
     "tp2-pp2-dp2": (8, f"{TP2} {PP2} --sequence-parallel --micro-batch-size 1"),
     "tp2-pp2-recompute": (4, f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations"),
@@ -31,23 +30,6 @@ LAYOUTS = {
     "pp2-dp2-offload": (4, f"{PP2} --cpu-optimizer --micro-batch-size 1"),
 }
 SHORT = {"dp2-zero2", "tp2-pp2-dp2"}
-Single = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
-    """The folder of one process's native run of a course, with checkpoints after 5 and 10 steps."""
-    folders: dict[str, Path] = {}
-
-    def run(course: str) -> Path:
-        if course not in folders:
-            folder = tmp_path_factory.mktemp("single")
-            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED
-            succeed(pool.run(1, pretrain, command(folder, corpus, "gpt2", course, *flags)))
-            folders[course] = folder
-        return folders[course]
-
-    return run
 
 
 CASES = [
@@ -64,8 +46,8 @@ def test_deepspeed_trains_and_evaluates_as_one_process(
     ranks, flags = LAYOUTS[name]
     succeed(pool.run(ranks, pretrain, command(tmp_path, corpus, "gpt2", course, NO_DROPOUT, EVALUATED, flags, "--deepspeed")))
     assert len(curve(tmp_path)) == 10
-    assert worst(curve(tmp_path), curve(single(course))) < BOUND
-    assert worst(validation(tmp_path), validation(single(course))) < BOUND
+    assert worst(curve(tmp_path), curve(single("gpt2", True, course))) < BOUND
+    assert worst(validation(tmp_path), validation(single("gpt2", True, course))) < BOUND
 
 
 CHANGES = [
@@ -93,7 +75,7 @@ def test_a_checkpoint_of_either_engine_resumes_on_the_other(
     ranks, flags = LAYOUTS[after]
     output = succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, second, "--require-load")))
     assert "at iteration 5" in output
-    assert worst(curve(tmp_path), curve(single("ramp"))) < BOUND
+    assert worst(curve(tmp_path), curve(single("gpt2", True, "ramp"))) < BOUND
 
 
 @pytest.mark.parametrize("course", ["ramp", pytest.param("curriculum", marks=pytest.mark.full)])

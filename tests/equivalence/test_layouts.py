@@ -7,12 +7,11 @@ Parameters are not compared: the gradient of the key's bias is zero in exact ari
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from corpus import COURSES, NO_DROPOUT, SHAPES, UNTIED, command, curve, validation, worst
+from corpus import COURSES, EVALUATED, NO_DROPOUT, SHAPES, UNTIED, Single, command, curve, validation, worst
 from layouts import LAYOUTS, VALUES, Layout, pairs, possible
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -20,30 +19,10 @@ BOUND = 1e-5
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "loss_curves.json"
 # These are tested each time.
 SHORT = {LAYOUTS[i] for i in (3, 14, 16, 17, 18)}
-EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
-
-Single = Callable[[str, bool, str], Path]
 
 
 def in_suites(layout: Layout) -> object:
     return pytest.param(layout, id=str(layout), marks=() if layout in SHORT else pytest.mark.full)
-
-
-@pytest.fixture(scope="module")
-def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
-    """The folder of one process's run of a shape, tied or not, and a course, with checkpoints after 5 and 10 steps."""
-    folders: dict[tuple[str, bool, str], Path] = {}
-
-    def run(shape: str, tied: bool, course: str) -> Path:
-        key = shape, tied, course
-        if key not in folders:
-            folder = tmp_path_factory.mktemp("single")
-            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED, "" if tied else UNTIED
-            succeed(pool.run(1, pretrain, command(folder, corpus, shape, course, *flags)))
-            folders[key] = folder
-        return folders[key]
-
-    return run
 
 
 def test_layouts_cover_every_pair() -> None:

@@ -1,0 +1,24 @@
+"""One process's runs, which all layouts and both engines are compared with."""
+
+from pathlib import Path
+
+import pytest
+from corpus import EVALUATED, NO_DROPOUT, UNTIED, Single, command
+from process_pool import ProcessPool, pretrain, succeed
+
+
+@pytest.fixture(scope="session")
+def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
+    """The folder of one process's run of a shape, tied or not, and a course, with checkpoints after 5 and 10 steps."""
+    folders: dict[tuple[str, bool, str], Path] = {}
+
+    def run(shape: str, tied: bool, course: str) -> Path:
+        key = shape, tied, course
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("single")
+            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED, "" if tied else UNTIED
+            succeed(pool.run(1, pretrain, command(folder, corpus, shape, course, *flags)))
+            folders[key] = folder
+        return folders[key]
+
+    return run
