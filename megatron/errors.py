@@ -35,3 +35,7 @@ class LayoutError(MegatronError):
 
 class TrainingError(MegatronError):
     """Training cannot go on: too many NaN losses, or an invariant was violated."""
+
+
+class OperationsError(MegatronError):
+    """A tool around a run cannot do what it was asked: a rollback, a sync, a look at the queue."""
