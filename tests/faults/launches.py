@@ -202,8 +202,9 @@ class Job:
         return {entry.name for entry in self.folder.iterdir() if entry.name.startswith("global_step")}
 
     def snapshot(self) -> dict[str, bytes]:
-        """All that is in the folder, apart from the metrics."""
-        files = (path for path in self.folder.rglob("*") if path.is_file() and path.name != "metrics.jsonl")
+        """All that is in the folder, apart from the metrics, and from what nobody reads: the text of a small file that was to be
+        replaced when the process ended."""
+        files = (p for p in self.folder.rglob("*") if p.is_file() and p.name != "metrics.jsonl" and p.suffix != ".new")
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def verify(self, iteration: int) -> None:
