@@ -82,6 +82,8 @@ def _slurm_request(text: str) -> tuple[int | None, int | None]:
     tasks, each = _last_number(options.get("ntasks-per-node")), _last_number(options.get("gpus-per-task"))
     if devices is None and tasks is not None and each is not None:
         devices = tasks * each
+    if devices is None and tasks is not None and tasks > 1:
+        devices = tasks  # srun with one task for each device
     return nodes, devices
 
 

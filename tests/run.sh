@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup_env.sh
-setup_env "hf,data,observe,bnb,test"
+setup_env "hf,hub,data,observe,bnb,test"
 
 selection=(-m "not full")
 arguments=()

@@ -130,6 +130,10 @@ def exit_duration_line(minutes: float) -> str:
     return f"exiting program after {minutes:g} minutes"
 
 
+def training_complete_line() -> str:
+    return "training is complete"
+
+
 def exit_iteration_line(iteration: int) -> str:
     return f"exiting program at iteration {iteration}"
 

@@ -4,6 +4,7 @@ Rank 0 alone looks at the clock and the kill switch, so that ranks whose clocks 
 any rank counts.
 """
 
+import os
 import signal
 import time
 from enum import IntEnum
@@ -16,6 +17,10 @@ import torch.distributed as dist
 from megatron.config.batch import BatchConfig
 from megatron.observe.log_line import exit_duration_line, exit_iteration_line, kill_switch_line
 from megatron.parallel.mesh import Mesh
+
+
+_REPEATED_SECONDS = 10.0
+"""A signal that comes again so soon is the same: Slurm signals a job's tasks, and srun, which passes it on."""
 
 
 class Stop(IntEnum):
@@ -35,13 +40,16 @@ class Exits:
         self._config = config
         self._mesh = mesh
         self._start = time.monotonic()
-        self._signal = 0
+        self._signal, self._signalled_at = 0, 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-        signal.signal(number, signal.SIG_DFL)  # a second one ends a process that no longer comes to its next iteration
+        if self._signal and time.monotonic() - self._signalled_at > _REPEATED_SECONDS:
+            signal.signal(number, signal.SIG_DFL)  # a later one ends a process that no longer comes to its next iteration
+            os.kill(os.getpid(), number)
+        if not self._signal:
+            self._signal, self._signalled_at = number, time.monotonic()
 
     def decide(self, before: int, after: int) -> Stop:
         """The same answer on all ranks, for a step or jump from iteration `before` to `after`."""

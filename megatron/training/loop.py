@@ -8,7 +8,7 @@ from megatron.config.yaml_file import to_yaml
 from megatron.engine.base import StepResult
 from megatron.errors import TrainingError
 from megatron.model.flops import forward_flops_per_token
-from megatron.observe.log_line import skipped_range_line
+from megatron.observe.log_line import skipped_range_line, training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.plan import Plan
 from megatron.schedule.skip import range_at
@@ -60,10 +60,13 @@ def train(run: Run) -> Stop:
         save_at_end(run)
     if stop != Stop.NO:
         run.reporter.say(run.exits.line(stop, state.iteration))
+        if finished(plan, state):
+            run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
         return stop
     if evaluated_at != state.iteration:
         evaluate_validation(run)  # after the save: a run that goes on from here later is not moved by it
     evaluate_test(run)
+    run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
     return stop
 
 

@@ -11,6 +11,10 @@ PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
 SCRIPT = Path(__file__).with_name("slurm-cluster")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NODES = 4
+ABSENT = 128
+"""Nodes that never come, for `sbatch --test-only --partition=absent`."""
+_TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Other tests leave these in the environment."""
 
 
 class NoSlurmError(Exception):
@@ -22,9 +26,10 @@ class Cluster:
     folder: Path
     """Of its configuration, logs and sockets; short, for these."""
 
-    def run(self, *command: str, timeout: float = 300) -> str:
-        """What a client prints."""
-        environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+    def run(self, *command: str, timeout: float = 300, **variables: str) -> str:
+        """What a client prints; `variables` are added to its environment, which a job inherits."""
+        clean = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
+        environment = {**clean, "PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **variables}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -54,7 +59,7 @@ def start(folder: Path) -> Cluster:
     Raises:
         NoSlurmError: the daemons do not come up.
     """
-    environment = {**os.environ, "PATH": _PATH, "NODES": str(NODES), "PORT": str(_free_ports(NODES + 1))}
+    environment = {**os.environ, "PATH": _PATH, "NODES": str(NODES), "ABSENT": str(ABSENT), "PORT": str(_free_ports(NODES + 1))}
     done = subprocess.run([SCRIPT, "start", folder], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise NoSlurmError(f"the daemons do not start here: {(done.stdout + done.stderr)[-800:]}")

@@ -1,0 +1,130 @@
+"""Finished checkpoints on the Hub: `global_step300` is a branch of its own, which holds that checkpoint and no logs.
+
+A branch gets its files in one commit, the manifest with them: one that has a manifest is whole, whenever a push was cut off.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint.folder import saved_iterations, stored_folder
+from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
+from megatron.errors import CheckpointError, OperationsError
+from megatron.operations.hub import Hub, HubUnavailable, Patience, Say
+from megatron.operations.hub_push import IN_MEMORY_BYTES, in_words
+from megatron.operations.hub_queue import State, digest, read_state
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A checkpoint that is whole on the disk."""
+
+    branch: str
+    folder: Path
+    manifest: Manifest
+
+
+def push_checkpoints(
+    run: Path, every: int, state_path: Path, hub: Hub, patience: Patience, *, dry_run: bool, say: Say, warn: Say
+) -> list[str]:
+    """Push the finished checkpoints of a run's folder whose iteration `every` divides, oldest first; returns what was left out.
+
+    Raises:
+        OperationsError: there is no such folder, or the Hub refuses. HubUnavailable: it did not answer in time; run again.
+    """
+    if not run.is_dir():
+        raise OperationsError(f"--checkpoints {run} is no folder; give the run's --save folder, which holds global_step... folders")
+    state = read_state(state_path, f"{hub.host}/{hub.repo}", warn)
+    left_out: list[str] = []
+    there: Mapping[str, str] | None = None
+    for iteration in (iteration for iteration in saved_iterations(run) if iteration % every == 0):
+        try:
+            checkpoint = _finished(run, iteration)
+            there = _branches(hub, patience) if there is None else there
+            if checkpoint.branch in there and state.checkpoints.get(checkpoint.branch) == checkpoint.manifest.digest:
+                continue
+            if dry_run:
+                say(
+                    f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to a branch of its own, unless it is there"
+                )
+                continue
+            _push(checkpoint, state, hub, patience, say)
+            state.write(state_path)
+        except (CheckpointError, FileNotFoundError) as error:
+            left_out.append(f"global_step{iteration} is left out: {error}")
+            warn(left_out[-1])
+    return left_out
+
+
+def _finished(run: Path, iteration: int) -> Finished:
+    """
+    Raises:
+        CheckpointError: it is damaged. FileNotFoundError: it is being deleted.
+    """
+    folder = stored_folder(run, iteration)
+    manifest = read_manifest(folder)
+    for name, facts in manifest.files.items():
+        check_size(folder, name, facts["bytes"])
+    return Finished(f"global_step{iteration}", folder, manifest)
+
+
+def _branches(hub: Hub, patience: Patience) -> Mapping[str, str]:
+    while True:
+        try:
+            return hub.branches()
+        except HubUnavailable as trouble:
+            patience.wait(trouble)
+
+
+def _push(checkpoint: Finished, state: State, hub: Hub, patience: Patience, say: Say) -> None:
+    branch, manifest = checkpoint.branch, checkpoint.manifest
+    additions = None
+    while True:
+        try:
+            branches = hub.branches()
+            there = hub.listing(branches[branch]) if branch in branches else {}
+            if digest(checkpoint.folder / MANIFEST, rotated=False).blobs[0].has(there.get(MANIFEST)):
+                break
+            additions = _additions(checkpoint) if additions is None else additions
+            if branch not in branches:
+                hub.create_branch(branch)
+                branches = hub.branches()
+            for addition in additions:
+                if ignored := hub.upload(branch, [addition]):
+                    raise OperationsError(f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; change that there")
+                patience.progress()
+            if read_manifest(checkpoint.folder).digest != manifest.digest:
+                raise CheckpointError(f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one")
+            _commit(hub, checkpoint, branches[branch], additions, there)
+            say(f"sent {branch} ({in_words(manifest.bytes)}) to the branch {branch}")
+            break
+        except HubUnavailable as trouble:
+            patience.wait(trouble)
+    state.checkpoints[branch] = manifest.digest
+
+
+def _additions(checkpoint: Finished) -> list["CommitOperationAdd"]:
+    """Nothing writes to a finished checkpoint: its large files are sent from where they are."""
+    from huggingface_hub import CommitOperationAdd
+
+    additions = []
+    for name in [*sorted(checkpoint.manifest.files), MANIFEST]:
+        path = checkpoint.folder / name
+        additions.append(CommitOperationAdd(name, path if path.stat().st_size > IN_MEMORY_BYTES else path.read_bytes()))
+    return additions
+
+
+def _commit(hub: Hub, checkpoint: Finished, parent: str, additions: list["CommitOperationAdd"], there: Mapping[str, str]) -> None:
+    """Files of an earlier checkpoint of this iteration, from before a rollback, go in the same commit."""
+    from huggingface_hub import CommitOperationDelete
+
+    names = {addition.path_in_repo for addition in additions}
+    stale = sorted(there.keys() - names) if MANIFEST in there else []
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
+    operations += [CommitOperationDelete(name, is_folder=False) for name in stale if name != ".gitattributes"]
+    title = f"Checkpoint of iteration {checkpoint.manifest.iteration}"
+    hub.commit(checkpoint.branch, parent, operations, title, in_words(checkpoint.manifest.bytes))

@@ -1,0 +1,96 @@
+"""What a probe of a node found, and which hosts are bad by it: each check names the host and its number.
+
+Invariant: a host is bad for what its own ranks could not do, or because none of them answered; what all ranks fail at together (an
+all-reduce over the whole job) accuses nobody.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a node must do."""
+
+    slower_than: float = 0.5
+    """Bad is a rank whose matrix product is slower than this part of the median rank's; 0 judges no speed."""
+    memory_gib: float = 1.0
+    """Free memory that each rank must be able to fill, on its device."""
+    disk: str = "/tmp"
+    """A folder that each rank writes 64 MiB to and reads back; %h is the host's name."""
+    seconds: float = 180.0
+    """For the whole probe; who has not answered by then is bad."""
+
+    def as_flags(self) -> list[str]:
+        return [
+            f"--slower-than={self.slower_than}",
+            f"--memory-gib={self.memory_gib}",
+            f"--disk={self.disk}",
+            f"--seconds={self.seconds}",
+        ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank."""
+
+    host: str
+    rank: int
+    tflops: float | None = None
+    """Of a matrix product; None where it was not reached."""
+    disk_mb_per_second: float | None = None
+    all_reduce_gb_per_second: float | None = None
+    failures: tuple[str, ...] = ()
+    """Of the host's own."""
+    all_reduce_failure: str | None = None
+    """Of all ranks together."""
+
+    def line(self) -> str:
+        numbers = (
+            (self.tflops, "TFLOPS"),
+            (self.disk_mb_per_second, "MB/s to disk and back"),
+            (self.all_reduce_gb_per_second, "GB/s all-reduce"),
+        )
+        shown = ", ".join(f"{value:.3g} {unit}" for value, unit in numbers if value is not None)
+        failures = [*self.failures, *([self.all_reduce_failure] if self.all_reduce_failure else [])]
+        return f"node check: {self.host}, rank {self.rank}: {shown}" + (f"; BAD: {'; '.join(failures)}" if failures else "")
+
+
+def write(folder: Path, report: Report) -> None:
+    """Whole or not at all: the reader may look at any time. Raises OSError."""
+    final = folder / f"{report.rank:05d}.json"
+    fresh = final.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(report)))
+    fresh.replace(final)
+
+
+def read(folder: Path) -> list[Report]:
+    """In the order of ranks."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [Report(**{**record, "failures": tuple(record["failures"])}) for record in records]
+
+
+def bad_hosts(reports: Sequence[Report], hosts: Sequence[str], limits: Limits) -> dict[str, str]:
+    """Host -> what is wrong. `hosts`: that should have answered, as Slurm names them; their names may have a domain behind.
+
+    Where no host answered, none is named: then it is not the hosts.
+    """
+    bad = {host: f"did not answer within {limits.seconds:g} s" for host in hosts if not any(_is(r.host, host) for r in reports)}
+    if len(bad) == len(hosts):
+        return {}
+    speeds = [report.tflops for report in reports if report.tflops is not None]
+    usual = statistics.median(speeds) if speeds else 0.0
+    for report in reports:
+        name = next((host for host in hosts if _is(report.host, host)), report.host)
+        if report.failures:
+            bad[name] = f"rank {report.rank}: {'; '.join(report.failures)}"
+        elif report.tflops is not None and report.tflops < limits.slower_than * usual:
+            bad.setdefault(name, f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has {usual:.3g}")
+    return bad
+
+
+def _is(full: str, host: str) -> bool:
+    return full == host or full.partition(".")[0] == host

@@ -1,0 +1,298 @@
+"""Taking a run back to one of its checkpoints: pointers, later checkpoints, charts, metrics and log together.
+
+Invariant: `latest` names a checkpoint that is right for everything else in the folder, or it names an unfinished rollback, which no
+run starts from. Whenever this is cut off, the same command goes on with it to the same end. Nothing is deleted: what belongs to
+later iterations lies under rolled-back/<time>/, beside plan.json, which says what was to be done.
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from megatron.checkpoint.course import write_course
+from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, iteration_of, point_to, stored_folder
+from megatron.checkpoint.lease import STALE_SECONDS, Lease, heartbeat_age, is_alive, read_holder
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.durable import replace_file, sync_folder, write_file
+from megatron.errors import CheckpointError, OperationsError
+from megatron.operations.cutting import Cut, cut_out, replace_by
+from megatron.operations.rollback_plan import (
+    PLAN,
+    ROLLED_BACK,
+    FileCut,
+    Plan,
+    Request,
+    by_hand,
+    find_cut,
+    later_entries,
+    make_plan,
+    pointer_text,
+    survey,
+    whole_target,
+)
+
+INTERVENTIONS = "interventions.jsonl"
+_PREPARING = ".preparing"
+_UNFINISHED = re.compile(r"rollback (\S+) to global_step\d+ is unfinished; .*")
+
+
+def roll_back(root: Path, request: Request, say: Callable[[str], None], *, dry_run: bool = False) -> None:
+    """Do it, or go on with the same one that was cut off; with `dry_run` only tell.
+
+    Raises:
+        OperationsError, CheckpointError, ConfigError: it may not be done; nothing was changed, or it can be gone on with.
+        OSError: a disk is full or does not answer; the same command goes on.
+    """
+    _refuse_a_living_run(root, say, dry_run=dry_run)
+    if dry_run:
+        plan, cuts = _plan(root, request)
+        _tell(root, plan, say, begun=cuts is None)
+        say("nothing was changed (--dry-run)")
+        _tell_how_to_go_on(plan, say)
+        return
+    if _begun(root) is None:
+        survey(root, request)  # most mistakes show here, before anything is written
+    lease = _acquire(root, say)
+    try:
+        plan, cuts = _plan(root, request)
+        _tell(root, plan, say, begun=cuts is None)
+        if not plan.is_empty:
+            carry_out(root, plan, cuts or {}, lease, say)
+            say(f"done: {root} stands at global_step{plan.to}")
+    finally:
+        lease.release()
+    _tell_how_to_go_on(plan, say)
+
+
+# Who writes there
+
+
+def _refuse_a_living_run(root: Path, say: Callable[[str], None], *, dry_run: bool) -> None:
+    if not root.is_dir():
+        raise OperationsError(f"{root} is not there; give the run's folder (its --save)")
+    if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
+        raise OperationsError(f"{root} is one checkpoint; give its run's folder, and the iteration with --to")
+    holder = read_holder(root)
+    alive = None if holder is None else is_alive(holder)
+    if holder is None or alive is False:
+        return
+    if alive:
+        cancel = f"scancel {holder.job}" if holder.job else "end it"
+        raise OperationsError(
+            f"{root} is being written to by {holder.describe()}: {cancel}, wait until it has ended, and try again"
+        )
+    say(
+        f"{root} was written to by {holder.describe()}; from here only its heartbeat tells whether that is alive; the last one was "
+        f"{max(0.0, heartbeat_age(root)):.0f} s ago. Before anything is done it is watched for {STALE_SECONDS:g} s; "
+        f"to be sure at once, give this command on {holder.host}"
+        + (f", or see that squeue does not list job {holder.job}" if holder.job else "")
+    )
+    if dry_run:
+        say("(--dry-run does not watch it)")
+
+
+def _acquire(root: Path, say: Callable[[str], None]) -> Lease:
+    try:
+        return Lease.acquire(root, say)
+    except CheckpointError as error:
+        raise OperationsError(f"no rollback while a run lives: {error}") from error
+
+
+# Begun before, or afresh
+
+
+def _plan(root: Path, request: Request) -> tuple[Plan, dict[str, Cut] | None]:
+    """The plan, and where each file is to be cut; None: it was begun already, and some are."""
+    begun = _begun(root)
+    if begun is not None:
+        _refuse_another(root, request, begun)
+        if whole_target(root, begun.to)[0].digest != begun.digest:
+            raise OperationsError(f"global_step{begun.to} is not the one that the rollback was begun to; {by_hand(root)}")
+        return begun, None
+    return make_plan(root, request)
+
+
+def _begun(root: Path) -> Plan | None:
+    """The rollback that `latest` calls unfinished."""
+    pointer = root / LATEST
+    match = _UNFINISHED.fullmatch(pointer_text(pointer))
+    if match is None:
+        return None
+    for folder in (root / ROLLED_BACK / match[1], root / ROLLED_BACK / _PREPARING):
+        try:
+            plan = Plan.from_text((folder / PLAN).read_text())
+        except FileNotFoundError:
+            continue
+        except (ValueError, TypeError, KeyError) as damage:
+            raise OperationsError(f"{folder / PLAN} is damaged: {damage}; {by_hand(root)}") from damage
+        if plan.name == match[1]:
+            return plan
+    raise OperationsError(
+        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} is gone; {by_hand(root)}"
+    )
+
+
+def _refuse_another(root: Path, request: Request, plan: Plan) -> None:
+    """What was not given again is as it was."""
+    given, default, asked = request.as_record(), Request(request.to).as_record(), plan.request
+    differing = [name for name in given if given[name] != asked[name] and (name == "to" or given[name] != default[name])]
+    if differing:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+        raise OperationsError(
+            f"a rollback to global_step{plan.to} of {plan.time} was cut off and must be finished first; this differs in {names}. "
+            f"Give\n  {_command(root, plan.to)}\nand then this one again"
+        )
+
+
+def _command(root: Path, to: int) -> str:
+    return f"python tools/rollback.py {shlex.quote(str(root))} --to {to}"
+
+
+def _tell(root: Path, plan: Plan, say: Callable[[str], None], *, begun: bool) -> None:
+    aside = root / ROLLED_BACK / plan.name
+    if plan.is_empty:
+        say(f"{root} stands at global_step{plan.to}, and nothing is later: there is nothing to do")
+        return
+    if begun:
+        say(f"going on with the rollback of {plan.time}, which was cut off; of the following some is done")
+    beyond = f", trained to {plan.trained_to}" if plan.trained_to > plan.stood_at else ""
+    say(f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what goes is kept in {aside}")
+    for name in plan.checkpoints:
+        say(f"  {name} moves there")
+    for file in plan.files:
+        say(f"  {file.path}: cut {file.said} -> {file.part}")
+    if plan.pointers:
+        say(f"  {LATEST}, {LATEST_ITERATION} and course.json name global_step{plan.to}")
+    say(f"  a note goes to {root / INTERVENTIONS}" + (f" and {plan.chronicles}" if plan.chronicles else ""))
+
+
+def _tell_how_to_go_on(plan: Plan, say: Callable[[str], None]) -> None:
+    say(f"go on with the run's own command and these flags:\n  {plan.flags}" if plan.flags else "go on with the run's own command")
+    for note in plan.notes:
+        say(f"note: {note}")
+
+
+# Doing it
+
+
+def carry_out(root: Path, plan: Plan, cuts: Mapping[str, Cut], lease: Lease, say: Callable[[str], None]) -> None:
+    """All of it, or what is left of it. Each act may be done twice. `cuts`: those that are known.
+
+    Raises:
+        OperationsError: a file is being written to. CheckpointError: a run took the folder over. OSError.
+    """
+    for act in _acts(root, plan, cuts, lease, say):
+        lease.confirm()
+        act()
+
+
+def _acts(
+    root: Path, plan: Plan, cuts: Mapping[str, Cut], lease: Lease, say: Callable[[str], None]
+) -> Iterator[Callable[[], object]]:
+    folder = root / ROLLED_BACK / plan.name
+    yield lambda: _begin(root, plan, lease)
+    # Should somebody remove `latest`, this is what leads on.
+    yield lambda: replace_file(root / LATEST_ITERATION, str(plan.to), lease.confirm)
+    yield lambda: write_course(root, read_manifest(stored_folder(root, plan.to)), lease.confirm)
+    for file in plan.files:
+        yield lambda file=file: _cut_file(plan, file, cuts, folder, say)  # type: ignore[misc]
+    yield lambda: _move_later(root, plan.to, folder, lease)
+    yield lambda: _note(root / INTERVENTIONS, plan, _intervention(plan))
+    if plan.chronicles is not None:
+        yield lambda: _note(Path(str(plan.chronicles)), plan, _chronicle(plan))
+    yield lambda: point_to(root, plan.to, lease.confirm)
+
+
+def _begin(root: Path, plan: Plan, lease: Lease) -> None:
+    """The plan, and only then the word in `latest` that stops every start and names it."""
+    preparing, folder = root / ROLLED_BACK / _PREPARING, root / ROLLED_BACK / plan.name
+    named = _UNFINISHED.fullmatch(pointer_text(root / LATEST))
+    if named is None or named[1] != plan.name:
+        preparing.mkdir(parents=True, exist_ok=True)
+        write_file(preparing / PLAN, plan.to_text())
+        sync_folder(preparing)
+        sync_folder(root / ROLLED_BACK)
+        sync_folder(root)
+        text = f"rollback {plan.name} to global_step{plan.to} is unfinished; give again: {_command(root, plan.to)}"
+        replace_file(root / LATEST, text, lease.confirm)
+    if not folder.exists():
+        os.rename(preparing, folder)
+        sync_folder(folder.parent)
+
+
+def _cut_file(plan: Plan, file: FileCut, cuts: Mapping[str, Cut], folder: Path, say: Callable[[str], None]) -> None:
+    path = Path(file.path)
+    if not path.exists():
+        if not (folder / file.part).exists():
+            say(f"{path} is gone since the rollback was planned: nothing was cut")
+        return
+    moment = None if plan.moment is None else datetime.fromisoformat(plan.moment)
+    cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes, moment)
+    cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
+
+
+def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
+    for entry in later_entries(root, to):
+        aside, number = folder / entry.name, 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = folder / f"{entry.name}.{number}"
+        lease.confirm()
+        if entry.is_symlink() and not os.path.isabs(os.readlink(entry)):  # from another folder it would lead elsewhere
+            absolute = os.path.join(root.absolute(), os.readlink(entry))
+            fresh = root / f".{entry.name}.rollback"
+            fresh.unlink(missing_ok=True)
+            os.symlink(absolute, fresh)
+            os.replace(fresh, entry)
+        os.rename(entry, aside)
+    sync_folder(folder)
+    sync_folder(root)
+
+
+def _intervention(plan: Plan) -> str:
+    asked = plan.request
+    record = {
+        "time": plan.time,
+        "action": "rollback",
+        "from": plan.stood_at,
+        "trained_to": plan.trained_to,
+        "to": plan.to,
+        "reason": asked["reason"],
+        "skip": asked["skip"],
+        "lr": asked["lr"],
+        "override_lr_scheduler": asked["override_lr_scheduler"],
+        "flags": plan.flags,
+        "parts": f"{ROLLED_BACK}/{plan.name}",
+        "checkpoints": plan.checkpoints,
+        "files": [asdict(file) for file in plan.files],
+    }
+    return json.dumps(record) + "\n"
+
+
+def _chronicle(plan: Plan) -> str:
+    moment = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
+    trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
+    reason = " ".join(plan.request["reason"].split()) or "not given"
+    lines = [f"## {moment}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}", "", f"- Reason: {reason}"]
+    if plan.request["skip"]:
+        lines.append(f"- Skipped from there: {' '.join(plan.request['skip'])}")
+    if plan.flags:
+        lines.append(f"- Flags to go on with: `{plan.flags}`")
+    lines.append(f"- What was later is kept in `{ROLLED_BACK}/{plan.name}/`")
+    return "\n".join(lines) + "\n"
+
+
+def _note(path: Path, plan: Plan, entry: str) -> None:
+    """Append it, once, on a line of its own."""
+    before = path.read_bytes() if path.exists() else b""
+    if entry.encode() in before:
+        return
+    gap = b"" if not before or before.endswith(b"\n") else b"\n"
+    if before and entry.startswith("#"):
+        gap += b"\n"
+    replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")

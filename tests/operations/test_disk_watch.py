@@ -1,0 +1,280 @@
+"""tools/fs_watchdog.py: what it counts, compared with df and du, and when it alerts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from operations.receivers import mail_server
+
+from megatron.checkpoint.folder import step_folder
+from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.errors import OperationsError
+from megatron.operations.disk_watch import (
+    Report,
+    Watch,
+    check_disks,
+    file_system_gauges,
+    folder_usage,
+    growth_a_day,
+    human_bytes,
+    parse_watch,
+)
+
+DAY = 86_400.0
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _no_outlets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ALERT_MAIL_TO", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "fs_watchdog.py"
+    spec = importlib.util.spec_from_file_location("fs_watchdog", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # tyro looks there for the docstrings of its fields
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Nested folders, a hard link, links, a hole, a name that is no UTF-8."""
+    root = tmp_path / "work"
+    for name in ("a/b/c", "empty"):
+        (root / name).mkdir(parents=True)
+    (root / "a" / "one").write_bytes(bytes(100_000))
+    (root / "a" / "b" / "two").write_bytes(bytes(50_000))
+    os.link(root / "a" / "one", root / "a" / "b" / "c" / "one-again")
+    (root / "loop").symlink_to(root)
+    (root / "dangling").symlink_to("nowhere")
+    with (root / "hole").open("wb") as file:
+        file.truncate(10**9)
+    (root / os.fsdecode(b"\xff")).write_text("x")
+    return root
+
+
+def du(*flags: str) -> int:
+    return int(subprocess.run(["du", "--summarize", *flags], capture_output=True, check=True).stdout.split()[0])
+
+
+def texts(report: Report) -> list[str]:
+    return [alert.text for alert in report.alerts]
+
+
+@pytest.mark.parametrize(
+    ("text", "watch"),
+    [
+        ("/scratch=90%", Watch(Path("/scratch"), 90.0)),
+        ("/work=2TB,500k-inodes", Watch(Path("/work"), None, 2 * 10**12, 500_000)),
+        ("/odd=name=1.5GiB", Watch(Path("/odd=name"), None, 3 * 2**29)),
+        ("/w=95.5%, 1000inodes,100B", Watch(Path("/w"), 95.5, 100, 1000)),
+        ("rel/path=3M-inodes", Watch(Path("rel/path"), None, None, 3_000_000)),
+    ],
+)
+def test_limits(text: str, watch: Watch) -> None:
+    assert parse_watch(text) == watch
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/work", "=90%", "/work=", "/work=90", "/work=0%", "/work=101%", "/work=0TB", "/work=2TB,3TB", "/work=-1GB", "/work=1XB"],
+)
+def test_limits_that_are_none(text: str) -> None:
+    with pytest.raises(OperationsError, match=r"--watch '.*(write PATH=90%|must be above 0)"):
+        parse_watch(text)
+
+
+def test_a_folder_is_counted_as_du_does(folder: Path) -> None:
+    usage = folder_usage(folder)
+    assert usage.bytes == du("--block-size=1", str(folder)) < 10**9
+    assert usage.inodes == du("--inodes", str(folder)) == 11
+    assert usage.unread == 0
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    assert folder_usage(link) == usage
+
+
+def test_a_file_system_is_counted_as_df_does(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["df", "--block-size=1", "--output=used,avail,iused,iavail", tmp_path], capture_output=True, text=True, check=True
+    )
+    used, free, inodes, inodes_free = (int(word) if word.isdecimal() else 0 for word in done.stdout.split()[-4:])
+    gauges = file_system_gauges(tmp_path, 50)
+    for gauge, (there, more) in zip(gauges, ((used, free), (inodes, inodes_free)), strict=inodes > 0):
+        assert gauge.used == pytest.approx(there, rel=0.01)  # others write, too
+        assert gauge.full == pytest.approx(there + more, rel=0.01)
+        assert gauge.limit == round(gauge.full / 2)
+
+
+def test_over_a_limit(folder: Path, tmp_path: Path) -> None:
+    def check(text: str) -> Report:
+        report = check_disks([parse_watch(f"{folder}={text}")], [], tmp_path / "history.json", days_left=3)
+        assert report.troubles == []
+        return report
+
+    assert texts(check("10MB,12-inodes")) == []
+    (text,) = texts(check("10MB,11-inodes"))
+    assert text.startswith(f"{folder} is full: folder 11 inodes of 11 inodes (100.0 %)")
+    (text,) = texts(check("150kB,11-inodes"))
+    assert "of 150 kB" in text
+    assert "; folder 11 inodes of 11" in text
+    assert texts(check("100%")) == []
+    (text,) = texts(check("0.000001%"))
+    assert f"{folder} is full: file system " in text
+    assert check("10MB").pulses == [
+        f"{folder}: folder {human_bytes(folder_usage(folder).bytes)} of 10.0 MB ({folder_usage(folder).bytes / 1e5:.1f} %)"
+    ]
+
+
+def test_growth_and_days_left(folder: Path, tmp_path: Path) -> None:
+    """A folder that gains a megabyte every six hours."""
+    history = tmp_path / "history.json"
+    watches = [parse_watch(f"{folder}=20MB")]
+    reports = []
+    for step in range(12):
+        (folder / f"grown{step}").write_bytes(b"x" * 1_000_000)
+        reports.append(check_disks(watches, [], history, days_left=2.0, now=NOW + step * DAY / 4))
+    assert "a day" not in reports[0].pulses[0]  # nothing to compare with
+    assert ", 4.01 MB more a day, full in 4.4 days" in reports[1].pulses[0]
+    soon = [bool(report.alerts) for report in reports]
+    assert soon == [False] * 11 + [True] or soon == [False] * 10 + [True] * 2
+    assert f"{folder} is soon full: folder " in texts(reports[-1])[0]
+    for step in range(12):
+        (folder / f"grown{step}").unlink()
+    shrunk = check_disks(watches, [], history, days_left=2.0, now=NOW + 10 * DAY)  # what is older than 3 days says nothing
+    assert (shrunk.alerts, "a day" in shrunk.pulses[0]) == ([], False)
+    assert f"disk {folder} soon full" in shrunk.watched
+    points = json.loads(history.read_text())[f"{folder} folder bytes"]
+    assert [at for at, _ in points] == [NOW + 10 * DAY]  # and what is older than 7 is forgotten
+
+
+def test_growth_is_a_trend_and_not_a_step() -> None:
+    def saw(hours: int) -> float:
+        return 100.0 + hours + (24 if hours % 12 >= 6 else 0)  # a checkpoint comes every 12 hours, and goes
+
+    points = [(NOW + 3600 * hours, saw(hours)) for hours in range(72)]
+    assert growth_a_day(points, points[-1][0]) == pytest.approx(24, rel=0.3)
+    assert growth_a_day(points[:6], NOW) is None  # five hours are too few
+    assert growth_a_day([], NOW) is None
+
+
+def test_history_that_is_damaged_or_cannot_be_kept(folder: Path, tmp_path: Path) -> None:
+    history = tmp_path / "history.json"
+    for damage in ("{", "[1]", '{"a": 3}', '{"a": [[1]]}'):
+        history.write_text(damage)
+        report = check_disks([parse_watch(f"{folder}=20MB")], [], history, days_left=3)
+        assert ("begun afresh" in report.troubles[0], len(report.pulses)) == (True, 1)
+    report = check_disks([parse_watch(f"{folder}=20MB")], [], tmp_path / "gone" / "history.json", days_left=3)
+    assert "cannot be written" in report.troubles[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_what_cannot_be_read_is_told(folder: Path, tmp_path: Path) -> None:
+    (folder / "a" / "b").chmod(0)
+    tmp_path.chmod(0o755)
+    code = (  # from the folder, whose parents only root may enter
+        "import os; from pathlib import Path; from megatron.operations.disk_watch import check_disks, parse_watch\n"
+        f"os.chdir({str(tmp_path)!r}); os.seteuid(65534)\n"
+        "print(check_disks([parse_watch('work=20MB')], [], Path('/tmp/gone/h.json'), days_left=3).troubles[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(
+        "1 entries of work could not be read, the first: work/a/b: Permission denied; its sums are too small"
+    )
+    (folder / "a" / "b").chmod(0o755)
+
+
+def test_human_bytes() -> None:
+    sizes = (0, 999, 1000, 9994, 9996, 99_940, 99_960, 999_400, 999_600, 2e12, 1e18)
+    assert [human_bytes(size) for size in sizes] == [
+        *("0 bytes", "999 bytes", "1.00 kB", "9.99 kB", "10.0 kB", "99.9 kB", "100 kB", "999 kB", "1.00 MB", "2.00 TB", "1,000 PB")
+    ]
+
+
+# Checkpoints
+
+
+def save(run: Path, iteration: int, size: int, days_ago: float) -> None:
+    folder = step_folder(run, iteration)
+    folder.mkdir(parents=True)
+    manifest = Manifest(iteration, "0", "", {}, None, {"tensors": {"bytes": size, "xxh128": ""}}, [], False)
+    (folder / MANIFEST).write_text(manifest.to_text())
+    then = time.time() - days_ago * DAY
+    os.utime(folder / MANIFEST, (then, then))
+
+
+def test_checkpoints_their_growth_and_room(tmp_path: Path) -> None:
+    run, history = tmp_path / "run", tmp_path / "history.json"
+    run.mkdir()
+    assert check_disks([], [run], history, days_left=3).pulses == [f"{run}: no checkpoints"]
+    for number in range(5):
+        save(run, 300 * (number + 1), 4_000_000, days_ago=2 - 0.5 * number)
+    report = check_disks([], [run], history, days_left=3)
+    assert report.pulses[0].startswith(
+        f"{run}: 5 checkpoints, the newest of 4.00 MB, one every 0.5 days, 8.00 MB a day are kept; room for "
+    )
+    assert report.alerts == []
+    # A quota around it counts as the file system does.
+    (text,) = texts(check_disks([parse_watch(f"{tmp_path}=8MB")], [run], history, days_left=3))
+    room = human_bytes(8_000_000 - folder_usage(tmp_path).bytes)
+    assert text.startswith(f"{run}: room for 1 more checkpoints of 4.00 MB ({room} free); make room, ")
+    save(run, 1800, 10**18, days_ago=0)
+    (text,) = texts(check_disks([], [run], history, days_left=3))
+    assert "room for 0 more checkpoints of 1,000 PB" in text
+
+
+def test_a_damaged_checkpoint_is_told_and_the_others_counted(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path, number, 1000, days_ago=4 - number)
+    (tmp_path / "global_step2" / MANIFEST).write_text("{}")
+    report = check_disks([], [tmp_path], tmp_path / "history.json", days_left=3)
+    assert "2 checkpoints" in report.pulses[0]
+    assert "global_step2: manifest.json is not what was written" in report.troubles[0]
+
+
+# The tool
+
+
+def test_paths_that_are_not_there_do_not_keep_others_from_being_checked(
+    folder: Path, tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "disks.txt"
+    watches = ["--watch", "/absent=90%", "--watch", f"{folder}=100kB", "--watch", f"{folder / 'hole'}=1GB"]
+    with mail_server() as box:
+        arguments = ["--main-log", str(log), *watches, "--run", "/no/run", "--mail-to", "a@site.org", "--smtp", box.address]
+        assert tool.main(arguments) == 2
+        assert tool.main(arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "--watch /absent cannot be looked at: No such file or directory" in errors[0]
+    assert f"--watch {folder / 'hole'} cannot be looked at: Not a directory" in errors[1]
+    assert "--run /no/run cannot be looked at: No such file or directory" in errors[2]
+    assert len(box.messages) == 1
+    assert f"{folder} is full" in box.messages[0].get_content()
+    lines = log.read_text().splitlines()
+    assert [line.split("] ")[1].split(":")[0] for line in lines] == (["PULSE"] + ["ALERT"] * 4) * 2
+
+
+def test_codes(folder: Path, tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "disks.txt"
+    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1GB", "--watch", f"{tmp_path}=1GB"]) == 0
+    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1kB"]) == 1
+    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1GB"]) == 0
+    words = [line.split("] ")[1].split(":")[0] for line in log.read_text().splitlines()]
+    assert words == ["PULSE", "PULSE", "PULSE", "ALERT", "PULSE", "RECOVERED"]
+    assert capsys.readouterr().out == log.read_text()
+    assert tool.main(["--main-log", str(log)]) == 2
+    assert "nothing to watch" in capsys.readouterr().err
+    assert tool.main(["--main-log", str(log), "--watch", str(folder)]) == 2
+    assert "has no limit" in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""tools/follow_log.py: what it prints of a log that tools/hub_sync.py keeps on a Hub, and what it asks the Hub for."""
+
+# ruff: noqa: F811 (fixtures are imported by their names)
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from operations.hub_fixtures import (  # noqa: F401
+    REPO,
+    ROOT,
+    Sync,
+    environment,
+    hub,
+    log_lines,
+    pauses,
+    run,
+    sync,
+    tool,
+)
+from operations.hub_server import HubServer, wait_for
+
+from megatron.operations import hub_queue
+from megatron.operations.follow import Follower
+from megatron.operations.hub import Hub
+
+LOG = "logs/main_log.txt"
+
+
+@pytest.fixture
+def log(run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Path:
+    """The run's log, 100 lines, on the Hub in parts of at most 1,000 bytes."""
+    monkeypatch.setattr(hub_queue.digest, "__kwdefaults__", {"part_bytes": 1000})
+    sync()
+    return run / LOG
+
+
+@pytest.fixture
+def follower(hub: HubServer, log: Path) -> Callable[[int], Follower]:
+    return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, say=print), LOG, lines)
+
+
+def test_the_last_lines_then_what_is_new(hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower]) -> None:
+    lines = log.read_bytes().splitlines(keepends=True)
+    followers = {number: follower(number) for number in (0, 3, 60, 1000)}
+    for number, one in followers.items():
+        assert one.look().data == (b"".join(lines[-number:]) if number else b"")
+    hub.requests.clear()
+    assert followers[3].look().data == b""
+    assert hub.requests == ["refs"]
+    for begin, end in ((100, 101), (101, 103), (103, 300), (300, 301)):
+        before = log.stat().st_size
+        log_lines(log, begin, end)
+        with open(log, "ab") as file:
+            file.write(b"half a line ")
+        sync()
+        for one in followers.values():
+            hub.requests.clear()
+            news = one.look()
+            assert news.data == log.read_bytes()[before:]
+            assert news.cut is None
+        assert hub.count("resolve") <= 1 + (end - begin) // 15
+
+
+def test_other_commits_cost_no_download(
+    hub: HubServer, run: Path, log: Path, sync: Sync, follower: Callable[[int], Follower]
+) -> None:
+    one = follower(5)
+    one.look()
+    log_lines(run / "logs" / "other.txt", 0, 5)
+    sync()
+    hub.requests.clear()
+    assert one.look().data == b""
+    assert hub.requests == ["refs", "paths"]
+
+
+@pytest.mark.parametrize("grown", [0, 1, 90])
+@pytest.mark.parametrize("back", [300, 2500])
+def test_a_log_that_is_cut(grown: int, back: int, log: Path, sync: Sync, follower: Callable[[int], Follower]) -> None:
+    one = follower(1000)
+    printed = one.look().data
+    cut = log.read_bytes()[:-back].rfind(b"\n") + 1
+    os.truncate(log, cut)
+    log_lines(log, 50, 50 + grown, "after the rollback")
+    sync()
+    news = one.look()
+    assert news.cut is not None
+    assert "was cut" in news.cut
+    new = log.read_bytes()[cut:]
+    assert news.data.endswith(new)
+    assert printed[:cut].endswith(news.data[: len(news.data) - len(new)])
+    if back == 300:  # within the part that was open: to the line
+        assert news.data == new
+    before = log.stat().st_size
+    log_lines(log, 200, 220, "after the rollback")
+    sync()
+    assert one.look().data == log.read_bytes()[before:]
+
+
+def test_a_missing_log(hub: HubServer, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    follow_log = tool("follow_log")
+    assert follow_log.main([REPO, "logs/nothing.txt"]) == 2
+    assert f"holds no log logs/nothing.txt in parts, as tools/hub_sync.py stores one; it holds: {LOG}" in capsys.readouterr().err
+    assert follow_log.main([REPO, "elsewhere/nothing.txt"]) == 2
+    assert follow_log.main(["org/nothing"]) == 2
+    assert "there is no repository org/nothing" in capsys.readouterr().err
+    assert follow_log.main([REPO, "--every", "0"]) == 2
+
+
+def test_a_hub_that_fails_is_asked_again(
+    hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, rounds = io.BytesIO(), []
+
+    def between(seconds: float) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 1:
+            log_lines(log, 100, 105)
+            sync()
+            capsys.readouterr()
+            hub.fail("refs", status=500)
+            hub.fail("paths", status=503)
+            hub.fail("resolve", lose_answer=True)
+        if len(rounds) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tool("follow_log").follow(follower(2), 60.0, out, between)
+    assert out.getvalue() == b"".join(log.read_bytes().splitlines(keepends=True)[98:])
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "answers 500" in told[0]
+    assert "asking again every 60 s" in told[0]
+    assert told[1] == "the Hub answers again"
+
+
+def test_the_command_line(hub: HubServer, log: Path, sync: Sync, tmp_path: Path) -> None:
+    """A process of its own prints at once what is new."""
+    command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "2", "--every", "0.05"]
+    printed, errors = tmp_path / "stdout", tmp_path / "stderr"
+    with open(printed, "wb") as stdout, open(errors, "wb") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stdout, stderr=stderr)
+        try:
+            wait_for(lambda: printed.read_bytes().count(b"\n") == 2 or process.poll() is not None)
+            log_lines(log, 100, 150)
+            sync()
+            wait_for(lambda: printed.read_bytes().count(b"\n") == 52 or process.poll() is not None)
+        finally:
+            process.terminate()
+            process.wait()
+    assert errors.read_text() == ""
+    assert printed.read_bytes() == b"".join(log.read_bytes().splitlines(keepends=True)[98:])
+
+
+def test_nobody_reads_any_more(hub: HubServer, log: Path, sync: Sync, tmp_path: Path) -> None:
+    command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "1", "--every", "0.05"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(hub, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        assert process.stdout.readline() == log.read_bytes().splitlines(keepends=True)[-1]
+        process.stdout.close()
+        log_lines(log, 100, 101)
+        sync()
+        assert process.wait(30) == 0
+        assert process.stderr.read() == b""

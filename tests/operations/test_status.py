@@ -1,0 +1,486 @@
+"""tools/slurm_status.py: what it makes of queue, log and checkpoints. A script stands for squeue; tests/slurm has the real one.
+
+Its answers are those of Slurm 22.05.8 to our format.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from observe.reports import full_report
+from operations.receivers import mail_server
+
+from megatron.checkpoint.folder import point_to, step_folder
+from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.observe.log_line import saved_checkpoint_line, training_complete_line, training_log_line, validation_log_line
+from megatron.operations.alerts import append_lines, log_line
+from megatron.operations.queue import QueuedJob, duration, idle, pulse, read_answer
+from megatron.operations.status import Limits, Remembered, Watched, look, read_tail
+
+HOUR = 3600.0
+JOB = "tr8-104B"
+RUNNING = ("1162855_4", "RUNNING", "None", "n[1-4]", "1-02:03:04", "2026-11-20T10:00:00", "(null)", JOB)
+NEXT = ("1162855_[5-10%1]", "PENDING", "JobArrayTaskLimit", "", "0:00", "N/A", "(null)", JOB)
+DEPENDS = ("12", "PENDING", "Dependency", "", "0:00", "N/A", "afterany:1162855(unfulfilled)", JOB)
+LATER = ("13", "PENDING", "BeginTime", "", "0:00", "2026-11-21T13:00:01", "(null)", JOB)
+NEVER = ("14", "PENDING", "DependencyNeverSatisfied", "", "0:00", "N/A", "afterok:2(failed)", JOB)
+HELD = ("15", "PENDING", "JobHeldUser", "", "0:00", "N/A", "(null)", JOB)
+ADMIN = ("16", "PENDING", "JobHeldAdmin", "", "0:00", "N/A", "(null)", JOB)
+REQUEUED = ("1_[1,3-4]", "PENDING", "JobArrayTaskLimit,None", "", "0:00", "N/A", "(null)", JOB)
+ENDING = ("17", "COMPLETING", "None", "n1", "1:00", "2026-11-21T11:00:00", "(null)", JOB)
+WAITS_FOR_ROOM = ("18", "PENDING", "Resources", "", "0:00", "2026-11-21T11:00:00", "(null)", JOB)
+NOON = time.mktime(time.strptime("2026-11-21 12:00:00", "%Y-%m-%d %H:%M:%S"))
+
+
+def rows(*jobs: tuple[str, ...]) -> str:
+    return "".join("\x1f".join(job) + "\n" for job in jobs)
+
+
+@pytest.fixture(autouse=True)
+def _no_outlets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ALERT_MAIL_TO", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "slurm_status.py"
+    spec = importlib.util.spec_from_file_location("slurm_status", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # tyro looks there for the docstrings of its fields
+    spec.loader.exec_module(module)
+    return module
+
+
+Squeue = Callable[..., Path]
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
+    """Puts a script of that name first: `squeue(RUNNING)`, `squeue(stderr=..., code=1)`. Its arguments are in the file returned."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_STATES", "SUSPENDED")  # a user's own habits
+
+    def answer(*jobs: tuple[str, ...], stderr: str = "", code: int = 0) -> Path:
+        (folder / "answer").write_text(rows(*jobs))
+        (folder / "squeue").write_text(
+            f'#!/bin/sh\necho "$@ $SQUEUE_STATES" > {folder}/asked\ncat {folder}/answer\nprintf "%s" "{stderr}" >&2\nexit {code}\n'
+        )
+        (folder / "squeue").chmod(0o755)
+        return folder / "asked"
+
+    return answer
+
+
+def running(seconds: float) -> tuple[str, ...]:
+    return (*RUNNING[:4], duration(seconds).removeprefix("0-"), *RUNNING[5:])
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs" / "main_log.txt"
+
+
+def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **fields: object) -> None:
+    """Append training output; the log was then written so long ago."""
+    with log.open("a") as file:
+        for iteration in range(first, last + 1):
+            file.write(training_log_line(replace(full_report(), nan_iterations=0, iteration=iteration, **fields)) + "\n")  # type: ignore[arg-type]
+    then = time.time() - seconds_ago
+    os.utime(log, (then, then))
+
+
+def kinds(log: Path) -> list[str]:
+    """PULSE, ALERT or RECOVERED of each own line."""
+    return re.findall(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ([A-Z]+): ", log.read_text(), re.MULTILINE)
+
+
+def found(log: Path, *, run: Path | None = None, now: float | None = None, **limits: float) -> str:
+    """All alerts of one look."""
+    findings = look(Watched(JOB, log, run, limits=Limits(**limits)), now)
+    assert findings.troubles == []
+    assert all(alert.kind in findings.watched for alert in findings.alerts)
+    return "\n".join(alert.text for alert in findings.alerts)
+
+
+# The queue
+
+
+@pytest.mark.parametrize(
+    ("jobs", "text"),
+    [
+        ((RUNNING,), "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4])"),
+        ((NEXT,), "tr8-104B is waiting for the previous array element (1162855_[5-10%1], JobArrayTaskLimit)"),
+        ((DEPENDS,), "tr8-104B is waiting on a dependency (12, afterany:1162855(unfulfilled))"),
+        ((LATER,), "tr8-104B is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime)"),
+        ((HELD,), "tr8-104B is pending for reason JobHeldUser (15)"),
+        ((NEVER,), "tr8-104B is pending for reason DependencyNeverSatisfied (14, afterok:2(failed))"),
+        ((WAITS_FOR_ROOM,), "tr8-104B is pending for reason Resources (18)"),  # the estimate has passed
+        ((REQUEUED,), "tr8-104B is waiting for the previous array element (1_[1,3-4], JobArrayTaskLimit)"),
+        ((ENDING,), "tr8-104B is completing (17 on n1)"),
+        ((), "tr8-104B is neither running nor scheduled"),
+        (
+            (NEVER, DEPENDS, NEXT, LATER, RUNNING),  # what runs is said first, what is stuck last
+            "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4]); another is waiting on a "
+            "dependency (12, afterany:1162855(unfulfilled)); another is waiting for the previous array element (1162855_[5-10%1], "
+            "JobArrayTaskLimit); another is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime); and 1 more",
+        ),
+    ],
+)
+def test_pulse_of_each_state(jobs: tuple[tuple[str, ...], ...], text: str) -> None:
+    assert pulse(JOB, read_answer(rows(*jobs), JOB), NOON) == text
+
+
+def test_only_what_cannot_start_by_itself_is_an_alert() -> None:
+    def of(*jobs: tuple[str, ...]) -> str | None:
+        return idle(JOB, read_answer(rows(*jobs), JOB))
+
+    assert of() == "tr8-104B is neither running nor scheduled; nothing trains until a job is submitted"
+    for job in (RUNNING, NEXT, DEPENDS, LATER, HELD, REQUEUED, ENDING, WAITS_FOR_ROOM):
+        assert of(job, NEVER) is None
+    assert of(NEVER, ADMIN) == (
+        "tr8-104B is not running, and nothing that is queued can start by itself: 14 (DependencyNeverSatisfied), 16 (JobHeldAdmin)"
+    )
+    requeue_held = ("19", "PENDING", "launch failed requeued held", *NEXT[3:])
+    assert of(requeue_held) is not None
+
+
+def test_reading_the_answer() -> None:
+    (job,) = read_answer("CLUSTER: big\n" + rows(("7", "RUNNING", "None", "n1", "INVALID", "N/A", "(null)", "a|b, c")), "a|b, c")
+    assert job == QueuedJob("7", "RUNNING", "", "n1", None, None, "")
+    for text, seconds in (("0:07", 7), ("59:59", 3599), ("23:00:00", 82_800), ("12-00:00:01", 1_036_801)):
+        (job,) = read_answer(rows((*RUNNING[:4], text, *RUNNING[5:])), JOB)
+        assert job.running_seconds == seconds
+    with pytest.raises(Exception, match="--noheader --format must hold"):
+        read_answer("JOBID PARTITION\n", JOB)
+
+
+def test_the_tool_tells_the_log(tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = squeue(RUNNING, NEXT)
+    train(log, 1, 3)
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert log.read_text().splitlines()[-1] == capsys.readouterr().out.strip()
+    assert "] PULSE: tr8-104B is running for 1-02:03:04 since" in log.read_text()
+    words = asked.read_text().split()
+    assert words[:4] == ["--noheader", "--all", f"--user={os.getuid()}", f"--name={JOB}"]
+    assert "SUSPENDED" not in words
+    squeue()
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 1
+    squeue(RUNNING)
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert kinds(log) == ["PULSE", "PULSE", "ALERT", "PULSE", "RECOVERED"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code", "message"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, "Unable to contact slurm controller"),
+        ("squeue: error: Invalid user: 4242", 0, "Invalid user"),  # squeue 22.05 ends with 0 all the same
+    ],
+)
+def test_a_queue_that_fails_is_not_an_empty_one(
+    stderr: str, code: int, message: str, tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue()
+    tool.main(["--job-name", JOB, "--main-log", str(log)])
+    squeue(stderr=stderr, code=code)
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 2
+    assert message in capsys.readouterr().err
+    assert f"ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code {code}: " in log.read_text()
+    squeue()
+    tool.main(["--job-name", JOB, "--main-log", str(log)])
+    # That nothing is queued neither ended meanwhile nor began again; that the queue did not answer did.
+    assert kinds(log) == ["PULSE", "ALERT", "ALERT", "PULSE", "ALERT", "RECOVERED"]
+
+
+def test_without_squeue(tool: ModuleType, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(log.parent))
+    train(log, 1, 30, lm_loss=float("nan"))
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 2
+    assert "squeue is not there; run this on a host of the Slurm cluster" in capsys.readouterr().err
+    assert kinds(log) == ["ALERT", "ALERT"]  # the other one is that of the loss: what can be seen is told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--user", "nobody-of-that-name"], "this host knows no such user"),
+        (["--job-name", "a,b"], "commas part names"),
+        (["--slower-than", "70"], "must be a fraction"),
+        (["--stalled-minutes", "0"], "--stalled-minutes 0 must be above 0"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], message: str, tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue(RUNNING)
+    names = [] if "--job-name" in arguments else ["--job-name", JOB]
+    assert tool.main([*names, "--main-log", str(log), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("problem", ["folder", "absent"])
+def test_a_log_that_cannot_be_written_is_told_by_mail(
+    problem: str, tool: ModuleType, squeue: Squeue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue()
+    log = tmp_path / "gone" / "log.txt" if problem == "absent" else tmp_path
+    with mail_server() as box:
+        arguments = ["--job-name", JOB, "--main-log", str(log), "--mail-to", "a@site.org", "--smtp", box.address]
+        assert tool.main(arguments) == 2
+    assert f"{log} cannot be written" in capsys.readouterr().err
+    assert "neither running nor scheduled" in box.messages[0].get_content()
+
+
+# A log that stopped growing
+
+
+def test_stalled_since_training_last_wrote(squeue: Squeue, log: Path) -> None:
+    squeue(running(5 * HOUR))
+    train(log, 1, 5, seconds_ago=59 * 60)
+    assert found(log) == ""
+    train(log, 6, 6, seconds_ago=61 * 60)
+    assert "runs, and has written nothing to" in found(log)
+    assert found(log, stalled_minutes=90) == ""
+    squeue(running(10 * 60))  # an element that began after that has ten minutes behind it
+    assert found(log) == ""
+    squeue(NEXT)
+    assert found(log) == ""
+
+
+def test_own_lines_are_no_growth(tool: ModuleType, squeue: Squeue, log: Path) -> None:
+    """Told every hour, as cron does: the log's time of change is always new."""
+    squeue(running(9 * HOUR))
+    train(log, 1, 5, seconds_ago=50 * 60)
+    arguments = ["--job-name", JOB, "--main-log", str(log)]
+    assert [tool.main(arguments), tool.main(arguments)] == [0, 0]
+    assert found(log, now=time.time() + 9 * 60) == ""
+    assert "for 0-01:01" in found(log, now=time.time() + 11 * 60)
+    train(log, 6, 6, seconds_ago=-11 * 60)
+    assert found(log, now=time.time() + 12 * 60) == ""
+
+
+def test_what_was_remembered_is_lost(tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the first of the lines behind all output tells when there was none any more, at most one check too late."""
+    squeue(running(9 * HOUR))
+    train(log, 1, 5)
+    arguments = ["--job-name", JOB, "--main-log", str(log)]
+    assert tool.main(arguments) == 0
+    memory = Watched(JOB, log).memory
+    for damage in (None, "{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
+        memory.unlink() if damage is None else memory.write_text(damage)
+        assert tool.main(arguments) == (0 if damage is None else 2)
+        assert ("begun afresh" in capsys.readouterr().err) == (damage is not None)
+    memory.unlink()
+    assert "has written nothing" in found(log, now=time.time() + 61 * 60)
+    assert "has written nothing" in found(log, now=time.time() + 62 * 60)
+
+
+def test_the_first_line_behind_all_output_counts(log: Path) -> None:
+    train(log, 1, 5)
+    append_lines(log, [log_line("PULSE", "as it was", NOON)])
+    append_lines(log, [log_line("PULSE", "as it was", NOON + HOUR)])
+    assert read_tail(log, Remembered()).output_at == NOON
+    train(log, 6, 6, seconds_ago=HOUR)
+    assert read_tail(log, Remembered()).output_at == log.stat().st_mtime
+
+
+def test_a_log_that_is_not_there(squeue: Squeue, log: Path) -> None:
+    squeue(running(30 * 60))
+    assert found(log) == ""
+    squeue(running(2 * HOUR))
+    assert "for 0-02:00:00; nothing at all" in found(log)
+
+
+def test_a_half_line_that_stays_half_is_no_growth(tool: ModuleType, squeue: Squeue, log: Path) -> None:
+    """The process died while it wrote; the PULSE behind it ends the line."""
+    squeue(running(9 * HOUR))
+    log.write_text(training_log_line(full_report())[:50])
+    os.utime(log, (time.time() - 50 * 60,) * 2)
+    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert log.read_text()[50] == "\n"
+    assert "has written nothing" in found(log, now=time.time() + 11 * 60)
+
+
+def test_a_log_that_was_cut_is_read_again(squeue: Squeue, log: Path) -> None:
+    squeue(running(9 * HOUR))
+    train(log, 1, 40, seconds_ago=50 * 60)
+    assert found(log) == ""
+    log.write_text("")
+    train(log, 1, 2, lm_loss=float("nan"))
+    (text,) = found(log, now=time.time() + 20 * 60).splitlines()  # not of a log that did not grow
+    assert "2 of the newest 2 log lines" in text
+
+
+def test_of_a_long_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(log, 1, 100)
+    whole = log.stat().st_size
+    line = len(training_log_line(full_report())) + 1
+    for tail in (10 * line, 10 * line - 1, 10 * line + 1):
+        monkeypatch.setattr("megatron.operations.status._TAIL_BYTES", tail)
+        read = read_tail(log, Remembered(read_bytes=whole - 3 * line))
+        assert [report["iteration"] for report in read.reports] == list(range(101 - tail // line, 101))
+        assert (read.fresh, read.read_bytes) == (3, whole)
+
+
+# Losses, speed
+
+
+@pytest.mark.parametrize("bad", [{"lm_loss": float("nan")}, {"lm_loss": float("inf")}, {"lm_loss": None, "nan_iterations": 1}])
+def test_losses_that_are_not_finite(bad: dict[str, object], squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 50)
+    with log.open("a") as file:
+        file.write(training_log_line(replace(full_report(), iteration=51, **{"nan_iterations": 0, **bad})) + "\n")  # type: ignore[arg-type]
+    train(log, 52, 99)
+    assert "1 of the newest 99 log lines tell of a loss or gradient that is not finite, the last at iteration 51" in found(log)
+    assert found(log) == ""  # seen, and more than 20 good lines ago
+    train(log, 100, 200)
+    assert found(log) == ""
+
+
+def test_a_dropped_step_of_fp16_is_no_alert(squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 5, lm_loss=None, skipped_iterations=1, grad_norm=float("inf"))
+    assert found(log) == ""
+
+
+def test_throughput_dropped(squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 30, tflops=150.0)
+    train(log, 31, 34, tflops=60.0)
+    assert found(log) == ""
+    train(log, 35, 40, tflops=60.0)
+    assert "has become slower: 60 TFLOPs (median of the newest 10 log lines) against 150 before, 40%" in found(log)
+    assert found(log, slower_than=0.39) == ""
+    squeue(NEXT)  # while nothing runs, nothing is slow
+    assert found(log) == ""
+    squeue(running(HOUR))
+    train(log, 41, 60, tflops=150.0)
+    assert found(log) == ""
+
+
+def test_a_few_slow_lines_are_no_drop(squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 30, tflops=150.0)
+    train(log, 31, 34, tflops=1.5)  # an evaluation, a save
+    train(log, 35, 40, tflops=150.0)
+    assert found(log) == ""
+
+
+def test_samples_per_second_where_tflops_say_nothing(squeue: Squeue, log: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 30, tflops=0.01, global_batch_size=16, samples_per_second=50.0)
+    train(log, 31, 50, tflops=0.01, global_batch_size=32, samples_per_second=20.0)
+    assert found(log) == ""  # another batch size
+    train(log, 51, 60, tflops=0.01, global_batch_size=32, samples_per_second=10.0)
+    assert "has become slower: 10 samples per second" in found(log)
+
+
+def test_a_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
+    squeue()
+    train(log, 1, 100)
+    assert "neither running nor scheduled" in found(log)
+    with log.open("a") as file:
+        file.write(f"{validation_log_line(100, 2.0)}\n{training_complete_line()} at iteration 100\n")
+    findings = look(Watched(JOB, log))
+    assert (findings.pulse, findings.alerts) == ("tr8-104B is finished: training is complete", [])
+    train(log, 90, 91)  # rolled back, and gone on
+    assert "neither running nor scheduled" in found(log)
+
+
+# Checkpoints
+
+
+def save(run: Path, iteration: int, seconds_ago: float, now: float | None = None) -> None:
+    folder = step_folder(run, iteration)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(iteration, "0", "", {}, None, {}, [], False)
+    (folder / MANIFEST).write_text(manifest.to_text())
+    then = (now or time.time()) - seconds_ago
+    os.utime(folder / MANIFEST, (then, then))
+    point_to(run, iteration)
+
+
+def test_the_newest_checkpoint_is_too_old(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    squeue(running(20 * HOUR))
+    train(log, 1, 5)
+    save(run, 100, 30 * HOUR)
+    text = found(log, run=run)
+    assert f"no checkpoint in {run} since global_step100, saved at " in text
+    assert "jobs ran for 0-20:00:00" in text  # the other ten hours were spent in the queue
+    assert found(log, run=run, checkpoint_minutes=21 * 60) == ""
+    save(run, 200, 11 * HOUR)
+    assert found(log, run=run) == ""
+
+
+def test_elements_that_never_save_are_added_up(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+    run, now = tmp_path / "run", time.time()
+    train(log, 1, 5)
+    save(run, 100, 0.5 * HOUR, now)
+    texts = []
+    for hour in range(20):
+        squeue(running(0.5 * HOUR)) if hour % 2 == 0 else squeue(NEXT)
+        texts.append(found(log, run=run, now=now + hour * HOUR, checkpoint_minutes=4 * 60 + 15, stalled_minutes=1e9))
+    assert [bool(text) for text in texts].index(True) == 16  # 9 x half an hour
+
+
+def test_a_run_without_a_checkpoint(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+    train(log, 1, 5)
+    squeue(running(11 * HOUR))
+    assert found(log, run=tmp_path / "absent") == ""
+    squeue(running(13 * HOUR))
+    (tmp_path / "empty").mkdir()
+    text = found(log, run=tmp_path / "empty", now=time.time() + 2 * HOUR, stalled_minutes=1e9)
+    assert f"{tmp_path / 'empty'} has no checkpoint yet; jobs ran for 0-13:00:0" in text
+
+
+def test_a_pointer_that_leads_nowhere(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+    squeue(running(HOUR))
+    train(log, 1, 5)
+    save(tmp_path / "run", 100, 0)
+    (tmp_path / "run" / "latest").write_text("global_step300")
+    assert "names global_step300, which is not a finished checkpoint; there are: global_step100" in found(log, run=tmp_path / "run")
+
+
+def test_lines_of_others_are_output(squeue: Squeue, log: Path) -> None:
+    """Loading, saving and evaluating write, too."""
+    squeue(running(3 * HOUR))
+    train(log, 1, 5, seconds_ago=2 * HOUR)
+    with log.open("a") as file:
+        file.write(saved_checkpoint_line(5, "run") + "\n")
+    assert found(log) == ""
+
+
+def test_its_files_hold_no_more_than_they_must(squeue: Squeue, log: Path) -> None:
+    squeue(RUNNING)
+    train(log, 1, 5)
+    found(log)
+    assert set(json.loads(Watched(JOB, log).memory.read_text())) == {
+        "read_bytes",
+        "output_at",
+        "saved_at",
+        "unsaved_seconds",
+        "checked_at",
+    }
+
+
+@pytest.mark.parametrize("name", ["slurm_status", "fs_watchdog"])
+def test_cron_need_not_wait_for_torch(name: str) -> None:
+    code = f"import runpy, sys; runpy.run_path('tools/{name}.py'); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,260 @@
+"""A job array that gets on, on a real Slurm: train/tiny/tiny.slurm on 2 nodes x 2 processes, killed, interrupted, requeued.
+
+What counts is the curve: it is the uninterrupted run's, whatever happened on the way.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_pool import ProcessPool, pretrain, succeed
+from slurm.cluster import Cluster
+
+from megatron.launch_script import read_launch_script
+from megatron.observe.metrics import read_metrics
+from megatron.operations.attempts import FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "train/tiny/tiny.slurm"
+BOUND_SECONDS = 240.0
+SAVED = "successfully saved checkpoint at iteration"
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    cluster: Cluster
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def submit(self, *options: str, **variables: str) -> str:
+        """The job's number."""
+        where = f"--output={self.folder}/%x-%A.out"
+        told = self.cluster.run("sbatch", f"--chdir={ROOT}", where, *options, SCRIPT, TINY=str(self.folder), **variables)
+        return told.split()[-1]
+
+    def main_log(self) -> str:
+        path = self.folder / "tiny-logs" / "logs" / "main_log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        end = time.monotonic() + BOUND_SECONDS
+        while not condition():
+            if time.monotonic() > end:
+                queue = self.cluster.run("squeue", "--array", "--states=all")
+                pytest.fail(f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{self.main_log()[-3000:]}")
+            time.sleep(0.1)
+
+    def wait_for_line(self, text: str, times: int = 1) -> None:
+        self.wait_for(lambda: self.main_log().count(text) >= times, f"{text!r} {times} times")
+
+    def wait_for_end(self, job: str) -> None:
+        self.wait_for(lambda: not self.cluster.run("squeue", "--noheader", "--job", job).strip(), f"the end of {job}")
+
+    def curve(self) -> dict[int, tuple[float, float]]:
+        """Of each iteration what was trained last; that a repeated one repeats its loss is asserted."""
+        curve: dict[int, tuple[float, float]] = {}
+        for entry in read_metrics(self.folder / "tiny-logs" / "metrics.jsonl"):
+            values = entry["lm_loss"], entry["grad_norm"]
+            assert curve.setdefault(entry["iteration"], values) == values
+        return curve
+
+    def attempts(self) -> list[dict[str, Any]]:
+        records = [json.loads(line) for line in (self.checkpoints / FILE).read_text().splitlines()]
+        return [record["began"] for record in records if "began" in record]
+
+    def pids(self, job: str, node: str) -> list[int]:
+        """Of the training's ranks on a node."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    environment = (entry / "environ").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                own = {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode()} <= set(environment)
+                if own and b"pretrain_gpt.py" in words and b"-u" in words[:2] and not words[0].endswith(b"srun"):
+                    found.append(int(entry.name))
+        return found
+
+
+@pytest.fixture
+def tiny(cluster: Cluster, tmp_path: Path) -> Iterator[TinyRun]:
+    yield TinyRun(cluster, tmp_path)
+    cluster.run("scancel", "--name=tiny")
+    end = time.monotonic() + 60
+    while cluster.run("squeue", "--noheader", "--name=tiny").strip() and time.monotonic() < end:
+        time.sleep(0.2)
+    for line in cluster.run("sinfo", "--Node", "--noheader", "--format=%N %t").splitlines():
+        node, state = line.split()
+        if state.startswith(("down", "drain")):
+            cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def plain_arguments(folder: Path, **variables: int) -> list[str]:
+    """The script's command line for a run in `folder`, without Slurm."""
+    text = (ROOT / SCRIPT).read_text()
+    for name, value in {"TINY": folder, **variables}.items():
+        text = re.sub(rf"\$\{{{name}:-[^}}]*\}}", str(value), text)
+    folder.mkdir(exist_ok=True)
+    script = folder / "tiny.slurm"
+    script.write_text(text)
+    return [str(ROOT / word) if word.startswith("tests/") else word for word in read_launch_script(script).arguments]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[int, tuple[float, float]]]:
+    """The curve of the script's own command line, in one piece, for so many samples."""
+
+    def run(samples: int) -> dict[int, tuple[float, float]]:
+        folder = tmp_path_factory.mktemp("whole")
+        succeed(pool.run(4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)))
+        entries = read_metrics(folder / "tiny-logs" / "metrics.jsonl")
+        return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
+
+    return run
+
+
+def test_elements_follow_each_other(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
+    """Four elements of ten iterations; the fourth completes the training, and the fifth is not needed."""
+    job = tiny.submit("--array=1-5%1")
+    tiny.wait_for_end(job)
+    log = tiny.main_log()
+    assert [attempt["element"] for attempt in tiny.attempts()] == ["1", "2", "3", "4"]
+    told = re.findall(r"element \d+_(\d) (starts|ended at iteration \d+)", log)
+    assert told == [
+        (str(n), word) for n in range(1, 5) for word in ("starts", f"ended at iteration {10 * n}")
+    ]  # strictly one after another
+    assert [int(found) for found in re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)] == [10, 20, 30]
+    assert "training is complete at iteration 40" in log
+    assert f"what is still pending of array {job} is cancelled" in log
+    assert tiny.curve() == uninterrupted(576)
+    assert len(tiny.curve()) == 40
+
+
+def test_a_bad_night(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
+    """One element: a rank is killed, then a node dies, then a signal before the limit; the next element waits for its end. Nothing
+    is lost."""
+    samples = 64 + 16 * 112
+    job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    after = tiny.submit(f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    tiny.wait_for_line(SAVED, 3)
+    os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
+    tiny.wait_for_line(f"job {job} is requeued: crashed")
+    tiny.wait_for_line("successfully loaded checkpoint", 1)
+    tiny.wait_for_line(SAVED, 8)
+    tiny.cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    tiny.wait_for_line("successfully loaded checkpoint", 2)
+    tiny.wait_for_line(SAVED, 12)
+    assert "(Dependency)" in tiny.cluster.run("squeue", "--noheader", "--job", after)
+    tiny.cluster.run("scancel", "--signal=USR1", job)
+    tiny.wait_for_line("received a signal to stop")
+    tiny.wait_for_end(job)
+    assert f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order" in tiny.main_log()
+    tiny.wait_for_end(after)
+    assert "training is complete at iteration 120" in tiny.main_log()
+    restarts = [(attempt["job"], attempt["restart"]) for attempt in tiny.attempts()]
+    assert restarts == [(job, 0), (job, 1), (job, 2), (after, 0)]
+    curve = tiny.curve()
+    assert len(curve) == 120
+    assert curve == uninterrupted(samples)
+
+
+def test_a_bad_node_is_excluded(tiny: TinyRun) -> None:
+    """The first element finds that a node cannot write to its disk; it and the next go on without it."""
+    for node in ("n2", "n3", "n4"):
+        (tiny.folder / "disks" / node).mkdir(parents=True)
+    checks = f"--check-nodes --disk {tiny.folder}/disks/%h --memory-gib 0.1 --slower-than 0"
+    job = tiny.submit("--array=1-2%1", ELEMENT_ARGS=checks, TRAIN_SAMPLES="224")
+    tiny.wait_for_line("node n1 is not used any more")
+    tiny.wait_for_end(job)
+    log = tiny.main_log()
+    assert re.search(r"ALERT.* node n1 is not used any more: rank [01]: disk: .*disks/n1", log)
+    assert "requeued: bad nodes" in log
+    assert "training is complete at iteration 18" in log
+    assert len(re.findall("node n1 is not used any more", log)) == 1
+    first, *later = tiny.attempts()
+    assert first["nodes"] == "n[1-2]"
+    assert all("1" not in attempt["nodes"] for attempt in later)
+    assert len(tiny.curve()) == 18
+
+
+def test_a_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
+    """A rank that dies before anything is trained, three times; the other elements are not tried."""
+    job = tiny.submit("--array=1-9%1", ELEMENT_ARGS="--srun=--export=ALL,PYTHONHOME=/nowhere")
+    tiny.wait_for_end(job)
+    log = tiny.main_log()
+    assert "ALERT" in log
+    assert "3 starts in a row trained nothing behind iteration 0" in log
+    assert len(tiny.attempts()) == 4
+    assert f"what is still pending of array {job} is cancelled: crash loop" in log
+    assert not (tiny.folder / "tiny-logs" / "metrics.jsonl").exists()
+
+
+def test_what_a_person_must_mend_ends_the_array(tiny: TinyRun) -> None:
+    job = tiny.submit("--array=1-9%1", MICRO_BATCH_SIZE="7")
+    tiny.wait_for_end(job)
+    assert "ALERT" in tiny.main_log()
+    assert "training needs a person: ConfigError" in tiny.main_log()
+    assert len(tiny.attempts()) == 1
+
+
+def test_the_kill_switch_drains_the_array(tiny: TinyRun) -> None:
+    job = tiny.submit("--array=1-9%1", TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
+    tiny.wait_for_line(SAVED, 1)
+    (tiny.folder / "kill-switch").touch()
+    tiny.wait_for_end(job)
+    assert "Detected kill switch" in tiny.main_log()
+    assert len(tiny.attempts()) == 1
+    again = tiny.submit("--array=1-9%1")
+    tiny.wait_for_end(again)
+    assert "nothing starts until it is removed" in tiny.main_log()
+    assert len(tiny.attempts()) == 2
+
+
+def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) -> None:
+    """As docs/operations.md says: stop, roll back, skip bad data at another learning rate, go on; each iteration is there once."""
+    job = tiny.submit("--array=1-4%1")
+    tiny.wait_for_line("_2 ended at iteration 20")
+    switch = tiny.folder / "kill-switch"
+    switch.touch()
+    tiny.wait_for_end(job)
+    log = tiny.folder / "tiny-logs" / "logs" / "main_log.txt"
+    chronicles = tiny.folder / "chronicles.md"
+    asked = ["--to", "10", "--skip", "13-14", "--lr", "5e-4", "--reason", "spike"]
+    done = subprocess.run(
+        [sys.executable, "tools/rollback.py", str(tiny.checkpoints), *asked, f"--main-log={log}", f"--chronicles={chronicles}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    flags = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("--skip-train-iteration-range"))
+    switch.unlink()
+    assert sorted(tiny.curve()) == list(range(1, 11))
+    again = tiny.submit("--array=1-5%1", INTERVENTION_ARGS=flags)
+    tiny.wait_for_end(again)
+    assert "training is complete at iteration 40" in tiny.main_log()
+    assert "Skipped iterations 13 to 14" in tiny.main_log()
+    iterations = [entry["iteration"] for entry in read_metrics(tiny.folder / "tiny-logs" / "metrics.jsonl")]
+    assert iterations == [*range(1, 13), *range(15, 41)]
+    assert "spike" in chronicles.read_text()
+    # The same intervention without a cluster.
+    arguments = plain_arguments(tiny.folder / "plain", EXIT_INTERVAL=10)
+    succeed(pool.run(4, pretrain, arguments))
+    succeed(pool.run(4, pretrain, [*arguments, *flags.split(), "--exit-interval", "100"]))
+    entries = read_metrics(tiny.folder / "plain" / "tiny-logs" / "metrics.jsonl")
+    assert tiny.curve() == {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}

@@ -1,0 +1,98 @@
+"""Every job script of train/ and slurm/: Slurm would take it, and what it trains is what was published."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster
+
+from megatron.config.cli import load_config
+from megatron.launch_script import read_launch_script
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("train", "slurm") for path in (ROOT / folder).rglob("*.slurm"))
+TRAINING = [script for script in SCRIPTS if "pretrain_gpt.py" in (ROOT / script).read_text()]
+PUBLISHED = {
+    "train/tr8-104B/tr8-104B.slurm": "tr8-104B",
+    "train/tr8-104B/tr8-104B-64.slurm": "tr8-104B",
+    "train/tr1-13B-base/tr1-13B.slurm": "tr1-13B",
+    "train/tr11-176B-ml/tr11-176B-ml.slurm": "tr11-176B-ml",
+}
+PLACES = {
+    "config_file",
+    "data.data_path",
+    "data.train_weighted_split_paths_path",
+    "data.valid_weighted_split_paths_path",
+    "tokenizer.vocab_file",
+    "tokenizer.merge_file",
+    "checkpoint.save",
+    "checkpoint.load",
+    "parallel.deepspeed_config",
+    "logging.tensorboard_dir",
+    "logging.codecarbon_dir",
+    "logging.metrics_file",
+    "batch.kill_switch_path",
+    "parallel.distributed_backend",
+}
+"""What names a file or folder, and the backend, which follows from the device."""
+
+
+def test_there_are_scripts() -> None:
+    assert len(TRAINING) >= 6
+    assert {"train/tr8-104B/tr8-104B-hub-sync-logs.slurm", "train/tr8-104B/tr8-104B-slurm-status.slurm"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_slurm_would_take_it(script: str, cluster: Cluster) -> None:
+    """On 128 nodes of 8 GPUs that never come."""
+    cluster.run("sbatch", "--test-only", "--partition=absent", str(ROOT / script))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_shell_reads_it(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_the_plan_has_no_errors(script: str) -> None:
+    """From the first sample on."""
+    command = [sys.executable, "tools/plan.py", "--json", "--consumed-samples", "0", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["errors"] == []
+    assert not [warning for warning in plan["warnings"] if "--deepspeed does not run it" in warning]
+
+
+@pytest.mark.parametrize(("script", "run"), PUBLISHED.items())
+def test_its_flags_are_the_published_ones(script: str, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    published = json.loads((ROOT / "tests/fixtures/published_runs" / f"{run}.json").read_text())
+    ds_config = tmp_path / "ds_config.json"
+    ds_config.write_text(json.dumps(published["ds_config"]))
+    arguments = [str(ds_config) if word == "./ds_config.0.json" else word for word in published["arguments"]]
+    ours, theirs = (_flat(load_config(list(words)).config) for words in (read_launch_script(ROOT / script).arguments, arguments))
+    differences = {name for name in ours if ours[name] != theirs[name]} - PLACES
+    assert differences == set()
+
+
+def _flat(config: object, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            flat |= _flat(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def test_nothing_of_a_site_is_in_them() -> None:
+    """Account, partition and constraint are the environment's: SBATCH_ACCOUNT and its like."""
+    for script in SCRIPTS:
+        options = re.findall(r"^#SBATCH\s+--([\w-]+)", (ROOT / script).read_text(), re.MULTILINE)
+        assert not {"account", "partition", "constraint", "mail-user", "qos", "nodelist"} & set(options), script
