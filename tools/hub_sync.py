@@ -34,7 +34,7 @@ class HubSync:
     folder: Path
     """The folder whose files are synced, under the same names."""
     patterns: tuple[str, ...] = ()
-    """Which files, relative to --folder, as in a shell; ** goes into folders, too. Hidden files are never meant. Quote them."""
+    """Which files, relative to --folder, as in a shell: ** goes into folders, too; a leading dot must be written. Quote them."""
     checkpoints: Path | None = None
     """A run's --save folder, whose finished checkpoints are pushed, too."""
     every: int = 1

@@ -124,7 +124,7 @@ class Push:
                 self._bring_up_to_date(wanted)
                 self._tell_if_landed()
                 if deletions is None:
-                    deletions = self._deletions(found, wanted)
+                    deletions = self._deletions(found)
                 pending = {local: pieces for local, pieces in wanted.items() if local not in self._skipped}
                 groups = [*deletions, *next_commit(pending, state)]
                 if not groups or self._request.dry_run:
@@ -185,8 +185,8 @@ class Push:
         self._say(f"made {self._hub.repo}, {kind}")
         return self._hub.head()
 
-    def _deletions(self, found: Found, wanted: Mapping[str, Sequence[Piece]]) -> list[Group]:
-        deletions, withheld = gone(self._state, found, self._request.patterns, wanted)
+    def _deletions(self, found: Found) -> list[Group]:
+        deletions, withheld = gone(self._state, found, self._request.patterns)
         for local in withheld:
             self._skip(local, f"{local} is gone here, and its pattern matches nothing now; it is not deleted on the Hub")
         return deletions

@@ -310,9 +310,7 @@ def adopt(state: State, head: str, listing: Mapping[str, str], wanted: Mapping[s
     state.head, state.sent = head, sent
 
 
-def gone(
-    state: State, found: Found, patterns: Sequence[str], wanted: Mapping[str, Sequence[Piece]]
-) -> tuple[list[Group], list[str]]:
+def gone(state: State, found: Found, patterns: Sequence[str]) -> tuple[list[Group], list[str]]:
     """What to delete on the Hub because it was deleted here, and the local names whose deletion is withheld.
 
     Only ours, only under these patterns, and not where a pattern finds nothing at all: the disk may not be mounted.
@@ -321,10 +319,9 @@ def gone(
         return [], []
     alive = [re.compile(pattern_to_regex(pattern)) for pattern in patterns if pattern not in found.empty]
     silent = [re.compile(pattern_to_regex(pattern)) for pattern in found.empty]
-    names = {piece.remote for pieces in wanted.values() for piece in pieces}
     copies: dict[str, list[str]] = {}
     for remote, ours in state.sent.items():
-        if ours.local not in found.present and remote not in names:
+        if ours.local not in found.present:
             copies.setdefault(ours.local, []).append(remote)
     groups, withheld = [], []
     for local, remotes in sorted(copies.items()):

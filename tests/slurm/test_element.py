@@ -258,3 +258,14 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
     succeed(pool.run(4, pretrain, [*arguments, *flags.split(), "--exit-interval", "100"]))
     entries = read_metrics(tiny.folder / "plain" / "tiny-logs" / "metrics.jsonl")
     assert tiny.curve() == {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
+
+
+@pytest.mark.full
+def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
+    """Where nothing was asked for before it: SIGTERM, and KillWait to save in. Slurm looks every 30 seconds."""
+    job = tiny.submit("--time=00:01:00", "--signal=B:WINCH@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000")
+    tiny.wait_for_line(SAVED)
+    tiny.wait_for_end(job)
+    last = max(tiny.curve())
+    assert "received a signal to stop" in tiny.main_log()
+    assert f"{SAVED} {last:7d}" in tiny.main_log()
