@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
-from megatron.operations.alerts import Alert, Outlets, deliver
 
 from megatron.errors import MegatronError
+from megatron.operations.alerts import Alert, Outlets, deliver
 from megatron.operations.element import CODES, Element, run_element
 from megatron.operations.node_report import Limits
 

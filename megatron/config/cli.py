@@ -50,7 +50,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     warnings = list(line.warnings)
     if _value(given, "parallel.deepspeed"):
         path = _value(given, "parallel.deepspeed_config")
-        if path is not None and Path(path).is_file():  # where it is not, the plan says so
+        if path is not None and Path(path).exists():  # where it does not, the plan says so
             from_json, json_errors, json_warnings = merge(path, given)
             given |= from_json
             errors += json_errors

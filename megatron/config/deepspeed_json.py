@@ -1,136 +1,105 @@
 """DeepSpeed's JSON, read into the same configuration as the flags: what both give must agree, "auto" is left to the flags.
 
-Invariant: no key is dropped in silence. A key is a field of the configuration under another name, or is refused, or has no effect
-and a warning says so, or goes on to DeepSpeed as it is (`passed_on`). Two blocks have their own rule: of the loss scale the fp16
-block decides, as in Megatron-DeepSpeed; and the legacy `curriculum_learning` block, which DeepSpeed itself has dropped, describes
-our own schedule.
+Invariant: no key is dropped in silence. A key is a field of the configuration under another name, or has one value that is taken,
+or has no effect and a warning says so, or goes on to DeepSpeed as it is (`passed_on`); every other one is an error. Which is which
+is in `deepspeed_keys.py`. Two blocks have their own rule: of the loss scale the fp16 block decides, as in Megatron-DeepSpeed; and
+the legacy `curriculum_learning` block, which DeepSpeed itself has dropped, describes our own schedule.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.deepspeed_keys import (
+    BLOCKS,
+    CHECKED,
+    FIELDS,
+    LEAVES,
+    LOSS_SCALE,
+    OFF,
+    ONLY,
+    PASSED,
+    STEPS,
+    WITHOUT_EFFECT,
+    takes_auto,
+    way_out,
+)
 from megatron.config.fields import Given, all_fields
 from megatron.errors import ConfigError
-
-Convert = Callable[[Any], Any]
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-_FIELDS: dict[str, tuple[tuple[str, Convert], ...]] = {
-    "train_micro_batch_size_per_gpu": (("batch.micro_batch_size", _same),),
-    "train_batch_size": (("batch.global_batch_size", _same),),
-    "gradient_clipping": (("optimizer.clip_grad", _same),),
-    "zero_optimization.stage": (("parallel.zero_stage", _same),),
-    "zero_optimization.offload_optimizer.device": (("optimizer.cpu_optimizer", {"cpu": True, "none": False}.__getitem__),),
-    "fp16.enabled": (("precision.fp16", _same),),
-    "bf16.enabled": (("precision.bf16", _same),),
-    "optimizer.params.lr": (("optimizer.lr", _same),),
-    "optimizer.params.betas": (
-        ("optimizer.adam_beta1", lambda betas: betas[0]),
-        ("optimizer.adam_beta2", lambda betas: betas[1]),
-    ),
-    "optimizer.params.eps": (("optimizer.adam_eps", _same),),
-    "optimizer.params.weight_decay": (("optimizer.weight_decay", _same),),
-    "activation_checkpointing.partition_activations": (("recompute.partition_activations", _same),),
-    "activation_checkpointing.cpu_checkpointing": (("recompute.checkpoint_in_cpu", _same),),
-    "curriculum_learning.min_difficulty": (("curriculum.curriculum_min_difficulty", _same),),
-    "curriculum_learning.max_difficulty": (("curriculum.curriculum_max_difficulty", _same),),
-    "curriculum_learning.schedule_type": (("curriculum.curriculum_schedule_type", _same),),
-    "curriculum_learning.schedule_config.total_curriculum_step": (("curriculum.curriculum_total_step", _same),),
-    "curriculum_learning.schedule_config.difficulty_step": (("curriculum.curriculum_difficulty_step", _same),),
-    "curriculum_learning.schedule_config.root_degree": (("curriculum.curriculum_root_degree", _same),),
-    "curriculum_learning.schedule_config.difficulty": (("curriculum.curriculum_difficulties", _same),),
-    "curriculum_learning.schedule_config.max_step": (("curriculum.curriculum_max_steps", _same),),
-}
-_LOSS_SCALE: dict[str, tuple[tuple[str, Convert], ...]] = {
-    "fp16.loss_scale": (("precision.loss_scale", lambda value: float(value) or None),),
-    "fp16.initial_scale_power": (("precision.initial_loss_scale", lambda value: 2.0**value),),
-    "fp16.loss_scale_window": (("precision.loss_scale_window", int),),
-    "fp16.hysteresis": (("precision.hysteresis", int),),
-    "fp16.min_loss_scale": (("precision.min_loss_scale", float),),
-}
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.type": (("Adam", "AdamW"), "there is AdamW only"),
-    "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as AdamW's"),
-    "optimizer.params.bias_correction": ((True,), "AdamW corrects"),
-    "optimizer.params.torch_adam": ((True,), "it is torch's AdamW"),
-    "fp16.consecutive_hysteresis": ((False,), "--hysteresis counts all overflows"),
-    "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
-    "curriculum_learning.curriculum_type": (("seqlen",), "the length of the sequences is what changes"),
-    "zero_optimization.offload_optimizer.device": (("cpu", "none"), "checkpoints are read from memory"),
-    "zero_optimization.offload_param.device": (
-        ("none",),
-        "weights stay on the device; --cpu-optimizer moves master weights and moments",
-    ),
-    "amp.enabled": ((False,), "say --fp16 or --bf16"),
-    "elasticity.enabled": ((False,), "--global-batch-size and --rampup-batch-size say the batch sizes"),
-    "data_efficiency.enabled": ((False,), "the order of the data is this trainer's, and part of its checkpoints"),
-}
-"""Where DeepSpeed could do what this trainer does not: the values that are taken, and why."""
-_WITHOUT_EFFECT = {
-    "activation_checkpointing.contiguous_memory_optimization",
-    "activation_checkpointing.number_checkpoints",
-    "activation_checkpointing.synchronize_checkpoint_boundary",
-    "activation_checkpointing.profile",
-}
-_OURS = ("curriculum_learning", "optimizer", "activation_checkpointing", "data_types", "scheduler")
-"""Blocks of which DeepSpeed sees nothing."""
-_STEPS = "gradient_accumulation_steps"
-"""Follows from the batch sizes and the number of ranks: the plan's to compare."""
 
 
 def read_json(path: str) -> dict[str, Any]:
     """
     Raises:
-        ConfigError: it is missing, no JSON (naming the line), or no object.
+        ConfigError: it is missing, no JSON (naming the line), or no object; a key is there twice, or a number not finite.
     """
+    named = f"--deepspeed-config {path}"
+    if Path(path).is_dir():
+        raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
+
+    def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if doubled := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConfigError(f"{named} has {_named(doubled[0])} twice in one object; leave one of them.")
+        return dict(pairs)
+
+    def finite(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ConfigError(f"{named} has the number {text}, which is not finite; say another, or leave the key out.")
+        return value
+
     try:
-        content = json.loads(Path(path).read_text())
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
+        content = json.loads(text, object_pairs_hook=one_of_each, parse_float=finite, parse_constant=finite)
     except json.JSONDecodeError as error:
-        line = error.doc.splitlines()[error.lineno - 1].strip() if error.doc else ""
+        line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
         raise ConfigError(
-            f"--deepspeed-config {path}:{error.lineno} is not JSON: {error.msg}, at {line!r}; JSON has no comments, no trailing "
-            "commas and no underscores in numbers."
+            f"{named}:{error.lineno} is not JSON: {error.msg}, at {repr(line[:80]) if line else 'the end of a line'}; JSON has no "
+            "comments, no trailing commas and no underscores in numbers, and every bracket is closed."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--deepspeed-config {path} cannot be read: {error}.") from error
+        raise ConfigError(f"{named} cannot be read: {error}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{named} is nested too deeply; a configuration has four levels.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--deepspeed-config {path} must hold an object, as in {{...}}, not {type(content).__name__}.")
+        raise ConfigError(f"{named} must hold an object, as in {{...}}, not {type(content).__name__}.")
     return content
 
 
 def merge(path: str, given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str], list[str]]:
     """(fields that the JSON gives, errors, warnings); `given`: what flags and YAML say."""
     try:
-        flat = _in_force(_flatten(read_json(path)))
+        flat, problems = _flatten(read_json(path))
     except ConfigError as error:
         return {}, [str(error)], []
+    flat = _in_force(flat, given)
     found: dict[str, Given] = {}
-    errors, warnings = list(_refusals(flat, path)), [f"{path}: {key} has no effect here." for key in flat if key in _WITHOUT_EFFECT]
+    errors = [f"{path}: {problem}." for problem in (*problems, *_refusals(flat, given))]
+    warnings = [f"{path}: {key} has no effect here." for key in flat if key in WITHOUT_EFFECT]
     for key, value in flat.items():
-        if value == "auto" or (key in _ONLY and value not in _ONLY[key][0]):
+        if value == "auto" or not _is_taken(key, value):
             continue
-        for dotted, convert in _FIELDS.get(key, ()) + _LOSS_SCALE.get(key, ()):
+        for dotted, convert in FIELDS.get(key, ()) + LOSS_SCALE.get(key, ()):
             try:
                 item = _given(dotted, convert(value), f"{path}: {key}")
-            except (TypeError, ValueError, OverflowError, LookupError):
-                errors.append(f"{path}: {key} is {json.dumps(value)}, and must be as for {all_fields()[dotted].flag}.")
+            except ValueError as error:
+                errors.append(f"{path}: {key} is {_shown_value(value)}, and {error}.")
                 continue
-            before = given.get(dotted)
+            before = found.get(dotted) or given.get(dotted)
             if before is None or before.value == item.value:
                 found[dotted] = item
-            elif key in _LOSS_SCALE:
+            elif key in LOSS_SCALE:
                 found[dotted] = item
                 warnings.append(f"{_shown(dotted, before)} is not used: {path} says {key} {json.dumps(value)}, which decides.")
             else:
                 errors.append(
-                    f"{_shown(dotted, before)} contradicts {path}, where {key} is {json.dumps(value)}; change one of them, or say "
-                    '"auto" there.'
+                    f"{_shown(dotted, before)} contradicts {path}, where {key} is {_shown_value(value)}; change one of them, or "
+                    'say "auto" there.'
                 )
     fp16 = found.get("precision.fp16") or given.get("precision.fp16")
     if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
@@ -138,59 +107,113 @@ def merge(path: str, given: Mapping[str, Given]) -> tuple[dict[str, Given], list
             f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed adds microbatches up in fp16; leave it out, '
             "or choose --bf16, or run without --deepspeed: there the sums are in fp32."
         )
-    return found, errors, warnings
+    return found, list(dict.fromkeys(errors)), warnings
 
 
 def passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What is DeepSpeed's own business: all keys but those that this trainer answers itself."""
-
-    def rest(part: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in part.items():
-            dotted = prefix + key
-            if dotted in _FIELDS or dotted in _LOSS_SCALE or dotted == _STEPS or dotted in _OURS:
-                continue
-            if isinstance(value, Mapping):
-                if inner := rest(value, f"{dotted}."):
-                    result[key] = inner
-            else:
-                result[key] = value
-        return result
-
-    return rest(content, "")
+    """What is DeepSpeed's own business, of a JSON in which `merge` found no error."""
+    result: dict[str, Any] = {}
+    for key, value in _flatten(content)[0].items():
+        if key in PASSED and value != "auto":
+            *blocks, name = key.split(".")
+            part = result
+            for block in blocks:
+                part = part.setdefault(block, {})
+            part[name] = PASSED[key](value)
+    return result
 
 
 def accumulation_steps(content: Mapping[str, Any]) -> int | None:
-    """What the JSON says of them; None: nothing, or "auto"."""
-    steps = content.get(_STEPS, "auto")
+    """What the JSON says of them, where `merge` found no error in it; None: nothing, or "auto"."""
+    steps = content.get(STEPS, "auto")
     return None if steps == "auto" else int(steps)
 
 
-def _in_force(flat: dict[str, Any]) -> dict[str, Any]:
+def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(value by dotted key, what is wrong with keys). Blocks that say that they are off are left out."""
+    flat: dict[str, Any] = {}
+    problems: list[str] = []
+
+    def walk(part: Mapping[str, Any], prefix: str) -> None:
+        for name, value in part.items():
+            key = prefix + name
+            if key in OFF:
+                if value != {} and not (isinstance(value, Mapping) and value.get("enabled") is False):
+                    problems.append(f"{key} is not taken; {OFF[key]}")
+            elif key in BLOCKS and "." not in name:
+                if isinstance(value, Mapping):
+                    walk(value, f"{key}.")
+                else:
+                    problems.append(f"{key} is {_shown_value(value)}, and must be an object, as in {{...}}")
+            elif key in LEAVES and "." not in name:
+                flat[key] = value
+            else:
+                problems.append(f"{_named(key)} is not taken; {way_out(key)}")
+
+    walk(_bf16_by_its_name(content, problems), "")
+    return flat, problems
+
+
+def _bf16_by_its_name(content: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
+    """DeepSpeed reads an older name of the block, too."""
+    if "bfloat16" not in content:
+        return content
+    if "bf16" in content:
+        problems.append("bfloat16 and bf16 are the same block; leave one of them")
+    return {"bf16" if name == "bfloat16" else name: value for name, value in content.items() if name != "bf16"}
+
+
+def _in_force(flat: dict[str, Any], given: Mapping[str, Given]) -> dict[str, Any]:
     """Without blocks that are switched off; an fp16 block that names no loss scale means a dynamic one."""
-    for block in ("curriculum_learning", "fp16"):
-        if not flat.get(f"{block}.enabled", False):
+    fp16 = flat.get("fp16.enabled", False)
+    if fp16 == "auto":
+        fp16 = "precision.fp16" in given and given["precision.fp16"].value
+    for block, on in (("curriculum_learning", flat.get("curriculum_learning.enabled", False)), ("fp16", fp16)):
+        if not on:
             flat = {key: value for key, value in flat.items() if key == f"{block}.enabled" or not key.startswith(f"{block}.")}
-    if flat.get("fp16.enabled"):
+    if fp16:
         flat.setdefault("fp16.loss_scale", 0)
     return flat
 
 
-def _refusals(flat: Mapping[str, Any], path: str) -> Iterator[str]:
+def _refusals(flat: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
     for key, value in flat.items():
-        block = key.partition(".")[0]
-        if key in _ONLY:
-            allowed, reason = _ONLY[key]
-            if value not in allowed and value != "auto":
-                yield f"{path}: {key} is {json.dumps(value)}; {reason}: say {' or '.join(json.dumps(one) for one in allowed)}."
-        elif block == "optimizer" and key not in _FIELDS:
-            yield f"{path}: {key} is not taken; see --optimizer and the flags beside it."
-        elif key == _STEPS and value != "auto" and (not isinstance(value, int) or isinstance(value, bool)):
-            yield f"{path}: {key} is {json.dumps(value)}, and must be an integer."
-    if flat.get("curriculum_learning.enabled") and "curriculum_learning.schedule_type" not in flat:
-        yield f"{path}: curriculum_learning is enabled and has no schedule_type; say fixed_linear, fixed_root or fixed_discrete."
-    if any(key.partition(".")[0] == "scheduler" for key in flat):
-        yield f"{path}: scheduler is not taken; the learning rate follows --lr-decay-style and the flags beside it."
+        if value == "auto" and key not in WITHOUT_EFFECT:
+            if not takes_auto(key):
+                yield f'{key} is "auto", which no flag fills; say a value, or leave it out'
+        elif not _is_taken(key, value):
+            allowed, reason = ONLY[key]
+            yield f"{key} is {_shown_value(value)}; {reason}: say {' or '.join(json.dumps(one) for one in allowed)}"
+        elif key in PASSED or key in CHECKED:
+            try:
+                (PASSED | CHECKED)[key](value)
+            except ValueError as error:
+                yield f"{key} is {_shown_value(value)}, and {error}"
+    if flat.get("curriculum_learning.enabled") is True and "curriculum_learning.schedule_type" not in flat:
+        yield "curriculum_learning is enabled and has no schedule_type; say fixed_linear, fixed_root or fixed_discrete"
+    yield from _refused_with_flags(flat, given)
+
+
+def _refused_with_flags(flat: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+    stages = given.get("parallel.pipeline_model_parallel_size")
+    for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if flat.get(key) is True and stages is not None and stages.value > 1:
+            yield f"{key} is true; DeepSpeed's timers fail in its pipeline: say false; --log-timers-to-tensorboard has times"
+    # What stages send is cut over tensor ranks, or whole; the gradients as the activations.
+    said = [flat.get(f"pipeline.{what}_partitioned") for what in ("pipe", "grad")]
+    sequence = given.get("parallel.sequence_parallel")
+    if sequence is not None and sequence.value:
+        if True in said:
+            yield "pipeline.pipe_partitioned and grad_partitioned are false under --sequence-parallel; say so, or leave them out"
+    elif said.count(False) == 1:
+        yield "pipeline.pipe_partitioned and grad_partitioned must be the same, and are true where they are left out"
+
+
+def _is_taken(key: str, value: Any) -> bool:
+    """Whether it is among the values that the key may have. 1 is not true."""
+    if key not in ONLY or value == "auto":
+        return True
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[key][0])
 
 
 def _given(dotted: str, value: Any, origin: str) -> Given:
@@ -198,6 +221,8 @@ def _given(dotted: str, value: Any, origin: str) -> Given:
     field = all_fields()[dotted]
     if value is None and field.optional:
         return Given(None, origin)
+    if isinstance(value, list) != (field.arity == "*"):
+        raise ValueError(f"must be {field.expected}")
     items = value if isinstance(value, list) else [value]
     return Given(field.convert([str(item).lower() if isinstance(item, bool) else str(item) for item in items]), origin)
 
@@ -210,11 +235,11 @@ def _shown(dotted: str, item: Given) -> str:
     return f"{field.flag} {' '.join(map(str, item.value)) if isinstance(item.value, tuple) else item.value}{note}"
 
 
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+def _shown_value(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def _named(key: str) -> str:
+    """As it is, or in quotes where spaces or strange letters could hide."""
+    return key if re.fullmatch(r"[\w.-]+", key, re.ASCII) else json.dumps(key)

@@ -105,7 +105,8 @@ class DeepSpeedEngine:
                 self._mark(parameter, self._specs[name])
             mpu = None if pipelined else _Mpu(self._mesh)
             optimizer = adamw(self._groups(), self._plan.config.optimizer)
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+            with self._refusal_named():
+                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
         update, engine.optimizer.check_grad_overflow = engine.optimizer.step, True
 
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
@@ -117,6 +118,20 @@ class DeepSpeedEngine:
 
         engine.optimizer.step = wait_and_update
         return engine
+
+    @contextlib.contextmanager
+    def _refusal_named(self) -> Iterator[None]:
+        """What our reading of the JSON lets pass, and DeepSpeed does not, is the user's to mend."""
+        from deepspeed.runtime.config import DeepSpeedConfigError
+
+        try:
+            yield
+        except (DeepSpeedConfigError, AssertionError, ValueError) as error:  # pydantic's are ValueErrors
+            path = self._plan.config.parallel.deepspeed_config
+            if path is None:
+                raise  # all of it is ours
+            said = "; ".join(line.strip() for line in str(error).splitlines()[:4]) or type(error).__name__
+            raise ConfigError(f"--deepspeed-config {path}: DeepSpeed refuses it: {said}; change what it names.") from error
 
     def _show_infinities(self) -> None:
         """BF16_Optimizer drops a step by its norm, in which of copies one counts: infinities of the others are put into all."""

@@ -1,9 +1,12 @@
 """All ranks must run the same configuration from the same iteration: a rank that differs is named before anything is trained."""
 
+import json
+
 import torch.distributed as dist
 
 from megatron.code_version import code_version
 from megatron.config.compare import config_digest, differences
+from megatron.config.deepspeed_json import passed_on, read_json
 from megatron.config.tree import Config
 from megatron.errors import LayoutError
 from megatron.parallel.mesh import Mesh
@@ -16,8 +19,8 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     """
     if mesh.grid.world_size == 1:
         return
-    mine = (config_digest(config), iteration, code_version())
-    everyone: list[tuple[str, int, str]] = [mine] * mesh.grid.world_size
+    mine = (config_digest(config), iteration, code_version(), _for_deepspeed(config))
+    everyone: list[tuple[str, int, str, str]] = [mine] * mesh.grid.world_size
     dist.all_gather_object(everyone, mine, group=mesh.control)
     if len(set(everyone)) == 1:
         return
@@ -31,8 +34,18 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
         )
     if everyone[rank][2] != everyone[0][2]:
         differing.append(f"its version is {everyone[rank][2]}, rank 0's {everyone[0][2]}")
+    if everyone[rank][3] != everyone[0][3]:
+        differing.append(
+            f"its {config.parallel.deepspeed_config} has {everyone[rank][3]} for DeepSpeed itself, rank 0's {everyone[0][3]}"
+        )
     raise LayoutError(
         f"{details[rank][1]} differs from rank 0:\n  "
         + "\n  ".join(differing)
         + "\nstart every rank with the same command line and files"
     )
+
+
+def _for_deepspeed(config: Config) -> str:
+    """What of DeepSpeed's JSON is no field of the configuration; a file of that name may be another on each machine."""
+    path = config.parallel.deepspeed_config if config.parallel.deepspeed else None
+    return json.dumps(passed_on(read_json(path)) if path else {}, sort_keys=True)

@@ -18,7 +18,6 @@ from megatron.config.batch import BatchConfig
 from megatron.observe.log_line import exit_duration_line, exit_iteration_line, kill_switch_line
 from megatron.parallel.mesh import Mesh
 
-
 _REPEATED_SECONDS = 10.0
 """A signal that comes again so soon is the same: Slurm signals a job's tasks, and srun, which passes it on."""
 

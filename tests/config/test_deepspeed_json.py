@@ -167,8 +167,8 @@ def test_the_legacy_curriculum_block(tmp_path: Path) -> None:
         ('{"train_batch_size": "many"}', 'train_batch_size is "many"'),
         ('{"fp16": {"enabled": 1}}', "fp16.enabled is 1"),
         ('{"fp16": {"enabled": true, "initial_scale_power": "x"}}', 'initial_scale_power is "x"'),
-        ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage is 4, and must be as for --zero-stage"),
-        ('{"gradient_accumulation_steps": 2.5}', "gradient_accumulation_steps is 2.5, and must be an integer"),
+        ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage is 4, and must be one of 0, 1, 2, 3"),
+        ('{"gradient_accumulation_steps": 2.5}', "gradient_accumulation_steps is 2.5, and must be a whole number"),
         ('{"scheduler": {"type": "WarmupLR"}}', "scheduler is not taken"),
         ('{"optimizer": {"params": {"freeze_step": 3}}}', "optimizer.params.freeze_step is not taken"),
         ('{"optimizer": {"params": {"betas": 0.9}}}', "optimizer.params.betas is 0.9, and must be"),
@@ -189,7 +189,7 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     assert message in found
 
 
-def test_unknown_keys_go_on_to_deepspeed(tmp_path: Path) -> None:
+def test_keys_that_leave_numbers_alone_go_on_to_deepspeed(tmp_path: Path) -> None:
     more = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "comms_logger": {"enabled": True}}
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({**TR8, **more, "curriculum_learning": {"enabled": False}}))
@@ -199,6 +199,163 @@ def test_unknown_keys_go_on_to_deepspeed(tmp_path: Path) -> None:
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
     }
+
+
+REFUSED = {
+    # Wrong numbers, were DeepSpeed to get them.
+    '{"zero_optimization": {"round_robin_gradients": true}}': "round_robin_gradients is true; checkpoints know one order",
+    '{"zero_optimization": {"zero_hpz_partition_size": 2}}': "zero_hpz_partition_size is 2; weights are cut over all",
+    '{"zero_optimization": {"zero_hpz_partition_size": true}}': "zero_hpz_partition_size is true",
+    '{"zero_optimization": {"zero_quantized_weights": true}}': "zero_quantized_weights is true",
+    '{"zero_optimization": {"cpu_offload_param": true}}': "cpu_offload_param is true; weights stay on the device",
+    '{"zero_optimization": {"cpu_offload_use_pin_memory": true}}': "not taken; say offload_optimizer.pin_memory",
+    '{"zero_optimization": {"zenflow": {}}}': "zero_optimization.zenflow is not taken; leave it out",
+    '{"torch_autocast": {"enabled": true}}': "torch_autocast is not taken; say --fp16 or --bf16",
+    '{"communication_data_type": "fp16"}': "communication_data_type is not taken; leave it out; gradients travel",
+    '{"prescale_gradients": true}': "prescale_gradients is true; gradients are averaged",
+    '{"sequence_parallel_size": 2}': "sequence_parallel_size is not taken; say --sequence-parallel",
+    '{"tensor_parallel": {"autotp_size": 2}}': "tensor_parallel is not taken; say --tensor-model-parallel-size",
+    '{"compile": {"deepcompile": true}}': "compile is not taken; leave it out",
+    '{"wandb": {"enabled": true}}': "wandb is not taken; say --tensorboard-dir",
+    '{"wandb": {"enbaled": false}}': "wandb is not taken",
+    # What this trainer would override.
+    '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}': "master weights, gradients and moments are fp32",
+    '{"bf16": {"enabled": true, "bf16_optimizer_states": true}}': "bf16_optimizer_states is true",
+    '{"fp16": {"enabled": true, "fp16_master_weights_and_grads": true}}': "fp16_master_weights_and_grads is true",
+    '{"bf16": {"enabled": true, "check_grad_overflow": false}}': "a step with an infinity is dropped: say true",
+    '{"zero_allow_untested_optimizer": false}': "zero_allow_untested_optimizer is false",
+    '{"bfloat16": {"enabled": true}, "bf16": {"enabled": true}}': "bfloat16 and bf16 are the same block",
+    # Blocks that are none, and the other way round.
+    '{"zero_optimization": 2}': "zero_optimization is 2, and must be an object",
+    '{"zero_optimization": true}': "zero_optimization is true, and must be an object",
+    '{"zero_optimization": [1]}': "zero_optimization is [1], and must be an object",
+    '{"zero_optimization": {"stage": {"a": 1}}}': 'zero_optimization.stage is {"a": 1}, and must be one of',
+    '{"zero_optimization": {"offload_optimizer": "cpu"}}': 'offload_optimizer is "cpu", and must be an object',
+    '{"curriculum_learning": true}': "curriculum_learning is true, and must be an object",
+    '{"activation_checkpointing": true}': "activation_checkpointing is true, and must be an object",
+    '{"fp16": true}': "fp16 is true, and must be an object",
+    '{"fp16": null}': "fp16 is null, and must be an object",
+    '{"bf16": true}': "bf16 is true, and must be an object",
+    '{"bfloat16": true}': "bf16 is true, and must be an object",
+    '{"pipeline": [1]}': "pipeline is [1], and must be an object",
+    '{"checkpoint": "x"}': 'checkpoint is "x", and must be an object',
+    '{"gradient_accumulation_steps": {}}': "gradient_accumulation_steps is {}, and must be a whole number",
+    '{"gradient_accumulation_steps": {"a": 1}}': "gradient_accumulation_steps is {",
+    '{"gradient_accumulation_steps": null}': "gradient_accumulation_steps is null",
+    '{"gradient_accumulation_steps": 0}': "gradient_accumulation_steps is 0, and must be at least 1",
+    # Keys that nobody reads.
+    '{"gradient_cliping": 1.0}': "gradient_cliping is not taken; perhaps you meant gradient_clipping",
+    '{"zero_optimisation": {"stage": 1}}': "perhaps you meant zero_optimization",
+    '{"train_microbatch_size_per_gpu": 1}': "perhaps you meant train_micro_batch_size_per_gpu",
+    '{"BF16": {"enabled": true}}': "BF16 is not taken; perhaps you meant bf16",
+    '{"fp16 ": {"enabled": true}}': '"fp16 " is not taken; perhaps you meant fp16',
+    '{"fp16.enabled": true}': "fp16.enabled is not taken",
+    '{"stage": 1}': "stage is not taken; perhaps you meant zero_optimization.stage",
+    '{"": 1}': '"" is not taken',
+    '{"zero_optimization": {"reduce_bucketsize": 5}}': "perhaps you meant reduce_bucket_size",
+    '{"activation_checkpointing": {"foo": 1}}': "activation_checkpointing.foo is not taken",
+    '{"data_types": {"params_dtype": "bf16"}}': "data_types.params_dtype is not taken",
+    '{"fp16": {"enabled": false, "loss_scael": 1}}': "perhaps you meant loss_scale",
+    '{"train_batch_size": 8, "train_batch_size": 16}': "has train_batch_size twice in one object",
+    '{"fp16": {"enabled": true, "enabled": false}}': "has enabled twice in one object",
+    # Values.
+    '{"optimizer": {"params": {"betas": [0.9, 0.95, 0.99]}}}': "must be a list of two numbers",
+    '{"optimizer": {"params": {"betas": [[0.9], [0.95]]}}}': "and must be a number",
+    '{"optimizer": {"params": {"lr": [0.1]}}}': "optimizer.params.lr is [0.1], and must be a number",
+    '{"fp16": {"enabled": true, "hysteresis": 2.7}}': "fp16.hysteresis is 2.7, and must be a whole number",
+    '{"fp16": {"enabled": true, "loss_scale_window": true}}': "loss_scale_window is true, and must be a whole number",
+    '{"fp16": {"enabled": true, "initial_scale_power": 5000}}': "must be between -1000 and 1000",
+    '{"fp16": {"enabled": true, "loss_scale": true}}': "fp16.loss_scale is true, and must be a number",
+    '{"train_batch_size": [8]}': "train_batch_size is [8], and must be a whole number",
+    '{"steps_per_print": 0}': "steps_per_print is 0, and must be at least 1",
+    '{"steps_per_print": "auto"}': 'steps_per_print is "auto", which no flag fills',
+    '{"data_types": {"grad_accum_dtype": "auto"}}': "which no flag fills",
+    '{"amp": {"enabled": "auto"}}': "amp is not taken",
+    '{"elasticity": {"enabled": "auto"}}': "elasticity is not taken",
+    '{"curriculum_learning": {"enabled": "yes"}}': 'curriculum_learning.enabled is "yes", and must be true or false',
+    '{"wall_clock_breakdown": "yes"}': "must be true or false",
+    '{"comms_logger": {"prof_ops": [1]}}': "must be text",
+    '{"zero_optimization": {"reduce_bucket_size": -1}}': "must be at least 1",
+    '{"zero_optimization": {"stage3_max_live_parameters": 0.5}}': "must be a whole number",
+    '{"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "none"}}}': "contradicts",
+    '{"pipeline": {"pipe_partitioned": false}}': "must be the same",
+    # No JSON.
+    '{"a": 1\n': "ds_config.json:2 is not JSON",
+    "\n": "is not JSON",
+    "": "is not JSON",
+    '{"a": ' + "1" * 5000 + "}": "too many digits",
+    '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}": "nested too deeply",
+    '{"gradient_clipping": 1e400}': "the number 1e400, which is not finite",
+    '{"gradient_clipping": NaN}': "the number NaN, which is not finite",
+    '{"gradient_clipping": -Infinity}': "the number -Infinity, which is not finite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:40])
+def test_what_is_not_taken(text: str, tmp_path: Path) -> None:
+    assert REFUSED[text] in error(tmp_path, text, "--micro-batch-size 1")
+
+
+def test_what_stages_send_is_whole_under_sequence_parallelism(tmp_path: Path) -> None:
+    flags = "--micro-batch-size 1 --sequence-parallel --tensor-model-parallel-size 2"
+    assert "under --sequence-parallel" in error(tmp_path, {"pipeline": {"pipe_partitioned": True}}, flags)
+    load(tmp_path, {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, flags)
+
+
+def test_deepspeeds_timers_have_no_place_in_a_pipeline(tmp_path: Path) -> None:
+    content = {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
+    load(tmp_path, content, "--micro-batch-size 1")
+    message = error(tmp_path, content, "--micro-batch-size 1 --pipeline-model-parallel-size 2")
+    assert "wall_clock_breakdown is true; DeepSpeed's timers fail" in message
+    assert "flops_profiler.enabled is true" in message
+
+
+def test_older_names_are_read(tmp_path: Path) -> None:
+    loaded = load(tmp_path, {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True}}, "--micro-batch-size 1")
+    assert loaded.config.precision.bf16
+    assert loaded.config.optimizer.cpu_optimizer
+    assert "--no-cpu-optimizer" in error(
+        tmp_path, {"zero_optimization": {"cpu_offload": True}}, "--micro-batch-size 1 --no-cpu-optimizer"
+    )
+
+
+def test_auto_and_what_is_off_do_not_go_on(tmp_path: Path) -> None:
+    content = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 5e7},
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "elasticity": {},
+        "wandb": {"enabled": False},
+        "bf16": {"enabled": "auto", "check_grad_overflow": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    assert not load(tmp_path, content, "--micro-batch-size 1").warnings
+    assert passed_on(content) == {"zero_optimization": {"stage3_prefetch_bucket_size": 50_000_000}}
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
+    content = {"checkpoint": {"tag_validation": "Warn"}, "aio": {"block_size": 1}, "dataloader_drop_last": True}
+    warnings = load(tmp_path, content, "--micro-batch-size 1").warnings
+    assert [line.split(": ")[1] for line in warnings] == [
+        f"{key} has no effect here." for key in ("checkpoint.tag_validation", "aio.block_size", "dataloader_drop_last")
+    ]
+
+
+def test_a_mark_at_the_beginning_and_a_folder(tmp_path: Path) -> None:
+    assert load(tmp_path, "\ufeff" + json.dumps(TR8)).config.batch.global_batch_size == 2048
+    with pytest.raises(ConfigError, match="is not a file but a folder"):
+        load_config(f"{MODEL} --micro-batch-size 1 --deepspeed_config {tmp_path}".split())
+
+
+def test_every_key_goes_one_way() -> None:
+    """Or one of two rules would be forgotten."""
+    from megatron.config import deepspeed_keys as keys
+
+    tables = (keys.FIELDS, keys.LOSS_SCALE, keys.CHECKED, keys.PASSED, keys.WITHOUT_EFFECT)
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    assert not keys.LEAVES & keys.BLOCKS
+    assert not set(keys.OFF) & (keys.LEAVES | keys.BLOCKS)
+    assert set(keys.ONLY) & set().union(*tables) == {"zero_optimization.offload_optimizer.device"}
+    assert not set(keys.WAYS_OUT) & (keys.LEAVES | keys.BLOCKS | set(keys.OFF))
 
 
 def test_without_deepspeed_the_json_is_not_read(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """DeepSpeed's engine where a step goes wrong or its state is touched from outside: dropped steps, loss scale, saves, loads."""
 
+import json
 import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,23 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
     assert all(abs(a - b) < 0.01 * a for a, b in trained)
 
 
+def pretrain_with_slow_copies(argv: list[str]) -> None:
+    """The next step is there before the copy has begun."""
+    from megatron.checkpoint.save import Saver
+
+    original = Saver._copy
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return original(*arguments)
+
+    Saver._copy = slow
+    try:
+        pretrain(argv)
+    finally:
+        Saver._copy = original
+
+
 @pytest.mark.parametrize(
     "layout", ["dp2-zero2", pytest.param("pp2", marks=pytest.mark.full), pytest.param("dp2-zero3", marks=pytest.mark.full)]
 )
@@ -121,7 +140,7 @@ def test_a_save_during_training_is_the_save_between_steps(layout: str, pool: Pro
     ranks, flags = LAYOUTS[layout]
     for folder, how in (("between", ""), ("during", "--async-save")):
         shared = NO_DROPOUT, flags, "--deepspeed --save-interval 2", how
-        succeed(pool.run(ranks, pretrain, command(tmp_path / folder, corpus, "gpt2", "ramp", *shared)))
+        succeed(pool.run(ranks, pretrain_with_slow_copies, command(tmp_path / folder, corpus, "gpt2", "ramp", *shared)))
     assert curve(tmp_path / "during") == curve(tmp_path / "between")
     for iteration in (2, 4, 6, 8, 10):
         between, during = (open_folder(tmp_path / folder / f"global_step{iteration}") for folder in ("between", "during"))
@@ -160,6 +179,39 @@ def test_what_is_loaded_is_what_the_model_computes_with(layout: str, pool: Proce
         trained, zeros = outcome.value
         assert zeros == pytest.approx(math.log(5000), rel=1e-4)
         assert trained != zeros
+
+
+def test_what_deepspeed_refuses_names_its_json(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"log_level": "loud"}')
+    argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, f"--micro-batch-size 4 --deepspeed --deepspeed_config {path}")
+    outcome = pool.run(1, pretrain, argv)[0]
+    assert outcome.kind == "ConfigError", outcome.output
+    assert f"{path}: DeepSpeed refuses it" in str(outcome.error)
+    assert "loud" in str(outcome.error)
+
+
+def pretrain_in_own_folder(argv: list[str], folder: str) -> None:
+    """As on machines of which each has its own disk."""
+    here = Path.cwd()
+    os.chdir(Path(folder) / os.environ["RANK"])
+    try:
+        pretrain(argv)
+    finally:
+        os.chdir(here)
+
+
+def test_ranks_whose_json_differs_are_named(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        size = {"zero_optimization": {"reduce_bucket_size": 1000 + rank}}
+        (tmp_path / str(rank) / "ds_config.json").write_text(json.dumps(size))
+    flags = "--micro-batch-size 2 --deepspeed --deepspeed_config ds_config.json"
+    argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, flags)
+    for outcome in pool.run(2, pretrain_in_own_folder, argv, str(tmp_path)):
+        assert outcome.kind == "LayoutError", outcome.output
+        assert "1001" in str(outcome.error)
+        assert "its ds_config.json has" in str(outcome.error)
 
 
 def test_one_process_needs_no_launcher_and_no_port(corpus: str, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
 @pytest.mark.full
 def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
     """Where nothing was asked for before it: SIGTERM, and KillWait to save in. Slurm looks every 30 seconds."""
-    job = tiny.submit("--time=00:01:00", "--signal=B:WINCH@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000")
+    job = tiny.submit("--time=00:01:00", "--signal=B:CONT@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED)
     tiny.wait_for_end(job)
     last = max(tiny.curve())

@@ -1,0 +1,275 @@
+"""Every key of DeepSpeed's JSON that is taken, and what becomes of it.
+
+Invariant: a closed world. A key that stands in none of these tables is an error, because DeepSpeed (0.19.8) would ignore it, or
+compute other numbers. What goes on to DeepSpeed (`PASSED`) was looked at: sizes, overlap and printing, never numbers.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+Convert = Callable[[Any], Any]
+"""What a value means. Raises ValueError: "must be ..."."""
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("must be finite") from None
+
+
+def whole(value: Any) -> int:
+    """5e8 is one, too: templates write sizes so."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise ValueError("must be a whole number")
+    return int(value)
+
+
+def count(value: Any) -> int:
+    if whole(value) < 0:
+        raise ValueError("must be at least 0")
+    return whole(value)
+
+
+def positive(value: Any) -> int:
+    if whole(value) < 1:
+        raise ValueError("must be at least 1")
+    return whole(value)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of text")
+    return [text(item) for item in value]
+
+
+def _power_of_two(value: Any) -> float:
+    power = whole(value)
+    if abs(power) > 1000:
+        raise ValueError("must be between -1000 and 1000")
+    return math.ldexp(1.0, power)
+
+
+def _beta(index: int) -> Convert:
+    def take(betas: Any) -> float:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise ValueError("must be a list of two numbers")
+        return number(betas[index])
+
+    return take
+
+
+FIELDS: dict[str, tuple[tuple[str, Convert], ...]] = {
+    "train_micro_batch_size_per_gpu": (("batch.micro_batch_size", same),),
+    "train_batch_size": (("batch.global_batch_size", same),),
+    "gradient_clipping": (("optimizer.clip_grad", same),),
+    "zero_optimization.stage": (("parallel.zero_stage", same),),
+    "zero_optimization.offload_optimizer.device": (("optimizer.cpu_optimizer", lambda device: device == "cpu"),),
+    "zero_optimization.cpu_offload": (("optimizer.cpu_optimizer", flag),),  # its name before 0.3.16
+    "fp16.enabled": (("precision.fp16", same),),
+    "bf16.enabled": (("precision.bf16", same),),
+    "optimizer.params.lr": (("optimizer.lr", same),),
+    "optimizer.params.betas": (("optimizer.adam_beta1", _beta(0)), ("optimizer.adam_beta2", _beta(1))),
+    "optimizer.params.eps": (("optimizer.adam_eps", same),),
+    "optimizer.params.weight_decay": (("optimizer.weight_decay", same),),
+    "activation_checkpointing.partition_activations": (("recompute.partition_activations", same),),
+    "activation_checkpointing.cpu_checkpointing": (("recompute.checkpoint_in_cpu", same),),
+    "curriculum_learning.min_difficulty": (("curriculum.curriculum_min_difficulty", same),),
+    "curriculum_learning.max_difficulty": (("curriculum.curriculum_max_difficulty", same),),
+    "curriculum_learning.schedule_type": (("curriculum.curriculum_schedule_type", same),),
+    "curriculum_learning.schedule_config.total_curriculum_step": (("curriculum.curriculum_total_step", same),),
+    "curriculum_learning.schedule_config.difficulty_step": (("curriculum.curriculum_difficulty_step", same),),
+    "curriculum_learning.schedule_config.root_degree": (("curriculum.curriculum_root_degree", same),),
+    "curriculum_learning.schedule_config.difficulty": (("curriculum.curriculum_difficulties", same),),
+    "curriculum_learning.schedule_config.max_step": (("curriculum.curriculum_max_steps", same),),
+}
+"""Fields of the configuration under another name: a JSON value that flags contradict is an error."""
+LOSS_SCALE: dict[str, tuple[tuple[str, Convert], ...]] = {
+    "fp16.loss_scale": (("precision.loss_scale", lambda value: number(value) or None),),
+    "fp16.initial_scale_power": (("precision.initial_loss_scale", _power_of_two),),
+    "fp16.loss_scale_window": (("precision.loss_scale_window", whole),),
+    "fp16.hysteresis": (("precision.hysteresis", whole),),
+    "fp16.min_loss_scale": (("precision.min_loss_scale", number),),
+}
+"""The same, but the JSON decides."""
+STEPS = "gradient_accumulation_steps"
+"""Follows from the batch sizes and the number of ranks: the plan's to compare."""
+CHECKED: dict[str, Convert] = {STEPS: positive, "curriculum_learning.enabled": flag}
+
+PASSED: dict[str, Convert] = {
+    "steps_per_print": positive,
+    "wall_clock_breakdown": flag,
+    "memory_breakdown": flag,
+    "dump_state": flag,
+    "disable_python_gc": flag,
+    "log_level": text,
+    "comms_logger.enabled": flag,
+    "comms_logger.verbose": flag,
+    "comms_logger.prof_all": flag,
+    "comms_logger.prof_ops": texts,
+    "comms_logger.debug": flag,
+    "flops_profiler.enabled": flag,
+    "flops_profiler.recompute_fwd_factor": number,
+    "flops_profiler.profile_step": positive,
+    "flops_profiler.module_depth": whole,
+    "flops_profiler.top_modules": positive,
+    "flops_profiler.detailed": flag,
+    "flops_profiler.output_file": lambda value: None if value is None else text(value),
+    "timers.throughput.enabled": flag,
+    "timers.throughput.synchronized": flag,
+    "pipeline.pipe_partitioned": flag,
+    "pipeline.grad_partitioned": flag,
+    "zero_optimization.contiguous_gradients": flag,
+    "zero_optimization.overlap_comm": flag,
+    "zero_optimization.reduce_scatter": flag,
+    "zero_optimization.reduce_bucket_size": positive,
+    "zero_optimization.use_multi_rank_bucket_allreduce": flag,
+    "zero_optimization.allgather_partitions": flag,
+    "zero_optimization.allgather_bucket_size": positive,
+    "zero_optimization.sub_group_size": positive,
+    "zero_optimization.stage3_prefetch_bucket_size": count,
+    "zero_optimization.stage3_param_persistence_threshold": count,
+    "zero_optimization.stage3_model_persistence_threshold": count,
+    "zero_optimization.stage3_max_live_parameters": count,
+    "zero_optimization.stage3_max_reuse_distance": count,
+    "zero_optimization.log_trace_cache_warnings": flag,
+    "zero_optimization.enable_sanity_checks": flag,
+    "zero_optimization.offload_optimizer.pin_memory": flag,
+}
+"""What goes on to DeepSpeed as it is."""
+
+_NUMBERS = "what DeepSpeed then computes was not compared with this trainer's own numbers"
+_WEIGHTS_STAY = "weights stay on the device; --cpu-optimizer moves master weights and moments"
+_MASTERS = "master weights, gradients and moments are fp32, and so are checkpoints"
+_OVER_RANKS = "gradients are averaged over ranks, without scaling before"
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "optimizer.type": (("Adam", "AdamW"), "there is AdamW only"),
+    "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as AdamW's"),
+    "optimizer.params.bias_correction": ((True,), "AdamW corrects"),
+    "optimizer.params.torch_adam": ((True,), "it is torch's AdamW"),
+    "fp16.consecutive_hysteresis": ((False,), "--hysteresis counts all overflows"),
+    "fp16.auto_cast": ((False,), "the model's inputs are token ids"),
+    "fp16.fp16_master_weights_and_grads": ((False,), _MASTERS),
+    "bf16.bf16_master_weights_and_grads": ((False,), _MASTERS),
+    "bf16.bf16_optimizer_states": ((False,), _MASTERS),
+    "bf16.immediate_grad_update": ((False,), _NUMBERS),
+    "bf16.check_grad_overflow": ((True,), "a step with an infinity is dropped"),
+    "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
+    "curriculum_learning.curriculum_type": (("seqlen",), "the length of the sequences is what changes"),
+    "zero_optimization.offload_optimizer.device": (("cpu", "none"), "checkpoints are read from memory"),
+    "zero_optimization.offload_optimizer.ratio": ((1.0,), "all of the optimizer moves, or nothing"),
+    "zero_optimization.offload_optimizer.super_offload": ((False,), _NUMBERS),
+    "zero_optimization.offload_param.device": (("none",), _WEIGHTS_STAY),
+    "zero_optimization.cpu_offload_param": ((False,), _WEIGHTS_STAY),
+    "zero_optimization.round_robin_gradients": ((False,), "checkpoints know one order of the partitions"),
+    "zero_optimization.parameter_alignment": ((False,), "checkpoints know partitions without gaps"),
+    "zero_optimization.zero_hpz_partition_size": ((1,), "weights are cut over all data-parallel ranks"),
+    "zero_optimization.zero_quantized_weights": ((False,), _NUMBERS),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _NUMBERS),
+    "zero_optimization.zero_quantized_gradients": ((False,), _NUMBERS),
+    "zero_optimization.compute_grad_norm": ((True,), "the norm of the gradients is in the log"),
+    "zero_optimization.ignore_unused_parameters": ((True,), "every parameter is used"),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has dropped it"),
+    "zero_optimization.stage3_module_granularity_threshold": ((0,), _NUMBERS),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), _NUMBERS),
+    "zero_optimization.stage3_allgather_sequential": ((False,), _NUMBERS),
+    "zero_optimization.memory_efficient_linear": ((True,), _NUMBERS),
+    "zero_allow_untested_optimizer": ((True,), "this trainer brings its optimizer"),
+    "zero_force_ds_cpu_optimizer": ((False,), "this trainer brings its optimizer"),
+    "prescale_gradients": ((False,), _OVER_RANKS),
+    "gradient_predivide_factor": ((1.0,), _OVER_RANKS),
+    "gradient_allreduce_op": (("mean",), _OVER_RANKS),
+    "sparse_gradients": ((False,), "gradients of embeddings are dense"),
+    "managed_gradient_accumulation": ((True,), "the trainer's batch sizes say when a step ends"),
+    "disable_allgather": ((False,), "DeepSpeed has dropped it"),
+    "pipeline.activation_checkpoint_interval": ((0,), "--checkpoint-activations and the flags beside it say what is recomputed"),
+    "checkpoint.load_universal": ((False,), "--load reads this trainer's checkpoints, at any layout"),
+}
+"""Where DeepSpeed could do what this trainer does not: the values that are taken, and why."""
+
+WITHOUT_EFFECT = {
+    *(f"activation_checkpointing.{key}" for key in ("contiguous_memory_optimization", "number_checkpoints", "profile")),
+    "activation_checkpointing.synchronize_checkpoint_boundary",
+    *(f"aio.{key}" for key in ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit")),
+    *(f"aio.{key}" for key in ("overlap_events", "use_gds")),
+    *(f"checkpoint.{key}" for key in ("tag_validation", "checkpoint_serialization", "use_node_local_storage", "writer")),
+    "checkpoint.parallel_write",
+    "dataloader_drop_last",
+    "vocabulary_size",
+    *(f"zero_optimization.{key}" for key in ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint")),
+    "zero_optimization.override_module_apply",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    *(f"zero_optimization.offload_optimizer.{key}" for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")),
+    *(f"zero_optimization.offload_optimizer.{key}" for key in ("fast_init", "cpuadam_cores_perc")),
+    *(f"zero_optimization.offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")),
+    "zero_optimization.offload_param.pin_memory",
+}
+"""About DeepSpeed's own loading, saving and NVMe, which are not used."""
+
+_MONITORS = "say --tensorboard-dir; the same numbers are in metrics.jsonl"
+OFF: dict[str, str] = {
+    "amp": "say --fp16 or --bf16",
+    "torch_autocast": "say --fp16 or --bf16",
+    "elasticity": "--global-batch-size and --rampup-batch-size say the batch sizes",
+    "data_efficiency": "the order of the data is this trainer's, and part of its checkpoints",
+    "tensorboard": _MONITORS,
+    "wandb": _MONITORS,
+    "csv_monitor": _MONITORS,
+    "comet": _MONITORS,
+    **dict.fromkeys(("autotuning", "eigenvalue", "hybrid_engine", "nebula", "progressive_layer_drop"), "leave it out"),
+}
+"""Blocks that may be there if they say "enabled": false, and what else to do."""
+WAYS_OUT: dict[str, str] = {
+    "scheduler": "the learning rate follows --lr-decay-style and the flags beside it",
+    "compile": "leave it out; --use-torch-compile compiles, without --deepspeed",
+    "tensor_parallel": "say --tensor-model-parallel-size",
+    "sequence_parallel_size": "say --sequence-parallel; it spans the tensor-parallel ranks",
+    "pipeline.stages": "say --pipeline-model-parallel-size",
+    "communication_data_type": "leave it out; gradients travel in the precision of the weights",
+    "zero_optimization.cpu_offload_use_pin_memory": "say offload_optimizer.pin_memory",
+    "data_types.param_dtype": "say --fp16 or --bf16",
+}
+"""For some keys that are not taken: what to do instead."""
+
+LEAVES = {*FIELDS, *LOSS_SCALE, *CHECKED, *PASSED, *ONLY, *WITHOUT_EFFECT}
+BLOCKS = {key[:index] for key in LEAVES for index, letter in enumerate(key) if letter == "."}
+_AUTO = ("zero_optimization.", "fp16.", "bf16.")
+
+
+def takes_auto(key: str) -> bool:
+    """Whether "auto" means: as the flags say; or in some blocks, where DeepSpeed knows the word, its default."""
+    return key in FIELDS or key in LOSS_SCALE or key == STEPS or key.startswith(_AUTO)
+
+
+def way_out(key: str) -> str:
+    """What to do about a key that is not taken."""
+    block, _, name = key.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in LEAVES | BLOCKS | set(OFF) if known.rpartition(".")[0] == block]
+    close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
+    elsewhere = sorted(known for known in LEAVES | BLOCKS if known.rpartition(".")[2] == name)[:2]
+    if key in WAYS_OUT:
+        return WAYS_OUT[key]
+    if close or elsewhere:
+        return f"perhaps you meant {' or '.join(close or elsewhere)}"
+    return "see --optimizer and the flags beside it" if key.startswith("optimizer.") else "leave it out"
