@@ -78,8 +78,11 @@ def reached(run: Path) -> int:
 
 
 def _append(run: Path, record: Mapping[str, object]) -> None:
-    with open(run / FILE, "a") as file:
-        file.write(json.dumps(record) + "\n")
+    with open(run / FILE, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        cut_off = end > 0 and file.read(1) != b"\n"  # by a kill or a full disk: it must not swallow this record
+        file.write((b"\n" if cut_off else b"") + json.dumps(record).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,10 +9,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,17 +36,20 @@ class Outcome(Enum):
     """Saved and stopped by time or signal: the next element goes on."""
     COMPLETE = "training is complete"
     KILL_SWITCH = "kill switch"
+    ENDED_BY_SLURM = "ended by Slurm"
+    """Cancelled, out of time or preempted before the training could save: Slurm, or the operator, says whether it comes back."""
     NEEDS_PEOPLE = "error that needs a person"
     BAD_NODES = "bad nodes"
     CRASHED = "crashed"
     CRASH_LOOP = "crash loop"
 
 
-IN_ORDER = frozenset({Outcome.LEFT.value, Outcome.COMPLETE.value, Outcome.KILL_SWITCH.value, Outcome.BAD_NODES.value})
+IN_ORDER = frozenset(outcome.value for outcome in (Outcome.LEFT, Outcome.COMPLETE, Outcome.KILL_SWITCH, Outcome.ENDED_BY_SLURM))
 CODES = {
     Outcome.LEFT: 0,
     Outcome.COMPLETE: 0,
     Outcome.KILL_SWITCH: 0,
+    Outcome.ENDED_BY_SLURM: 1,
     Outcome.CRASHED: 1,
     Outcome.BAD_NODES: 1,
     Outcome.NEEDS_PEOPLE: 2,
@@ -74,48 +77,91 @@ def run_element(element: Element) -> Outcome:
     """Returns how it ended; on a crash or bad nodes the job has been requeued by then, where Slurm allows it.
 
     Raises:
-        OperationsError: this is no Slurm job. OSError: the log or the run's folder cannot be written.
+        OperationsError: this is no Slurm job.
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise OperationsError("there is no SLURM_JOB_ID: this starts inside a Slurm job; submit the script with sbatch")
-    element.main_log.parent.mkdir(parents=True, exist_ok=True)
     signals = _Signals()
-    attempt = attempts.begin(element.save)
-    outcome = _outcome(element, attempt, signals)
-    attempts.end(element.save, attempt, outcome.value)
+    attempt: attempts.Attempt | None = None
+    bad: dict[str, str] = {}
+    try:
+        element.main_log.parent.mkdir(parents=True, exist_ok=True)
+        attempt = attempts.begin(element.save)
+        outcome = _may_start(element, attempt)
+        if outcome is None and element.nodes is not None:
+            outcome, bad = _check_nodes(element, element.nodes, signals)
+        if outcome is None:
+            outcome = _train(element, signals)
+    except (OperationsError, OSError) as error:
+        element.alert(f"element {_name()} cannot run: {error}")
+        outcome = Outcome.NEEDS_PEOPLE
+    try:
+        if attempt is not None:
+            attempts.end(element.save, attempt, outcome.value)
+    except OSError as error:
+        _say(element, f"the end of this element could not be noted: {error}")
     _say(element, f"element {_name()} ended at iteration {attempts.reached(element.save)}: {outcome.value}")
-    _follow(element, outcome)
+    if outcome in (Outcome.COMPLETE, Outcome.KILL_SWITCH, Outcome.NEEDS_PEOPLE, Outcome.CRASH_LOOP):
+        _cancel_pending(element, outcome)
+    elif outcome in (Outcome.CRASHED, Outcome.BAD_NODES):
+        _requeue(element, outcome, sorted(bad))
     return outcome
 
 
-def _outcome(element: Element, attempt: attempts.Attempt, signals: "_Signals") -> Outcome:
+def _may_start(element: Element, attempt: attempts.Attempt) -> Outcome | None:
+    """None: yes."""
     if element.kill_switch is not None and element.kill_switch.exists():
         _say(element, f"{element.kill_switch} is there; nothing starts until it is removed")
         return Outcome.KILL_SWITCH
     failed = attempts.failed_in_a_row(element.save, attempt.job, IN_ORDER)[:-1]  # the last is this one
-    if len(failed) >= element.max_failed_starts:
-        told = "; ".join(f"{past.attempt.nodes}: {past.outcome or 'ended without a word'}" for past in failed)
+    if len(failed) < element.max_failed_starts:
+        return None
+    told = "; ".join(f"{past.attempt.nodes}: {past.outcome or 'ended without a word'}" for past in failed)
+    element.alert(
+        f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} ({told}); the array ends here. "
+        f"Mend it and submit anew; {element.main_log} has the reasons"
+    )
+    return Outcome.CRASH_LOOP
+
+
+def _check_nodes(element: Element, limits: node_report.Limits, signals: "_Signals") -> tuple[Outcome | None, dict[str, str]]:
+    """None: they are good. And bad hosts, with what is wrong."""
+    hosts = _output("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    tasks = node_report.tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(hosts))
+    folder = element.save / f".nodes-{os.environ['SLURM_JOB_ID']}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start that was killed
+    folder.mkdir()
+    try:
+        program = [str(REPOSITORY / "tools" / "node_check.py"), "--report", str(folder), *limits.as_flags()]
+        line = ["srun", "--kill-on-bad-exit=0", "--wait=0", *element.srun, sys.executable, *program]
+        with open(element.main_log, "ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=limits.seconds + 60, check=False)
+        bad = node_report.bad_hosts(node_report.read(folder), dict(zip(hosts, tasks, strict=True)), limits)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if signals.received:
+        return Outcome.ENDED_BY_SLURM, {}  # who did not answer was ended
+    if len(hosts) > 1 and 2 * len(bad) > len(hosts):
+        host, reason = next(iter(bad.items()))
         element.alert(
-            f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} ({told}); the array ends here. "
-            f"Mend it and submit anew; {element.main_log} has the reasons"
+            f"the node check failed on {len(bad)} of {len(hosts)} nodes, which is not the nodes' fault ({host}: {reason}); change "
+            "what it asks for (--disk, --memory-gib, --seconds), or leave --check-nodes out"
         )
-        return Outcome.CRASH_LOOP
-    if element.nodes is not None and (bad := _bad_nodes(element, element.nodes)):
-        for host, reason in bad.items():
-            element.alert(f"node {host} is not used any more: {reason}")
-        _exclude(sorted(bad))
-        return Outcome.BAD_NODES
-    return _train(element, signals)
+        return Outcome.NEEDS_PEOPLE, {}
+    for host, reason in bad.items():
+        element.alert(f"node {host} is not used any more: {reason}")
+    return (Outcome.BAD_NODES if bad else None), bad
 
 
 def _train(element: Element, signals: "_Signals") -> Outcome:
     where = element.main_log.stat().st_size if element.main_log.exists() else 0
     _say(element, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
-    with tempfile.TemporaryDirectory(dir=element.save, prefix=".element-") as folder:
-        told = Path(folder) / "error.json"
-        environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(told)}  # where a rank says what a person must mend
-        code = _srun(element, ["--kill-on-bad-exit=1", *element.srun], ["-u", *element.command], environment)
-        message = _error(told)
+    told = element.save / f".error-{os.environ['SLURM_JOB_ID']}.json"
+    told.unlink(missing_ok=True)
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(told)}  # where a rank says what a person must mend
+    code = _srun(element, ["--kill-on-bad-exit=1", *element.srun], ["-u", *element.command], environment)
+    message = _error(told)
+    told.unlink(missing_ok=True)
     if message is not None:
         element.alert(f"training needs a person: {message}")
         return Outcome.NEEDS_PEOPLE
@@ -125,9 +171,9 @@ def _train(element: Element, signals: "_Signals") -> Outcome:
         stopped = element.kill_switch is not None and element.kill_switch.exists()
         return Outcome.KILL_SWITCH if stopped else Outcome.LEFT
     if signals.received:
-        _say(element, f"the training did not end by itself (code {code}) after a signal to this job")
-    else:
-        _say(element, f"the training ended with code {code}, and no rank could say why")
+        _say(element, f"Slurm ended the job before the training could save (code {code})")
+        return Outcome.ENDED_BY_SLURM
+    _say(element, f"the training ended with code {code}, and no rank could say why")
     return Outcome.CRASHED
 
 
@@ -142,53 +188,47 @@ def _srun(element: Element, options: Sequence[str], program: Sequence[str], envi
     return step.wait()
 
 
-def _bad_nodes(element: Element, limits: node_report.Limits) -> dict[str, str]:
-    """Host -> what is wrong with it."""
-    hosts = _output("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-    with tempfile.TemporaryDirectory(dir=element.save, prefix=".nodes-") as folder:
-        program = [str(REPOSITORY / "tools" / "node_check.py"), "--report", folder, *limits.as_flags()]
-        minutes = f"--time={max(1, round(limits.seconds / 60))}"
-        line = ["srun", "--kill-on-bad-exit=0", "--wait=0", minutes, *element.srun, sys.executable, *program]
-        with open(element.main_log, "ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=limits.seconds + 60, check=False)
-        return node_report.bad_hosts(node_report.read(Path(folder)), hosts, limits)
-
-
-def _exclude(hosts: Sequence[str]) -> None:
-    """From the pending elements of the array; this one follows when it is pending itself: see `_follow`."""
+def _cancel_pending(element: Element, outcome: Outcome) -> None:
+    """What is left of the array would end the same way."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    for job in (array, os.environ["SLURM_JOB_ID"]):
-        if job is not None:
-            _update_exclusions(job, hosts)
-    os.environ["MEGATRON_EXCLUDE"] = ",".join(hosts)
+    if array is None:
+        return
+    if _try("scancel", "--state=PENDING", array) is None:
+        element.alert(f"what is still pending of array {array} could not be cancelled: scancel it, for it would end the same way")
+    else:
+        _say(element, f"what is still pending of array {array} is cancelled: {outcome.value}")
 
 
-def _follow(element: Element, outcome: Outcome) -> None:
-    """What this end means for the rest of the array, and for this element."""
-    if outcome in (Outcome.COMPLETE, Outcome.KILL_SWITCH, Outcome.NEEDS_PEOPLE, Outcome.CRASH_LOOP):
-        array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        if array is not None:
-            _output("scancel", "--state=PENDING", array)
-            _say(element, f"what is still pending of array {array} is cancelled: {outcome.value}")
-    elif outcome in (Outcome.CRASHED, Outcome.BAD_NODES):
-        job = os.environ["SLURM_JOB_ID"]
+def _requeue(element: Element, outcome: Outcome, bad: Sequence[str]) -> None:
+    """This element comes back, without the bad hosts, and so do those of the array that are pending."""
+    job, excluded = _name_for_slurm(), sorted({*_excluded(_name_for_slurm()), *bad})
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script, too; KillWait is left for what follows
+    if _try("scontrol", "requeue", job) is None:
+        _say(element, f"job {job} could not be requeued (is --requeue missing?); the next element goes on")
+    else:
         _say(element, f"job {job} is requeued: {outcome.value}")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script, too
-        if _try("scontrol", "requeue", job) is None:
-            _say(element, f"job {job} could not be requeued (is --requeue missing?); the next element goes on")
+    if not bad:
+        return
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        _exclude(array, excluded)  # fails where nothing is pending
+    end = time.monotonic() + 20
+    while not _exclude(job, excluded):  # Slurm takes it when the job is pending
+        if time.monotonic() > end:
+            element.alert(f"{', '.join(bad)} could not be excluded from job {job}: scontrol update jobid={job} ExcNodeList=...")
             return
-        hosts = os.environ.get("MEGATRON_EXCLUDE", "").split(",")
-        end = time.monotonic() + 20
-        while hosts != [""] and not _update_exclusions(job, hosts) and time.monotonic() < end:
-            time.sleep(0.2)
+        time.sleep(0.2)
 
 
-def _update_exclusions(job: str, hosts: Sequence[str]) -> bool:
-    """Slurm takes it for pending jobs only."""
-    shown = _try("scontrol", "show", "job", job) or ""
-    known = re.findall(r"ExcNodeList=(\S+)", shown)
-    before = [name for name in known if name != "(null)"]
-    return _try("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join([*before, *hosts])}") is not None
+def _excluded(job: str) -> list[str]:
+    """Names that hold a range stay as they are."""
+    found = re.search(r"ExcNodeList=(\S+)", _try("scontrol", "show", "job", job) or "")
+    if found is None or found[1] == "(null)":
+        return []
+    return (_try("scontrol", "show", "hostnames", found[1]) or "").split()
+
+
+def _exclude(job: str, hosts: Sequence[str]) -> bool:
+    return _try("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(hosts)}") is not None
 
 
 def _error(told: Path) -> str | None:
@@ -205,18 +245,25 @@ def _behind(log: Path, where: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def _name() -> str:
+def _name_for_slurm() -> str:
+    """Never the bare number of an array's element: the last element's is the array's, and means all of it."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _name() -> str:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    name = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-    return name if restart == "0" else f"{name} (restart {restart})"
+    return _name_for_slurm() if restart == "0" else f"{_name_for_slurm()} (restart {restart})"
 
 
 def _say(element: Element, text: str) -> None:
     line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n"
-    with open(element.main_log, "a") as log:
-        log.write(line)
     print(line, end="", flush=True)
+    try:
+        with open(element.main_log, "a") as log:
+            log.write(line)
+    except OSError as error:
+        print(f"error: {element.main_log} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _try(*command: str) -> str | None:

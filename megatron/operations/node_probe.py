@@ -30,7 +30,7 @@ class _Findings:
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
-        self.report = Report(host=socket.gethostname(), rank=self.rank)
+        self.report = Report(host=_host(), rank=self.rank)
 
     def set(self, **values: object) -> None:
         self.report = replace(self.report, **values)  # type: ignore[arg-type]
@@ -46,6 +46,7 @@ def probe(limits: Limits, tell: Callable[[Report], None]) -> Report:
     findings = _Findings(int(os.environ.get("RANK", "0")), tell)
     device = torch.device("cpu")
     for part in (_memory, _product):
+        findings.set(doing=part.__name__[1:])
         try:
             if torch.cuda.is_available():
                 device = torch.device("cuda", world.local_rank)
@@ -53,16 +54,18 @@ def probe(limits: Limits, tell: Callable[[Report], None]) -> Report:
             part(findings, limits, device)
         except (RuntimeError, MemoryError) as error:
             findings.bad(f"{part.__name__[1:]}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    findings.set(doing="disk")
     try:
         _disk(findings, limits)
     except OSError as error:
         findings.bad(f"disk: {error}")
-    findings.set()
+    findings.set(doing="all-reduce")
     if world.size > 1:
         try:
             _all_reduce(findings, limits, device)
         except RuntimeError as error:
             findings.set(all_reduce_failure=f"all-reduce over {world.size} ranks: {str(error).splitlines()[0]}")
+    findings.set(doing="")
     return findings.report
 
 
@@ -99,7 +102,7 @@ def _memory(findings: _Findings, limits: Limits, device: torch.device) -> None:
 
 
 def _disk(findings: _Findings, limits: Limits) -> None:
-    folder = Path(limits.disk.replace("%h", socket.gethostname().partition(".")[0]))
+    folder = Path(limits.disk.replace("%h", _host()))
     path = folder / f".node-check-{os.getpid()}"
     free = shutil.disk_usage(folder).free
     if free < _DISK_BYTES:
@@ -133,6 +136,11 @@ def _all_reduce(findings: _Findings, limits: Limits, device: torch.device) -> No
         findings.bad(f"all-reduce: {int((numbers != float(size) ** 2).sum())} of {numbers.numel()} sums are wrong")
     findings.set(all_reduce_gb_per_second=4 * numbers.numel() / 1e9 / seconds)
     dist.destroy_process_group()
+
+
+def _host() -> str:
+    """As Slurm names it, where it does."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _wait(device: torch.device) -> None:

@@ -5,10 +5,13 @@ all-reduce over the whole job) accuses nobody.
 """
 
 import json
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+OWN_PARTS = ("memory", "product", "disk")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Report:
     all_reduce_gb_per_second: float | None = None
     failures: tuple[str, ...] = ()
     """Of the host's own."""
+    doing: str = ""
+    """The part that is under way: a report that ends with one says what hangs."""
     all_reduce_failure: str | None = None
     """Of all ranks together."""
 
@@ -73,24 +78,29 @@ def read(folder: Path) -> list[Report]:
     return [Report(**{**record, "failures": tuple(record["failures"])}) for record in records]
 
 
-def bad_hosts(reports: Sequence[Report], hosts: Sequence[str], limits: Limits) -> dict[str, str]:
-    """Host -> what is wrong. `hosts`: that should have answered, as Slurm names them; their names may have a domain behind.
-
-    Where no host answered, none is named: then it is not the hosts.
-    """
-    bad = {host: f"did not answer within {limits.seconds:g} s" for host in hosts if not any(_is(r.host, host) for r in reports)}
-    if len(bad) == len(hosts):
-        return {}
+def bad_hosts(reports: Sequence[Report], tasks: Mapping[str, int], limits: Limits) -> dict[str, str]:
+    """Host -> what is wrong. `tasks`: how many ranks of each host should have answered; hosts are named as Slurm names them."""
+    bad = {}
+    for host, count in tasks.items():
+        answered = sum(report.host == host for report in reports)
+        if answered < count:
+            bad[host] = f"{count - answered} of {count} ranks did not answer within {limits.seconds:g} s"
     speeds = [report.tflops for report in reports if report.tflops is not None]
     usual = statistics.median(speeds) if speeds else 0.0
     for report in reports:
-        name = next((host for host in hosts if _is(report.host, host)), report.host)
+        name = report.host
         if report.failures:
             bad[name] = f"rank {report.rank}: {'; '.join(report.failures)}"
+        elif report.doing in OWN_PARTS:
+            bad[name] = f"rank {report.rank}: hung in the check of its {report.doing} for {limits.seconds:g} s"
         elif report.tflops is not None and report.tflops < limits.slower_than * usual:
             bad.setdefault(name, f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has {usual:.3g}")
     return bad
 
 
-def _is(full: str, host: str) -> bool:
-    return full == host or full.partition(".")[0] == host
+def tasks_of_nodes(text: str, nodes: int) -> list[int]:
+    """Of each node, from what Slurm writes: "4(x2),3" -> 4, 4, 3. Where it says something else, one each."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts if len(counts) == nodes else [1] * nodes

@@ -65,7 +65,7 @@ class TinyRun:
     def curve(self) -> dict[int, tuple[float, float]]:
         """Of each iteration what was trained last; that a repeated one repeats its loss is asserted."""
         curve: dict[int, tuple[float, float]] = {}
-        for entry in read_metrics(self.folder / "tiny-logs" / "metrics.jsonl"):
+        for entry in read_metrics(self.folder / "tiny-logs" / "logs" / "metrics.jsonl"):
             values = entry["lm_loss"], entry["grad_norm"]
             assert curve.setdefault(entry["iteration"], values) == values
         return curve
@@ -74,8 +74,9 @@ class TinyRun:
         records = [json.loads(line) for line in (self.checkpoints / FILE).read_text().splitlines()]
         return [record["began"] for record in records if "began" in record]
 
-    def pids(self, job: str, node: str) -> list[int]:
+    def pids(self, array: str, element: str, node: str) -> list[int]:
         """Of the training's ranks on a node."""
+        mine = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={element}", f"SLURMD_NODENAME={node}"}
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -84,7 +85,7 @@ class TinyRun:
                     environment = (entry / "environ").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                own = {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode()} <= set(environment)
+                own = {word.encode() for word in mine} <= set(environment)
                 if own and b"pretrain_gpt.py" in words and b"-u" in words[:2] and not words[0].endswith(b"srun"):
                     found.append(int(entry.name))
         return found
@@ -121,7 +122,7 @@ def uninterrupted(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -
     def run(samples: int) -> dict[int, tuple[float, float]]:
         folder = tmp_path_factory.mktemp("whole")
         succeed(pool.run(4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)))
-        entries = read_metrics(folder / "tiny-logs" / "metrics.jsonl")
+        entries = read_metrics(folder / "tiny-logs" / "logs" / "metrics.jsonl")
         return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
 
     return run
@@ -145,28 +146,31 @@ def test_elements_follow_each_other(tiny: TinyRun, uninterrupted: Callable[[int]
 
 
 def test_a_bad_night(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
-    """One element: a rank is killed, then a node dies, then a signal before the limit; the next element waits for its end. Nothing
-    is lost."""
+    """The first element: a rank is killed, then a node dies, then a signal before the limit. The second, which has the array's own
+    number: a rank is killed. A job behind the array waits for its end. Nothing is lost, and nothing runs again that had ended."""
     samples = 64 + 16 * 112
-    job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 3)
-    os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
-    tiny.wait_for_line(f"job {job} is requeued: crashed")
+    os.kill(tiny.pids(job, "1", "n2")[0], signal.SIGKILL)
+    tiny.wait_for_line(f"job {job}_1 is requeued: crashed")
     tiny.wait_for_line("successfully loaded checkpoint", 1)
     tiny.wait_for_line(SAVED, 8)
     tiny.cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     tiny.wait_for_line("successfully loaded checkpoint", 2)
     tiny.wait_for_line(SAVED, 12)
     assert "(Dependency)" in tiny.cluster.run("squeue", "--noheader", "--job", after)
-    tiny.cluster.run("scancel", "--signal=USR1", job)
+    tiny.cluster.run("scancel", "--signal=USR1", f"{job}_1")
     tiny.wait_for_line("received a signal to stop")
+    tiny.wait_for_line(f"element {job}_1 (restart 2) ended at iteration {max(tiny.curve())}: left in order")
+    tiny.wait_for_line(SAVED, tiny.main_log().count(SAVED) + 2)
+    os.kill(tiny.pids(job, "2", "n1")[0], signal.SIGKILL)
+    tiny.wait_for_line(f"job {job}_2 is requeued: crashed")
     tiny.wait_for_end(job)
-    assert f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order" in tiny.main_log()
     tiny.wait_for_end(after)
     assert "training is complete at iteration 120" in tiny.main_log()
-    restarts = [(attempt["job"], attempt["restart"]) for attempt in tiny.attempts()]
-    assert restarts == [(job, 0), (job, 1), (job, 2), (after, 0)]
+    restarts = [(attempt["job"], attempt["element"], attempt["restart"]) for attempt in tiny.attempts()]
+    assert restarts == [(job, "1", 0), (job, "1", 1), (job, "1", 2), (job, "2", 0), (job, "2", 1), (after, "", 0)]
     curve = tiny.curve()
     assert len(curve) == 120
     assert curve == uninterrupted(samples)
@@ -200,7 +204,7 @@ def test_a_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
     assert "3 starts in a row trained nothing behind iteration 0" in log
     assert len(tiny.attempts()) == 4
     assert f"what is still pending of array {job} is cancelled: crash loop" in log
-    assert not (tiny.folder / "tiny-logs" / "metrics.jsonl").exists()
+    assert not (tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl").exists()
 
 
 def test_what_a_person_must_mend_ends_the_array(tiny: TinyRun) -> None:
@@ -249,14 +253,14 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
     tiny.wait_for_end(again)
     assert "training is complete at iteration 40" in tiny.main_log()
     assert "Skipped iterations 13 to 14" in tiny.main_log()
-    iterations = [entry["iteration"] for entry in read_metrics(tiny.folder / "tiny-logs" / "metrics.jsonl")]
+    iterations = [entry["iteration"] for entry in read_metrics(tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl")]
     assert iterations == [*range(1, 13), *range(15, 41)]
     assert "spike" in chronicles.read_text()
     # The same intervention without a cluster.
     arguments = plain_arguments(tiny.folder / "plain", EXIT_INTERVAL=10)
     succeed(pool.run(4, pretrain, arguments))
     succeed(pool.run(4, pretrain, [*arguments, *flags.split(), "--exit-interval", "100"]))
-    entries = read_metrics(tiny.folder / "plain" / "tiny-logs" / "metrics.jsonl")
+    entries = read_metrics(tiny.folder / "plain" / "tiny-logs" / "logs" / "metrics.jsonl")
     assert tiny.curve() == {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
 
 
@@ -269,3 +273,29 @@ def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
     last = max(tiny.curve())
     assert "received a signal to stop" in tiny.main_log()
     assert f"{SAVED} {last:7d}" in tiny.main_log()
+
+
+def test_what_an_operator_cancels_stays_cancelled(tiny: TinyRun) -> None:
+    """Also where the ranks die of it before they train."""
+    job = tiny.submit("--array=1-3%1")
+    tiny.wait_for_line(f"element {job}_1 starts")
+    tiny.cluster.run("scancel", job)
+    tiny.wait_for_end(job)
+    tiny.wait_for_line("ended at iteration 0: ended by Slurm")
+    assert len(tiny.attempts()) == 1
+
+
+def test_a_check_that_no_node_passes_accuses_none(tiny: TinyRun) -> None:
+    job = tiny.submit("--array=1-3%1", ELEMENT_ARGS=f"--check-nodes --disk {tiny.folder}/nowhere --memory-gib 0.1")
+    tiny.wait_for_end(job)
+    assert "ALERT: the node check failed on 2 of 2 nodes" in tiny.main_log()
+    assert "is not used any more" not in tiny.main_log()
+    assert len(tiny.attempts()) == 1
+
+
+def test_a_folder_that_cannot_be_used_ends_the_array(tiny: TinyRun) -> None:
+    tiny.checkpoints.write_text("a file")
+    job = tiny.submit("--array=1-3%1")
+    tiny.wait_for_end(job)
+    assert re.search(rf"ALERT: element {job}_1 cannot run: .*checkpoints", tiny.main_log())
+    assert tiny.main_log().count("ALERT") == 1
