@@ -74,9 +74,9 @@ class TinyRun:
         records = [json.loads(line) for line in (self.checkpoints / FILE).read_text().splitlines()]
         return [record["began"] for record in records if "began" in record]
 
-    def pids(self, array: str, element: str, node: str) -> list[int]:
+    def pids(self, job: str, node: str) -> list[int]:
         """Of the training's ranks on a node."""
-        mine = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={element}", f"SLURMD_NODENAME={node}"}
+        mine = {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}"}
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -146,36 +146,34 @@ def test_elements_follow_each_other(tiny: TinyRun, uninterrupted: Callable[[int]
 
 
 def test_a_bad_night(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
-    """The first element: a rank is killed, then a node dies, then a signal before the limit. The second, which has the array's own
-    number: a rank is killed. A job behind the array waits for its end. Nothing is lost, and nothing runs again that had ended."""
-    samples = 64 + 16 * 112
-    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    """One element: a rank is killed, then a node dies, then a signal before the limit; the next element waits for its end. Nothing
+    is lost."""
+    samples = 64 + 16 * 72
+    job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 3)
-    os.kill(tiny.pids(job, "1", "n2")[0], signal.SIGKILL)
-    tiny.wait_for_line(f"job {job}_1 is requeued: crashed")
+    os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
+    tiny.wait_for_line(f"job {job} is requeued: crashed")
     tiny.wait_for_line("successfully loaded checkpoint", 1)
-    tiny.wait_for_line(SAVED, 8)
+    tiny.wait_for_line(SAVED, 6)
     tiny.cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     tiny.wait_for_line("successfully loaded checkpoint", 2)
-    tiny.wait_for_line(SAVED, 12)
+    tiny.wait_for_line(SAVED, 9)
     assert "(Dependency)" in tiny.cluster.run("squeue", "--noheader", "--job", after)
-    tiny.cluster.run("scancel", "--signal=USR1", f"{job}_1")
+    tiny.cluster.run("scancel", "--signal=USR1", job)
     tiny.wait_for_line("received a signal to stop")
-    tiny.wait_for_line(f"element {job}_1 (restart 2) ended at iteration {max(tiny.curve())}: left in order")
-    tiny.wait_for_line(SAVED, tiny.main_log().count(SAVED) + 2)
-    os.kill(tiny.pids(job, "2", "n1")[0], signal.SIGKILL)
-    tiny.wait_for_line(f"job {job}_2 is requeued: crashed")
     tiny.wait_for_end(job)
+    assert f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order" in tiny.main_log()
     tiny.wait_for_end(after)
-    assert "training is complete at iteration 120" in tiny.main_log()
-    restarts = [(attempt["job"], attempt["element"], attempt["restart"]) for attempt in tiny.attempts()]
-    assert restarts == [(job, "1", 0), (job, "1", 1), (job, "1", 2), (job, "2", 0), (job, "2", 1), (after, "", 0)]
+    assert "training is complete at iteration 80" in tiny.main_log()
+    restarts = [(attempt["job"], attempt["restart"]) for attempt in tiny.attempts()]
+    assert restarts == [(job, 0), (job, 1), (job, 2), (after, 0)]
     curve = tiny.curve()
-    assert len(curve) == 120
+    assert len(curve) == 80
     assert curve == uninterrupted(samples)
 
 
+@pytest.mark.full
 def test_a_bad_node_is_excluded(tiny: TinyRun) -> None:
     """The first element finds that a node cannot write to its disk; it and the next go on without it."""
     for node in ("n2", "n3", "n4"):
@@ -299,3 +297,15 @@ def test_a_folder_that_cannot_be_used_ends_the_array(tiny: TinyRun) -> None:
     tiny.wait_for_end(job)
     assert re.search(rf"ALERT: element {job}_1 cannot run: .*checkpoints", tiny.main_log())
     assert tiny.main_log().count("ALERT") == 1
+
+
+def test_the_last_element_comes_back_alone(tiny: TinyRun) -> None:
+    """Its number is the array's: requeueing that would run the first element again, too."""
+    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="6400")
+    tiny.wait_for_line(f"element {job}_2 starts")
+    tiny.wait_for_line("successfully loaded checkpoint")
+    os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
+    tiny.wait_for_end(job)
+    assert f"job {job}_2 is requeued: crashed" in tiny.main_log()
+    assert [(attempt["element"], attempt["restart"]) for attempt in tiny.attempts()] == [("1", 0), ("2", 0), ("2", 1)]
+    assert max(tiny.curve()) == 20
