@@ -1,7 +1,7 @@
 """Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -26,6 +26,23 @@ def write_file(path: Path, text: str) -> None:
     """Write a small file whose folder nobody looks into yet; durable once the folder is synced, too."""
     with open(path, "wb") as file:
         file.write(text.encode())  # UTF-8 in any locale: digests are of these bytes
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Append in one write; a last line that was cut off, by a kill or a full disk, does not swallow the first of these.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not lines:
+        return
+    with open(path, "ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        torn = end > 0 and file.read(1) != b"\n"
+        file.write((("\n" if torn else "") + "\n".join(lines) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
 

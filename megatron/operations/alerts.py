@@ -31,7 +31,7 @@ from email.message import EmailMessage
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron.durable import replace_file
+from megatron.durable import append_lines, replace_file
 from megatron.errors import OperationsError
 
 _TIMEOUT_SECONDS = 20.0
@@ -137,23 +137,6 @@ def own_line_time(line: str) -> float | None:
 
 def clock(seconds: float) -> str:
     return time.strftime(_TIME, time.localtime(seconds))
-
-
-def append_lines(log: Path, lines: Sequence[str]) -> None:
-    """Append in one write; starts a line of its own where the log ends in half a line.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if not lines:
-        return
-    with open(log, "ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        torn = False
-        if end:
-            file.seek(end - 1)
-            torn = file.read(1) != b"\n"
-        file.write((("\n" if torn else "") + "\n".join(lines) + "\n").encode())
 
 
 def _to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None:

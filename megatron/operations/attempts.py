@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.checkpoint.folder import pointed_iteration
+from megatron.durable import append_lines
 from megatron.errors import CheckpointError
 
 FILE = "attempts.jsonl"
@@ -50,13 +51,14 @@ def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
         reached(run),
         time.time(),
     )
-    _append(run, {"began": asdict(attempt)})
+    append_lines(run / FILE, [json.dumps({"began": asdict(attempt)})])
     return attempt
 
 
 def end(run: Path, attempt: Attempt, outcome: str) -> None:
     """`outcome`: a word for what happened. Raises OSError."""
-    _append(run, {"ended": {"began": attempt.began, "outcome": outcome, "iteration": reached(run), "at": time.time()}})
+    record = {"began": attempt.began, "outcome": outcome, "iteration": reached(run), "at": time.time()}
+    append_lines(run / FILE, [json.dumps({"ended": record})])
 
 
 def failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[Past]:
@@ -73,18 +75,8 @@ def reached(run: Path) -> int:
     """The iteration that the pointers name; 0 where there is none, or none that can be read: training will say why."""
     try:
         return pointed_iteration(run) or 0
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return 0
-
-
-def _append(run: Path, record: Mapping[str, object]) -> None:
-    with open(run / FILE, "a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        cut_off = end > 0 and file.read(1) != b"\n"  # by a kill or a full disk: it must not swallow this record
-        file.write((b"\n" if cut_off else b"") + json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read(run: Path) -> Iterator[Past]:

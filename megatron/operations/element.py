@@ -14,15 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 
+from megatron.durable import append_lines
 from megatron.errors import OperationsError
 from megatron.observe.log_line import training_complete_line
 from megatron.operations import attempts, node_report
+from megatron.operations.alerts import clock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 1 << 16
@@ -133,9 +135,8 @@ def _check_nodes(element: Element, limits: node_report.Limits, signals: "_Signal
     folder.mkdir()
     try:
         program = [str(REPOSITORY / "tools" / "node_check.py"), "--report", str(folder), *limits.as_flags()]
-        line = ["srun", "--kill-on-bad-exit=0", "--wait=0", *element.srun, sys.executable, *program]
-        with open(element.main_log, "ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=limits.seconds + 60, check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _srun(element, ["--kill-on-bad-exit=0", "--wait=0"], program, timeout=limits.seconds + 60)
         bad = node_report.bad_hosts(node_report.read(folder), dict(zip(hosts, tasks, strict=True)), limits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,8 +159,8 @@ def _train(element: Element, signals: "_Signals") -> Outcome:
     _say(element, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     told = element.save / f".error-{os.environ['SLURM_JOB_ID']}.json"
     told.unlink(missing_ok=True)
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(told)}  # where a rank says what a person must mend
-    code = _srun(element, ["--kill-on-bad-exit=1", *element.srun], ["-u", *element.command], environment)
+    # Where a rank says what a person must mend.
+    code = _srun(element, ["--kill-on-bad-exit=1"], ["-u", *element.command], variables={"TORCHELASTIC_ERROR_FILE": str(told)})
     message = _error(told)
     told.unlink(missing_ok=True)
     if message is not None:
@@ -177,15 +178,24 @@ def _train(element: Element, signals: "_Signals") -> Outcome:
     return Outcome.CRASHED
 
 
-def _srun(element: Element, options: Sequence[str], program: Sequence[str], environment: dict[str, str]) -> int:
-    """Exit code of a step that has this job's tasks; its output goes to the main log."""
-    line = ["srun", *options, sys.executable, *program]
+def _srun(
+    element: Element,
+    options: Sequence[str],
+    program: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Exit code of a step that has this job's tasks; its output goes to the main log. Raises subprocess.TimeoutExpired."""
+    line = ["srun", *options, *element.srun, sys.executable, *program]
+    environment = {**os.environ, **(variables or {})}
     with open(element.main_log, "ab") as log:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
-            step = subprocess.Popen(line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=REPOSITORY, env=environment)
+            done = subprocess.run(line, **streams, cwd=REPOSITORY, env=environment, timeout=timeout, check=False)  # type: ignore[call-overload]
         except OSError as error:
             raise OperationsError(f"srun cannot be started: {error}; Slurm's client must be on the PATH") from error
-    return step.wait()
+    return int(done.returncode)
 
 
 def _cancel_pending(element: Element, outcome: Outcome) -> None:
@@ -257,11 +267,10 @@ def _name() -> str:
 
 
 def _say(element: Element, text: str) -> None:
-    line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n"
-    print(line, end="", flush=True)
+    line = f"[{clock(time.time())}] {text}"
+    print(line, flush=True)
     try:
-        with open(element.main_log, "a") as log:
-            log.write(line)
+        append_lines(element.main_log, [line])
     except OSError as error:
         print(f"error: {element.main_log} cannot be written: {error}", file=sys.stderr, flush=True)
 

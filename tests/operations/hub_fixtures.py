@@ -4,31 +4,20 @@ import importlib
 import importlib.util
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from operations.hub_server import TOKEN, HubServer
+
+from tools import hub_sync
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = "org/tiny-logs"
 PATTERNS = ("tensorboard/**", "codecarbon/*.csv", "logs/**")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants, http = (importlib.import_module(f"huggingface_hub.{name}") for name in ("constants", "utils._http"))
-
-
-def tool(name: str) -> ModuleType:
-    """tools/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -121,10 +110,9 @@ Sync = Callable[..., int]
 @pytest.fixture
 def sync(hub: HubServer, run: Path) -> Sync:
     """tools/hub_sync.py in this process: sync("--option", ...) -> exit code."""
-    main = tool("hub_sync").main
 
     def go(*options: str, patterns: tuple[str, ...] = PATTERNS) -> int:
         chosen = ("--patterns", *patterns) if patterns else ()
-        return int(main(["--repo", REPO, "--folder", str(run), *chosen, *options]))
+        return int(hub_sync.main(["--repo", REPO, "--folder", str(run), *chosen, *options]))
 
     return go

@@ -20,13 +20,6 @@ NOON = 1_800_000_000.0
 HOUR = 3600.0
 STALLED = Alert("stalled", "the log has not grown for 2 hours")
 WATCHED = {"stalled"}
-SECRETS = ("ALERT_MAIL_TO", "ALERT_MAIL_FROM", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD")
-
-
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*SECRETS, "http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """tools/fs_watchdog.py: what it counts, compared with df and du, and when it alerts."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from operations.receivers import mail_server
@@ -25,27 +23,10 @@ from megatron.operations.disk_watch import (
     human_bytes,
     parse_watch,
 )
+from tools import fs_watchdog
 
 DAY = 86_400.0
 NOW = 1_800_000_000.0
-
-
-@pytest.fixture(autouse=True)
-def _no_outlets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ALERT_MAIL_TO", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "fs_watchdog.py"
-    spec = importlib.util.spec_from_file_location("fs_watchdog", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # tyro looks there for the docstrings of its fields
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -248,14 +229,14 @@ def test_a_damaged_checkpoint_is_told_and_the_others_counted(tmp_path: Path) -> 
 
 
 def test_paths_that_are_not_there_do_not_keep_others_from_being_checked(
-    folder: Path, tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "disks.txt"
     watches = ["--watch", "/absent=90%", "--watch", f"{folder}=100kB", "--watch", f"{folder / 'hole'}=1GB"]
     with mail_server() as box:
         arguments = ["--main-log", str(log), *watches, "--run", "/no/run", "--mail-to", "a@site.org", "--smtp", box.address]
-        assert tool.main(arguments) == 2
-        assert tool.main(arguments) == 2
+        assert fs_watchdog.main(arguments) == 2
+        assert fs_watchdog.main(arguments) == 2
     errors = capsys.readouterr().err.splitlines()
     assert "--watch /absent cannot be looked at: No such file or directory" in errors[0]
     assert f"--watch {folder / 'hole'} cannot be looked at: Not a directory" in errors[1]
@@ -266,15 +247,15 @@ def test_paths_that_are_not_there_do_not_keep_others_from_being_checked(
     assert [line.split("] ")[1].split(":")[0] for line in lines] == (["PULSE"] + ["ALERT"] * 4) * 2
 
 
-def test_codes(folder: Path, tmp_path: Path, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "disks.txt"
-    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1GB", "--watch", f"{tmp_path}=1GB"]) == 0
-    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1kB"]) == 1
-    assert tool.main(["--main-log", str(log), "--watch", f"{folder}=1GB"]) == 0
+    assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1GB", "--watch", f"{tmp_path}=1GB"]) == 0
+    assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1kB"]) == 1
+    assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1GB"]) == 0
     words = [line.split("] ")[1].split(":")[0] for line in log.read_text().splitlines()]
     assert words == ["PULSE", "PULSE", "PULSE", "ALERT", "PULSE", "RECOVERED"]
     assert capsys.readouterr().out == log.read_text()
-    assert tool.main(["--main-log", str(log)]) == 2
+    assert fs_watchdog.main(["--main-log", str(log)]) == 2
     assert "nothing to watch" in capsys.readouterr().err
-    assert tool.main(["--main-log", str(log), "--watch", str(folder)]) == 2
+    assert fs_watchdog.main(["--main-log", str(log), "--watch", str(folder)]) == 2
     assert "has no limit" in capsys.readouterr().err

@@ -20,13 +20,13 @@ from operations.hub_fixtures import (  # noqa: F401
     pauses,
     run,
     sync,
-    tool,
 )
 from operations.hub_server import HubServer, wait_for
 
 from megatron.operations import hub_queue
 from megatron.operations.follow import Follower
 from megatron.operations.hub import Hub
+from tools import follow_log
 
 LOG = "logs/main_log.txt"
 
@@ -102,7 +102,6 @@ def test_a_log_that_is_cut(grown: int, back: int, log: Path, sync: Sync, followe
 
 
 def test_a_missing_log(hub: HubServer, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    follow_log = tool("follow_log")
     assert follow_log.main([REPO, "logs/nothing.txt"]) == 2
     assert f"holds no log logs/nothing.txt in parts, as tools/hub_sync.py stores one; it holds: {LOG}" in capsys.readouterr().err
     assert follow_log.main([REPO, "elsewhere/nothing.txt"]) == 2
@@ -129,7 +128,7 @@ def test_a_hub_that_fails_is_asked_again(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tool("follow_log").follow(follower(2), 60.0, out, between)
+        follow_log.follow(follower(2), 60.0, out, between)
     assert out.getvalue() == b"".join(log.read_bytes().splitlines(keepends=True)[98:])
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2

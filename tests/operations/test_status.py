@@ -3,7 +3,6 @@
 Its answers are those of Slurm 22.05.8 to our format.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from observe.reports import full_report
@@ -21,10 +19,12 @@ from operations.receivers import mail_server
 
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.durable import append_lines
 from megatron.observe.log_line import saved_checkpoint_line, training_complete_line, training_log_line, validation_log_line
-from megatron.operations.alerts import append_lines, log_line
+from megatron.operations.alerts import log_line
 from megatron.operations.queue import QueuedJob, duration, idle, pulse, read_answer
 from megatron.operations.status import Limits, Remembered, Watched, look, read_tail
+from tools import slurm_status
 
 HOUR = 3600.0
 JOB = "tr8-104B"
@@ -43,24 +43,6 @@ NOON = time.mktime(time.strptime("2026-11-21 12:00:00", "%Y-%m-%d %H:%M:%S"))
 
 def rows(*jobs: tuple[str, ...]) -> str:
     return "".join("\x1f".join(job) + "\n" for job in jobs)
-
-
-@pytest.fixture(autouse=True)
-def _no_outlets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ALERT_MAIL_TO", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "slurm_status.py"
-    spec = importlib.util.spec_from_file_location("slurm_status", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # tyro looks there for the docstrings of its fields
-    spec.loader.exec_module(module)
-    return module
 
 
 Squeue = Callable[..., Path]
@@ -169,19 +151,19 @@ def test_reading_the_answer() -> None:
         read_answer("JOBID PARTITION\n", JOB)
 
 
-def test_the_tool_tells_the_log(tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_tells_the_log(squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = squeue(RUNNING, NEXT)
     train(log, 1, 3)
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 0
     assert log.read_text().splitlines()[-1] == capsys.readouterr().out.strip()
     assert "] PULSE: tr8-104B is running for 1-02:03:04 since" in log.read_text()
     words = asked.read_text().split()
     assert words[:4] == ["--noheader", "--all", f"--user={os.getuid()}", f"--name={JOB}"]
     assert "SUSPENDED" not in words
     squeue()
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 1
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 1
     squeue(RUNNING)
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 0
     assert kinds(log) == ["PULSE", "PULSE", "ALERT", "PULSE", "RECOVERED"]
 
 
@@ -193,24 +175,24 @@ def test_the_tool_tells_the_log(tool: ModuleType, squeue: Squeue, log: Path, cap
     ],
 )
 def test_a_queue_that_fails_is_not_an_empty_one(
-    stderr: str, code: int, message: str, tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+    stderr: str, code: int, message: str, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     squeue()
-    tool.main(["--job-name", JOB, "--main-log", str(log)])
+    slurm_status.main(["--job-name", JOB, "--main-log", str(log)])
     squeue(stderr=stderr, code=code)
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 2
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
     assert message in capsys.readouterr().err
     assert f"ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code {code}: " in log.read_text()
     squeue()
-    tool.main(["--job-name", JOB, "--main-log", str(log)])
+    slurm_status.main(["--job-name", JOB, "--main-log", str(log)])
     # That nothing is queued neither ended meanwhile nor began again; that the queue did not answer did.
     assert kinds(log) == ["PULSE", "ALERT", "ALERT", "PULSE", "ALERT", "RECOVERED"]
 
 
-def test_without_squeue(tool: ModuleType, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_squeue(log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(log.parent))
     train(log, 1, 30, lm_loss=float("nan"))
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 2
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
     assert "squeue is not there; run this on a host of the Slurm cluster" in capsys.readouterr().err
     assert kinds(log) == ["ALERT", "ALERT"]  # the other one is that of the loss: what can be seen is told
 
@@ -224,24 +206,22 @@ def test_without_squeue(tool: ModuleType, log: Path, monkeypatch: pytest.MonkeyP
         (["--stalled-minutes", "0"], "--stalled-minutes 0 must be above 0"),
     ],
 )
-def test_bad_arguments(
-    arguments: list[str], message: str, tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(arguments: list[str], message: str, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     squeue(RUNNING)
     names = [] if "--job-name" in arguments else ["--job-name", JOB]
-    assert tool.main([*names, "--main-log", str(log), *arguments]) == 2
+    assert slurm_status.main([*names, "--main-log", str(log), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("problem", ["folder", "absent"])
 def test_a_log_that_cannot_be_written_is_told_by_mail(
-    problem: str, tool: ModuleType, squeue: Squeue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    problem: str, squeue: Squeue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     squeue()
     log = tmp_path / "gone" / "log.txt" if problem == "absent" else tmp_path
     with mail_server() as box:
         arguments = ["--job-name", JOB, "--main-log", str(log), "--mail-to", "a@site.org", "--smtp", box.address]
-        assert tool.main(arguments) == 2
+        assert slurm_status.main(arguments) == 2
     assert f"{log} cannot be written" in capsys.readouterr().err
     assert "neither running nor scheduled" in box.messages[0].get_content()
 
@@ -262,28 +242,28 @@ def test_stalled_since_training_last_wrote(squeue: Squeue, log: Path) -> None:
     assert found(log) == ""
 
 
-def test_own_lines_are_no_growth(tool: ModuleType, squeue: Squeue, log: Path) -> None:
+def test_own_lines_are_no_growth(squeue: Squeue, log: Path) -> None:
     """Told every hour, as cron does: the log's time of change is always new."""
     squeue(running(9 * HOUR))
     train(log, 1, 5, seconds_ago=50 * 60)
     arguments = ["--job-name", JOB, "--main-log", str(log)]
-    assert [tool.main(arguments), tool.main(arguments)] == [0, 0]
+    assert [slurm_status.main(arguments), slurm_status.main(arguments)] == [0, 0]
     assert found(log, now=time.time() + 9 * 60) == ""
     assert "for 0-01:01" in found(log, now=time.time() + 11 * 60)
     train(log, 6, 6, seconds_ago=-11 * 60)
     assert found(log, now=time.time() + 12 * 60) == ""
 
 
-def test_what_was_remembered_is_lost(tool: ModuleType, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_remembered_is_lost(squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then the first of the lines behind all output tells when there was none any more, at most one check too late."""
     squeue(running(9 * HOUR))
     train(log, 1, 5)
     arguments = ["--job-name", JOB, "--main-log", str(log)]
-    assert tool.main(arguments) == 0
+    assert slurm_status.main(arguments) == 0
     memory = Watched(JOB, log).memory
     for damage in (None, "{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
         memory.unlink() if damage is None else memory.write_text(damage)
-        assert tool.main(arguments) == (0 if damage is None else 2)
+        assert slurm_status.main(arguments) == (0 if damage is None else 2)
         assert ("begun afresh" in capsys.readouterr().err) == (damage is not None)
     memory.unlink()
     assert "has written nothing" in found(log, now=time.time() + 61 * 60)
@@ -306,12 +286,12 @@ def test_a_log_that_is_not_there(squeue: Squeue, log: Path) -> None:
     assert "for 0-02:00:00; nothing at all" in found(log)
 
 
-def test_a_half_line_that_stays_half_is_no_growth(tool: ModuleType, squeue: Squeue, log: Path) -> None:
+def test_a_half_line_that_stays_half_is_no_growth(squeue: Squeue, log: Path) -> None:
     """The process died while it wrote; the PULSE behind it ends the line."""
     squeue(running(9 * HOUR))
     log.write_text(training_log_line(full_report())[:50])
     os.utime(log, (time.time() - 50 * 60,) * 2)
-    assert tool.main(["--job-name", JOB, "--main-log", str(log)]) == 0
+    assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 0
     assert log.read_text()[50] == "\n"
     assert "has written nothing" in found(log, now=time.time() + 11 * 60)
 

@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from operations import alert_settings
+
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
 SCRIPT = Path(__file__).with_name("slurm-cluster")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -28,7 +30,7 @@ class Cluster:
 
     def run(self, *command: str, timeout: float = 300, **variables: str) -> str:
         """What a client prints; `variables` are added to its environment, which a job inherits."""
-        clean = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
+        clean = {name: value for name, value in os.environ.items() if name not in {*_TORCHRUN, *alert_settings.NAMES}}
         environment = {**clean, "PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **variables}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from operations import alert_settings
 from operations.receivers import mail_server
 from slurm.cluster import Cluster
 
@@ -64,7 +65,7 @@ class Queue:
 
 @pytest.fixture
 def queue(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
-    for name in ("ALERT_MAIL_TO", "ALERT_SMTP", "ALERT_WEBHOOK", "SMTP_USER", "SMTP_PASSWORD"):
+    for name in alert_settings.NAMES:
         monkeypatch.delenv(name, raising=False)
     yield Queue(cluster, tmp_path)
     cluster.run("scancel", "--full", f"--user={getpass.getuser()}")
