@@ -45,12 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     found = check_disks(watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left)
     told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=found.pulses)
-    if told.lines:
-        print("\n".join(told.lines))
-    troubles = [*found.troubles, *told.troubles]
-    for trouble in troubles:
-        print(f"error: {trouble}", file=sys.stderr)
-    return 2 if troubles else 1 if found.alerts else 0
+    return told.report(found.troubles, alert=bool(found.alerts))
 
 
 if __name__ == "__main__":

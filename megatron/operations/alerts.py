@@ -22,6 +22,7 @@ import platform
 import re
 import smtplib
 import ssl
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -82,6 +83,15 @@ class Delivery:
     """What was told, as it stands in the log."""
     troubles: list[str]
     """What could not be written or sent; nothing of it is lost unless it says so."""
+
+    def report(self, others: Sequence[str], *, alert: bool) -> int:
+        """Print lines and troubles (`others`: the tool's own). Returns its exit code: 0 all is well, 1 alert, 2 trouble."""
+        if self.lines:
+            print("\n".join(self.lines))
+        troubles = [*others, *self.troubles]
+        for trouble in troubles:
+            print(f"error: {trouble}", file=sys.stderr)
+        return 2 if troubles else 1 if alert else 0
 
 
 def deliver(

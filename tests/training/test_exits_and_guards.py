@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
             lines.append(line)
             if "iteration        3/" in line:
                 process.send_signal(signal.SIGTERM)
+                if ranks == 1:
+                    time.sleep(0.02)
+                    process.send_signal(signal.SIGTERM)  # as srun passes on what Slurm has sent to the tasks, too
                 break
         rest, _ = process.communicate(timeout=60)
         watchdog.cancel()
@@ -68,6 +72,28 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
     assert max(run.losses()) == last
     if ranks == 1:
         assert process.returncode == 0
+
+
+def test_a_later_signal_ends_a_process_that_does_not_come_to_its_next_iteration() -> None:
+    code = """
+import time
+from megatron.training import exits
+exits._REPEATED_SECONDS = 0.5
+exits.Exits(None, None)
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for pause in (0.1, 0.1, 0.8):
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            time.sleep(pause)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
 
 
 def test_eval_and_named_validation_sets(run: Runner) -> None:
