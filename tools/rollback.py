@@ -16,51 +16,23 @@ import tyro
 
 from megatron.errors import MegatronError
 from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import NOTHING, Request
+from megatron.operations.rollback_plan import Request
 
 
 @dataclass(frozen=True)
 class Options:
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER")]
     """The run's --save."""
-    to: int
-    """Iteration of the checkpoint to go back to."""
-    skip: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIRST-LAST ...")] = ()
-    """Iterations to skip from there; checked, and printed as the flag to go on with."""
-    lr: float | None = None
-    """Learning rate to go on with; brings --override-lr-scheduler."""
-    override_lr_scheduler: bool = False
-    """Go on with another schedule of the learning rate."""
-    reason: str = ""
-    """For the notes."""
-    main_log: str | None = None
-    """Log that the launches append to; cut, too. Default: none is."""
-    chronicles: str | None = None
-    """File that the rollback is noted in. Default: chronicles.md in RUN_FOLDER, where there is one."""
-    tensorboard_dir: str | None = None
-    """Default of this and the next two: as the checkpoint's configuration says; 'nowhere': there is nothing to cut."""
-    metrics_file: str | None = None
-    codecarbon_dir: str | None = None
+    request: tyro.conf.OmitArgPrefixes[Request]
     dry_run: bool = False
     """Print all that would be done, and change nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:
     given = tyro.cli(Options, args=argv, description=__doc__)
-    request = Request(
-        to=given.to,
-        skip=given.skip,
-        lr=given.lr,
-        override_lr_scheduler=given.override_lr_scheduler,
-        reason=given.reason,
-        main_log=_absolute(given.main_log),
-        chronicles=_absolute(given.chronicles),
-        tensorboard_dir=_absolute(given.tensorboard_dir),
-        metrics_file=_absolute(given.metrics_file),
-        codecarbon_dir=_absolute(given.codecarbon_dir),
-    )
     try:
-        roll_back(Path(os.path.realpath(given.run_folder)), request, lambda line: print(line, flush=True), dry_run=given.dry_run)
+        run = Path(os.path.realpath(given.run_folder))
+        roll_back(run, given.request.absolute(), lambda line: print(line, flush=True), dry_run=given.dry_run)
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,11 +40,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}; mend that, and give the same command again", file=sys.stderr)
         return 2
     return 0
-
-
-def _absolute(path: str | None) -> str | None:
-    """So that the same command may be given again elsewhere."""
-    return path if path is None or path == NOTHING else os.path.abspath(path)
 
 
 if __name__ == "__main__":

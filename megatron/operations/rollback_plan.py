@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,25 +31,47 @@ NOTHING = "nowhere"
 
 @dataclass(frozen=True)
 class Request:
-    """What an operator asks for; paths are absolute."""
+    """What an operator asks for."""
 
     to: int
+    """Iteration of the checkpoint to go back to."""
     skip: tuple[str, ...] = ()
-    """FIRST-LAST ..., for the command line to go on with."""
+    """FIRST-LAST ...: iterations to skip from there; checked, and printed as the flag to go on with."""
     lr: float | None = None
+    """Learning rate to go on with; brings --override-lr-scheduler."""
     override_lr_scheduler: bool = False
+    """Go on with another schedule of the learning rate."""
     reason: str = ""
+    """For the notes."""
     main_log: str | None = None
+    """Log that the launches append to; cut, too. Default: none is."""
     chronicles: str | None = None
-    """None: chronicles.md of the run's folder, where there is one."""
+    """File that the rollback is noted in. Default: chronicles.md in RUN_FOLDER, where there is one."""
     tensorboard_dir: str | None = None
-    """Of this and the next two None: as the checkpoints' configurations say."""
+    """Default of this and the next two: as the checkpoint's configuration says; 'nowhere': there is nothing to cut."""
     metrics_file: str | None = None
+    """metrics.jsonl of the run."""
     codecarbon_dir: str | None = None
+    """Folder of emissions.csv."""
+
+    def absolute(self) -> "Request":
+        """The same command may be given again elsewhere."""
+        return replace(
+            self,
+            main_log=_absolute(self.main_log),
+            chronicles=_absolute(self.chronicles),
+            tensorboard_dir=_absolute(self.tensorboard_dir),
+            metrics_file=_absolute(self.metrics_file),
+            codecarbon_dir=_absolute(self.codecarbon_dir),
+        )
 
     def as_record(self) -> dict[str, Any]:
         """As JSON gives it back."""
         return dict(json.loads(json.dumps(asdict(self))))
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or path == NOTHING else os.path.abspath(path)
 
 
 @dataclass(frozen=True)
