@@ -14,12 +14,13 @@ if __name__ == "__main__":
 
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
+from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import world_of_launcher
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
 from megatron.training.resume import settle, where_to_start
-from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, start_run
+from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, report_error, start_run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,6 +29,10 @@ def main(argv: list[str] | None = None) -> None:
         pretrain(load_config(argv, prog="pretrain_gpt.py"))
     except MegatronError as error:
         leave_with_error(error)
+    except OSError as error:
+        if host_io_error(error) is not None:
+            report_error(error, f"{type(error).__name__}: {error}")  # a fault of this host, though not one that has a message
+        raise
     leave()
 
 

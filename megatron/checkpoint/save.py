@@ -260,7 +260,7 @@ class Saver:
         outcomes = self._ranks.gather((work.result, failure, fatal))
         for _, _, reason in outcomes:
             if reason is not None:
-                raise CheckpointError(reason)
+                raise CheckpointError(reason) from work.error
         failures = [failed for _, failed, _ in outcomes if failed]
         if not failures:
             return [result for result, _, _ in outcomes]
@@ -269,10 +269,11 @@ class Saver:
                 remove(fresh)  # makes room
             except OSError as error:
                 failures.append(f"{fresh} could not be removed: {error}")
-        self._count_failure(contents.iteration, failures)
+        self._count_failure(contents.iteration, failures, work.error)
         return None
 
-    def _count_failure(self, iteration: int, failures: list[str]) -> None:
+    def _count_failure(self, iteration: int, failures: list[str], cause: BaseException | None) -> None:
+        """`cause`: what failed on this rank; None where it was another rank."""
         self._failures += 1
         allowed = self._config.max_save_failures
         last = f"it is global_step{self._course[-1].iteration}" if self._course else "there is none"
@@ -282,7 +283,7 @@ class Saver:
             raise CheckpointError(
                 f"{told}\nthe run ends here, so as not to train what cannot be kept; its last checkpoint is untouched: {last}. "
                 "Make room or mend the file system, and start again with the same command"
-            )
+            ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
         again = "at once" if self._ending else f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")

@@ -26,7 +26,9 @@ from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
+from megatron.durable import replace_file
 from megatron.engine.base import Engine
+from megatron.error_report import FOLDER_VARIABLE, report_of, write_report
 from megatron.errors import CheckpointError, DamagedError, MegatronError
 from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
@@ -79,6 +81,7 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         yield None
         return
     lease, problem, root = None, None, Path(config.checkpoint.save)
+    cause: Exception | None = None
     if mesh.rank == 0:
         try:
             check_writable(root)
@@ -86,12 +89,12 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             if not traces(root):
                 mark_begun(root)
         except CheckpointError as error:
-            problem = str(error)
+            problem, cause = str(error), error
         except OSError as error:
-            problem = f"--save {root} cannot be written: {error}"
+            problem, cause = f"--save {root} cannot be written: {error}", error
     problem = ranks_of(mesh).gather(problem)[0]
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from cause
     try:
         yield lease
     finally:
@@ -259,25 +262,31 @@ def describe_index_helpers() -> tuple[str, str]:
 def leave_with_error(error: MegatronError) -> NoReturn:
     """Print one clear message and end the process at once: ranks that wait for this one in a collective must not wait long."""
     rank = int(os.environ.get("RANK", "0"))
+    prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
+    message = f"{prefix}{type(error).__name__}: {error}"
+    report_error(error, message)  # before the wait, in which the launcher may end this process
     if rank > 0:
         # Most errors are every rank's. Rank 0 tells; if it is the same error, the launcher ends this process meanwhile.
         time.sleep(3)
-    prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
-    message = f"{prefix}{type(error).__name__}: {error}"
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    tell_torchrun(message)
+    if rank == 0 and FOLDER_VARIABLE in os.environ:
+        time.sleep(1)  # srun ends all ranks when this one ends: let the others write their reports first
     # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
     os._exit(2)
 
 
-def tell_torchrun(message: str) -> None:
-    """Have torchrun's own report name the error as the root cause; it reads this file of each rank that failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": record}))
+def report_error(error: BaseException, message: str) -> None:
+    """Leave the error where the launcher looks for it: torchrun in a file of each rank, the array task in a folder of all."""
+    path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
+    try:
+        if path:
+            record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+            replace_file(Path(path), json.dumps({"message": record}))
+        if folder:
+            write_report(Path(folder), report_of(error))
+    except OSError as trouble:
+        print(f"warning: the error could not be reported to the launcher: {trouble}", file=sys.stderr, flush=True)
 
 
 def leave() -> None:
