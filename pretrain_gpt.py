@@ -7,10 +7,12 @@ python pretrain_gpt.py --help                                                   
 
 import sys
 
+from megatron.standard_streams import protect_standard_streams
 from megatron.training.orphans import die_with_launcher
 
 if __name__ == "__main__":
     die_with_launcher()  # before the slow imports: a launcher that is killed meanwhile must not leave this process behind
+    protect_standard_streams()  # before libraries take hold of the streams
 
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
@@ -24,7 +26,8 @@ from megatron.training.setup import join_ranks, leave, leave_with_error, own_fol
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to mend it."""
+    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to fix it."""
+    protect_standard_streams()
     try:
         pretrain(load_config(argv, prog="pretrain_gpt.py"))
     except MegatronError as error:

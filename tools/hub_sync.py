@@ -25,6 +25,7 @@ from megatron.errors import ConfigError, MegatronError, OperationsError
 from megatron.operations.hub import Hub, HubUnavailable, Patience
 from megatron.operations.hub_checkpoints import push_checkpoints
 from megatron.operations.hub_push import Busy, Outcome, Push, Request, default_state, in_words, only_sync
+from megatron.standard_streams import protect_standard_streams
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    protect_standard_streams()  # a full disk under the output must not end --watch
     try:
         sys.exit(main())
     except KeyboardInterrupt:
