@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import stored_folder
-from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.manifest import Manifest, is_count, read_manifest
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, DamagedError
@@ -55,7 +55,8 @@ def ancestors(root: Path, iteration: int) -> Course | None:
         digest = record.pop("digest")
         if digest != digest_of_text(json.dumps(record)) or record["iteration"] != iteration:
             return None
-        return tuple(Ancestor(*entry) for entry in record["course"])
+        course = tuple(Ancestor(*entry) for entry in record["course"])
+        return course if all(is_count(ancestor.iteration) for ancestor in course) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -73,7 +73,44 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} has format {found}; this version reads format {FORMAT}: {way_out}")
     if not agrees:
         raise DamagedError(f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}", MANIFEST)
+    _check_names(record)
     return Manifest(**record)
+
+
+def _check_names(record: Mapping[str, Any]) -> None:
+    """Check what leads to files and folders. The digest proves nothing here: whoever writes a manifest can write its digest.
+
+    Raises:
+        DamagedError: a file's name is not plain, or an iteration is no number.
+    """
+    files, course = record.get("files"), record.get("course")
+    if not isinstance(files, dict) or not isinstance(course, list):
+        raise DamagedError(f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST)
+    for name, facts in files.items():
+        if not is_plain_name(name):
+            raise DamagedError(
+                f"{MANIFEST} names the file {name!a}; a checkpoint holds plain file names only, without separators or control "
+                "characters: it was not written by this program, and nothing of it is read",
+                MANIFEST,
+            )
+        if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("xxh128"), str):
+            raise DamagedError(f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST)
+    iterations = [record.get("iteration"), *(entry[0] if isinstance(entry, list) and len(entry) == 3 else None for entry in course)]
+    for iteration in iterations:
+        if not is_count(iteration):  # it becomes a part of a folder's name
+            raise DamagedError(f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST)
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether `name` can only be a file of the folder itself, and prints as one line."""
+    if not isinstance(name, str) or name in ("", ".", "..", MANIFEST):
+        return False
+    return name.isprintable() and "/" not in name and "\\" not in name
+
+
+def is_count(value: object) -> bool:
+    """Return whether `value` is a number that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +129,11 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     Raises:
         DamagedError: it is missing or altered.
     """
-    return Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
+    index = Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
+    named = {box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]} | index.blocks.keys()
+    if strangers := sorted(named - manifest.files.keys()):
+        raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not have", INDEX)
+    return index
 
 
 def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
@@ -101,6 +142,8 @@ def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
     Raises:
         DamagedError: it has not, or is missing.
     """
+    if name not in manifest.files:
+        raise DamagedError(f"{MANIFEST} does not name {name}", name)
     text = read_text(folder, name)
     if digest_of_text(text) != manifest.files[name]["xxh128"]:
         raise DamagedError(f"{name} is not what was written", name)
