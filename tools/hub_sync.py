@@ -7,11 +7,13 @@
 
 Only what differs is sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at most 1 MiB, whose joined contents
 are the log; tools/follow_log.py follows them. What was sent from here and deleted here is deleted there, if a pattern covers it.
+Links are followed as long as they stay in --folder or --checkpoints, each of which may be a link itself. What leads out of it is
+not sent, nor is what is no regular file (a FIFO, a socket, a device).
 The token is HF_TOKEN, or that of `hf auth login`; HF_ENDPOINT names another Hub.
 
 Exit code: 0 in step, or another sync of this folder is at work, which does the work; 1 in step but for what was left out (a pattern
-that matches nothing, a file that cannot be read); 2 an error that a person must mend; 3 the Hub did not answer in time: nothing is
-lost, the next sync goes on.
+that matches nothing, a file that cannot be read or lies elsewhere); 2 an error that a person must fix; 3 the Hub did not answer in
+time: nothing is lost, the next sync goes on.
 """
 
 import sys

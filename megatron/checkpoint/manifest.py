@@ -129,11 +129,7 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     Raises:
         DamagedError: it is missing or altered.
     """
-    index = Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
-    named = {box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]} | index.blocks.keys()
-    if strangers := sorted(named - manifest.files.keys()):
-        raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not have", INDEX)
-    return index
+    return Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
 
 
 def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
@@ -201,5 +197,13 @@ def check_size(folder: Path, name: str, size: int) -> None:
 
 
 def digests_of(manifest: Manifest, index: Index) -> dict[str, FileDigest]:
-    """Of the tensor files."""
+    """Return the digests of the tensor files.
+
+    Raises:
+        DamagedError: the index names a file that the manifest does not have, and that may lie anywhere.
+    """
+    named = {box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]} | index.blocks.keys()
+    strangers = sorted(named - manifest.files.keys())
+    if strangers:
+        raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not name", INDEX)
     return {name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b) for name, b in index.blocks.items()}

@@ -23,17 +23,20 @@ from operations.hub_fixtures import (  # noqa: F401
     sync,
 )
 from operations.hub_server import HubServer
+from operations.run_folder import FakeRun
 from operations.test_hub_sync import save_checkpoint
 
 from megatron.checkpoint.digest import digest_of_file
 from megatron.checkpoint.folder import point_to
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.manifest import Manifest, is_plain_name, read_manifest
+from megatron.checkpoint.manifest import Manifest, digests_of, is_plain_name, read_manifest
 from megatron.checkpoint.verification import verify
 from megatron.durable import replace_file
 from megatron.errors import DamagedError
 from megatron.operations import hub_push, hub_queue
 from megatron.operations.inside import OutsideError, open_inside
+from megatron.operations.rollback import roll_back
+from megatron.operations.rollback_plan import Plan, Request, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
@@ -346,8 +349,9 @@ def test_an_index_that_names_another_file_is_damage(tmp_path: Path, secret: Path
     found = digest_of_file(folder / "index.json")
     files = {**read_manifest(folder).files, "index.json": {"bytes": found.bytes, "xxh128": found.xxh128}}
     rewrite(folder, files=files)
-    with pytest.raises(DamagedError, match="does not have"):
-        open_checkpoint(tmp_path / "run", 10).index()
+    checkpoint = open_checkpoint(tmp_path / "run", 10)
+    with pytest.raises(DamagedError, match="does not name"):
+        digests_of(checkpoint.manifest, checkpoint.index())
 
 
 # What is rewritten
@@ -358,3 +362,31 @@ def test_a_small_file_is_not_written_through_a_link(tmp_path: Path, secret: Path
     with pytest.raises(OSError, match="symbolic links"):
         replace_file(tmp_path / "latest", "global_step10")
     assert secret.read_bytes() == SECRET
+
+
+def test_a_rollback_leaves_event_files_of_another_run_alone(tmp_path: Path) -> None:
+    """They are linked into the run's folder, to be compared with in one chart."""
+    mine = FakeRun(tmp_path / "run", tmp_path / "aside")
+    other = FakeRun(tmp_path / "other" / "run", tmp_path / "other" / "aside")
+    for each in (mine, other):
+        each.launch(1, 8)
+    theirs = sorted(Path(other.paths()["tensorboard_dir"]).glob("*tfevents*"))
+    before = [path.read_bytes() for path in theirs]
+    for path in theirs:
+        (Path(mine.paths()["tensorboard_dir"]) / f"other.{path.name}").symlink_to(path)
+    said: list[str] = []
+    roll_back(mine.root, Request(4, **mine.paths()), said.append)
+    assert [path.read_bytes() for path in theirs] == before
+    assert any(f"is a link to {theirs[0]}, outside of the run's folder of events" in line for line in said)
+    assert list((mine.root / "rolled-back").glob("*/tensorboard/*tfevents*"))  # its own were cut
+
+
+@pytest.mark.parametrize("part", ["/tmp/x", "../x", "tensorboard/../../x", "", "a\nb"])
+def test_a_plan_that_writes_elsewhere_is_damaged(part: str, tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", tmp_path / "aside")
+    run.launch(1, 8)
+    plan, _ = make_plan(run.root, Request(4, **run.paths()))
+    assert Plan.from_text(plan.to_text()) == plan
+    changed = replace(plan, files=[replace(plan.files[0], part=part), *plan.files[1:]])
+    with pytest.raises(ValueError, match="leads out of"):
+        Plan.from_text(changed.to_text())
