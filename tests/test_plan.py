@@ -181,7 +181,9 @@ def test_learning_rate_that_makes_no_schedule():
 
 
 def test_vocabulary():
-    assert resolve(with_changes(tokenizer={"pad_vocab_size_to": 1100}), 1).padded_vocab_size == 1100
+    assert resolve(with_changes(tokenizer={"pad_vocab_size_to": 1152}), 1).padded_vocab_size == 1152
+    refused = errors_of(1, tokenizer={"pad_vocab_size_to": 1100})
+    assert "must be divisible by --make-vocab-size-divisible-by 128. Use 1152" in refused
     assert "--pad-vocab-size-to 900" in errors_of(1, tokenizer={"pad_vocab_size_to": 900})
     assert "--pad-vocab-size-to 1001" in errors_of(
         2, tokenizer={"pad_vocab_size_to": 1001}, parallel={"tensor_model_parallel_size": 2}
