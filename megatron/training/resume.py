@@ -12,6 +12,7 @@ from megatron.engine.support import refuse_unsupported
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import kill_switch_line
 from megatron.plan import Plan, curriculum_of, resolve
+from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, differences
 from megatron.training.state import TrainState
@@ -38,7 +39,8 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     if loaded.config.batch.eval_only and checkpoint is None:
         raise CheckpointError(f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate")
     state = starting_state(checkpoint, loaded.config)
-    config, about_curriculum = choose_curriculum(loaded.config, checkpoint)
+    config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
+    config, about_curriculum = choose_curriculum(config, checkpoint)
     plan = resolve(
         config,
         world_size,
@@ -50,7 +52,7 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     check_runnable(plan)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
-    notes = [*loaded.warnings, *plan.warnings, *about_curriculum, *about_schedule, *about_ranges]
+    notes = [*loaded.warnings, *plan.warnings, *about_steps, *about_curriculum, *about_schedule, *about_ranges]
     return Job(plan, state, checkpoint, notes)
 
 
@@ -107,6 +109,32 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
         + "\n  ".join(differing)
         + "\ngive --override-lr-scheduler to go on with this command line's, or --use-checkpoint-lr-scheduler with the checkpoint's"
     )
+
+
+def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
+    """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint was trained so.
+
+    Returns the configuration with the unit spelled out, and what to report. A schedule that is not
+    the checkpoint's stays as it is: the plan refuses its bare thresholds.
+
+    Raises:
+        CheckpointError: the checkpoint's configuration is damaged.
+    """
+    asked = config.batch.step_batch_size_schedule
+    if asked is None or checkpoint is None or config.checkpoint.finetune:
+        return config, []
+    spelled = bare_thresholds_as_samples(asked)
+    if spelled == step_entries(asked):
+        return config, []
+    saved = checkpoint.config().batch.step_batch_size_schedule
+    if saved is None or bare_thresholds_as_samples(saved) != spelled:
+        return config, []
+    note = (
+        f"--step-batch-size-schedule '{' '.join(asked)}' is read as '{' '.join(spelled)}': the "
+        "checkpoint was trained with thresholds in samples. Megatron-LM reads a bare threshold as "
+        "tokens; write the unit."
+    )
+    return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
 
 
 def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
