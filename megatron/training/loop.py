@@ -194,10 +194,11 @@ def save_at_end(run: Run) -> None:
     """The last iteration is safe when this returns; there is no later chance, so a failure is tried again at once.
 
     Raises:
-        CheckpointError: too many saves in a row have failed.
+        CheckpointError: too many saves in a row have failed. DataError: a file of the data has changed since the start.
     """
     saver = run.saver
     if saver is None:
+        run.data_files.check()
         return
     saver.end_of_run()
     with run.timers(SAVE):
@@ -211,9 +212,15 @@ def save_at_end(run: Run) -> None:
 
 
 def begin_save(run: Run, saver: Saver) -> None:
-    """Hand the state as it is now to the saver."""
+    """Hand the state as it is now to the saver.
+
+    Raises:
+        DataError: a file of the data, or an index, has changed since the start.
+    """
     plan, state = run.plan, run.state
+    run.data_files.check()  # what was trained on files that changed is not saved
     state.data = run.sources.state()
+    state.data_digests = run.data_files.record()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = Contents(
         state.iteration,

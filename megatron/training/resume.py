@@ -15,6 +15,7 @@ from megatron.plan import Plan, curriculum_of, resolve
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, differences
+from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
 
@@ -52,7 +53,16 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     check_runnable(plan)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
-    notes = [*loaded.warnings, *plan.warnings, *about_steps, *about_curriculum, *about_schedule, *about_ranges]
+    about_tokenizer = check_tokenizer(plan.config, state)
+    notes = [
+        *loaded.warnings,
+        *plan.warnings,
+        *about_steps,
+        *about_curriculum,
+        *about_schedule,
+        *about_ranges,
+        *about_tokenizer,
+    ]
     return Job(plan, state, checkpoint, notes)
 
 
@@ -184,6 +194,43 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     return replace(plan, skip_ranges=saved), [f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"]
 
 
+def check_tokenizer(config: Config, state: TrainState) -> list[str]:
+    """Compare the tokenizer's files with those of the checkpoint, by content; return what could not be compared.
+
+    Raises:
+        ConfigError: they differ; or a file cannot be read.
+    """
+    if state.iteration == 0:
+        return []
+    try:
+        here = tokenizer_digests(config.tokenizer)
+    except OSError as error:
+        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
+    there = state.tokenizer
+    if not there:
+        return ["the checkpoint has no digests of the tokenizer's files, so they were not compared with it"] if here else []
+    if not here:
+        return ["no file of the tokenizer is given or found, so it was not compared with the checkpoint's"]
+    paths = tokenizer_files(config.tokenizer)
+    common = [part for part in there if part in here]
+    differing = [
+        f"{part} {paths.get(part, '')} is {here[part]}, the checkpoint's is {there[part]}".replace("  ", " ")
+        for part in common
+        if here[part] != there[part]
+    ]
+    if not common:
+        differing = [f"it consists of {', '.join(here)}, the checkpoint's of {', '.join(there)}"]
+    if differing:
+        raise ConfigError(
+            "the tokenizer is not the one that the checkpoint was trained with (xxh3_128 of the files):\n  "
+            + "\n  ".join(differing)
+            + "\nA run keeps its tokenizer, because its data consists of that tokenizer's ids. Give the original files, under any "
+            "path; or start a new run from these weights with --finetune and another --save"
+        )
+    missing = [part for part in there if part not in here]
+    return [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"] if missing else []
+
+
 def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
     """Fill the engine from a checkpoint of any layout.
 
@@ -203,3 +250,4 @@ def remember(state: TrainState, plan: Plan) -> None:
     """Put into the state what a resume will be compared with."""
     state.lr_schedule = asdict(plan.lr_schedule)
     state.skip_ranges = [list(r) for r in plan.skip_ranges]
+    state.tokenizer = tokenizer_digests(plan.config.tokenizer) or state.tokenizer

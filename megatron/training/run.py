@@ -8,6 +8,7 @@ from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
+from megatron.training.data_files import DataFiles
 from megatron.training.exits import Exits
 from megatron.training.report import Reporter
 from megatron.training.state import TrainState
@@ -19,6 +20,7 @@ class Run:
     mesh: Mesh
     engine: Engine
     sources: Sources
+    data_files: DataFiles
     state: TrainState
     reporter: Reporter
     timers: Timers

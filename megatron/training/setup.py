@@ -39,6 +39,7 @@ from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_proces
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.agreement import check_agreement
+from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
@@ -118,6 +119,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         start = agree_on_start(where_to_start(config), ranks, damage, own_folder=own, say=say)
         job = settle(loaded, mesh.grid.world_size, start.checkpoint)
         check_agreement(job.plan.config, job.state.iteration, mesh)
+        check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
@@ -169,7 +171,9 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         TrainingError: copies of a parameter are not equal.
     """
     plan, state, config = job.plan, job.state, job.plan.config
-    sources = open_data(plan, mesh, state)
+    sources = open_data(plan, mesh, state, speaker(mesh))
+    data_files = DataFiles(sources.library, state, ranks_of(mesh), mesh.describe(), speaker(mesh))
+    data_files.check()  # before anything is trained on a small file that has changed
     reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
@@ -191,7 +195,7 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     for note in sources.take_notes():
         reporter.say(note)
     remember(state, plan)
-    run = Run(plan, mesh, engine, sources, state, reporter, timers, exits, saver)
+    run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
     if config.parallel.check_invariants_interval:
         check_invariants(run, last_good=None)
     timers.take()  # what building took is no iteration's
@@ -208,19 +212,32 @@ def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease:
     return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, course=course)
 
 
-def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
-    """The sources at the state's position."""
+def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None) -> Sources:
+    """Open the sources at the state's position, with the same data on all ranks, and build their indices.
+
+    `say` takes what must be known while an index is built.
+
+    Raises:
+        DataError: see `build_run`. LayoutError: ranks read different data. CheckpointError: the state contradicts itself.
+    """
     config, batch = plan.config, plan.config.batch
     valid_samples, test_samples = evaluation_samples(plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final)
-    sources = build_sources(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=batch.seed,
-        train_samples=plan.train_samples,
-        valid_samples=valid_samples,
-        test_samples=test_samples,
-        place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
-    )
+
+    def build() -> Sources:
+        return build_sources(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=batch.seed,
+            train_samples=plan.train_samples,
+            valid_samples=valid_samples,
+            test_samples=test_samples,
+            place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
+            say=say,
+            # Ranks that need not wait are in a collective by then, which waits as long and not longer.
+            wait_seconds=60 * config.parallel.distributed_timeout_minutes,
+        )
+
+    sources = open_same(build, ranks_of(mesh), mesh.describe())
     if state.data:
         sources.load(state.data)
         position = sources.train.consumed_samples if sources.train is not None else state.consumed_samples

@@ -9,6 +9,9 @@ from typing import Any
 from megatron.errors import CheckpointError
 from megatron.schedule.lr import LRSchedule
 
+_ADDED_LATER = {"data_digests", "tokenizer"}
+"""Fields that older checkpoints lack; a resume from one says what cannot be compared."""
+
 
 @dataclass
 class TrainState:
@@ -30,6 +33,10 @@ class TrainState:
     skip_ranges: list[list[int]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     """The training source's state: position and segments."""
+    data_digests: dict[str, str | None] = field(default_factory=dict)
+    """Sampled fingerprint of a data set -> xxh3_128 of its whole .bin; None where it was not computed yet."""
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    """Part that a file plays in the tokenizer -> xxh3_128 of its content."""
 
     def advance(self, samples: int, tokens: int) -> None:
         """One iteration went by, whatever became of it."""
@@ -57,7 +64,7 @@ class TrainState:
             CheckpointError: counters are missing: the run could not be continued exactly.
         """
         names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys())
+        missing = sorted(names - _ADDED_LATER - values.keys())
         if missing:
             raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version")
         return cls(**{name: value for name, value in values.items() if name in names})
