@@ -193,8 +193,7 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         reporter.say(note)
     remember(state, plan)
     run = Run(plan, mesh, engine, sources, state, reporter, timers, exits, saver)
-    if config.parallel.check_invariants_interval:
-        check_invariants(run, last_good=None)
+    check_invariants(run)
     timers.take()  # what building took is no iteration's
     return run
 
