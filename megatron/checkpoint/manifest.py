@@ -14,7 +14,11 @@ from typing import Any
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 from megatron.errors import CheckpointError, DamagedError
 
-FORMAT = 2
+FORMAT = 3
+"""Since format 3, the state and the entries of `course` have the number of applied steps."""
+_READABLE = (2, FORMAT)
+APPLIED_STEPS = "applied_steps"
+"""Key of `Manifest.state` that retention reads."""
 MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
 
 
@@ -32,7 +36,8 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """name -> {"bytes", "xxh128"} of every other file."""
     course: list[list[Any]]
-    """[iteration, digest, keep] of the checkpoints that the run came through before, see `course.py`."""
+    """[iteration, digest, keep, applied steps] of the checkpoints that the run came through before,
+    see `course.py`."""
     keep: bool
     """For ever, see `course.Ancestor`."""
     format: int = FORMAT
@@ -68,9 +73,14 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     agrees = digest == _digest_of(record)
-    if isinstance(found, int) and found != FORMAT and (agrees or digest is None):  # else a flipped bit may have made the number
+    if (
+        isinstance(found, int) and found not in _READABLE and (agrees or digest is None)
+    ):  # else a flipped bit may have made the number
         way_out = "update this installation" if found > FORMAT else "load it with the version that wrote it"
-        raise CheckpointError(f"{folder} has format {found}; this version reads format {FORMAT}: {way_out}")
+        raise CheckpointError(
+            f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
+            f"{way_out}"
+        )
     if not agrees:
         raise DamagedError(f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}", MANIFEST)
     _check_names(record)

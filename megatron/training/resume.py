@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron.checkpoint.finite import describe_not_finite
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
@@ -231,8 +232,9 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
     return [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"] if missing else []
 
 
-def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
-    """Fill the engine from a checkpoint of any layout.
+def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> list[str]:
+    """Fill the engine from a checkpoint of any layout. Return what is not finite of this rank's
+    part, a line for each tensor.
 
     Raises:
         CheckpointError: it does not fit, or has no optimizer state although that is wanted.
@@ -242,8 +244,11 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
         )
-    checkpoint.load_into(engine.chunks(optimizer=with_optimizer), config.model)
+    chunks = engine.chunks(optimizer=with_optimizer)
+    checkpoint.load_into(chunks, config.model)
+    not_finite = describe_not_finite(chunks)
     engine.loaded(checkpoint.optimizer if with_optimizer else None)
+    return not_finite
 
 
 def remember(state: TrainState, plan: Plan) -> None:

@@ -27,3 +27,6 @@ class Run:
     exits: Exits
     saver: Saver | None
     """None: nothing is saved."""
+    checked_at: int | None = None
+    """The iteration after which copies of parameters were last compared, and equal; None before the
+    first time."""

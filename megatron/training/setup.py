@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.course import Course, course_of
+from megatron.checkpoint.finite import refuse_not_finite
 from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.ranks import Ranks
@@ -151,16 +152,19 @@ def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:
     """Fill the engine from the job's checkpoint. Returns what is damaged of it, the same on all ranks; None where nothing is.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: it does not fit; or it holds numbers that are not finite.
     """
     if job.checkpoint is None:
         return None
-    damage = None
+    damage, lines = None, list[str]()
     try:
-        load_engine(engine, job.checkpoint, job.plan.config)
+        lines = load_engine(engine, job.checkpoint, job.plan.config)
     except DamagedError as error:
         damage = error
-    return agree_on_damage(job.checkpoint, damage, ranks)
+    damaged = agree_on_damage(job.checkpoint, damage, ranks)
+    if damaged is None:
+        refuse_not_finite(job.checkpoint, lines, ranks)
+    return damaged
 
 
 def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
@@ -196,8 +200,7 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         reporter.say(note)
     remember(state, plan)
     run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
-    if config.parallel.check_invariants_interval:
-        check_invariants(run, last_good=None)
+    check_invariants(run)
     timers.take()  # what building took is no iteration's
     return run
 

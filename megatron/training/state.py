@@ -6,11 +6,12 @@ Counters differ on purpose: a step that is dropped or skipped consumes its sampl
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from megatron.checkpoint.manifest import APPLIED_STEPS
 from megatron.errors import CheckpointError
 from megatron.schedule.lr import LRSchedule
 
-_ADDED_LATER = {"data_digests", "tokenizer"}
-"""Fields that older checkpoints lack; a resume from one says what cannot be compared."""
+_ADDED_LATER = {APPLIED_STEPS, "data_digests", "tokenizer"}
+"""Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
 
 @dataclass
@@ -26,6 +27,8 @@ class TrainState:
     """`lr_tokens` at the end of warm-up, for decay by tokens."""
     consumed_valid_samples: int = 0
     nan_iterations_in_a_row: int = 0
+    applied_steps: int = 0
+    """Steps that changed the weights; 0 at a checkpoint of format 2, which does not say."""
     elapsed_seconds: float = 0.0
     """Time in training over all launches."""
     gigaflops_without_embeddings: float = 0.0
@@ -46,6 +49,7 @@ class TrainState:
 
     def advance_lr(self, schedule: LRSchedule, samples: int, tokens: int) -> None:
         """Its step was applied."""
+        self.applied_steps += 1
         self.lr_samples += samples
         self.lr_tokens += tokens
         self.warmup_tokens = schedule.warmup_tokens_after(self.lr_samples, self.lr_tokens, self.warmup_tokens)
