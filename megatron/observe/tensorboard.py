@@ -167,7 +167,9 @@ class EventFile:
         except OSError as error:
             self._write_at = time.monotonic() + _RETRY_SECONDS
             if not self._failing:
-                self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; training goes on and keeps them")
+                self._say(
+                    f"cannot write TensorBoard events to {self._folder}: {error.strerror}; training goes on without them until it can"
+                )
             self._failing = True
             return
         if self._failing:
