@@ -167,7 +167,8 @@ class EventFile:
         except OSError as error:
             self._write_at = time.monotonic() + _RETRY_SECONDS
             if not self._failing:
-                self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; training goes on and keeps them")
+                way_on = "training goes on without them until it can"
+                self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; {way_on}")
             self._failing = True
             return
         if self._failing:

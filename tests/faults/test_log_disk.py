@@ -55,9 +55,8 @@ def test_a_full_disk_from_the_first_line(both: bool, new_job: NewJob, uninterrup
     job.check(ITERATIONS, saved=[4, 8, 10])
 
 
-@pytest.mark.parametrize(
-    "gone", ["stdout", pytest.param("stderr", marks=pytest.mark.full), pytest.param("both", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("gone", ["stdout", "stderr", "both"])
 def test_a_reader_that_goes_away(gone: str, new_job: NewJob, uninterrupted: Curves, tmp_path: Path) -> None:
     """`| head -3`: the reader takes three lines and ends; the other stream reports it once."""
     job = new_job("job", "--save-interval 4")
