@@ -16,7 +16,7 @@ from tiny_corpus import MERGES, VOCAB
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.ranks import Ranks
-from megatron.data import content
+from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.segments import Library
 from megatron.training.data_files import DataFiles
@@ -265,3 +265,33 @@ def test_another_tokenizer_of_the_same_size_is_refused_on_resume(run: Runner, tm
     assert "it was not compared with the checkpoint's" in run("--train-iters 4")
     (other / "vocab.json").write_text(json.dumps(swapped))
     run(f"--finetune --train-iters 2 --save {tmp_path}/new {flags}")
+
+
+def pretrain_with_large_indices(argv: list[str]) -> None:
+    """Take each cached array for a large one, of which the check at the start reads 64 single bytes."""
+    whole, sample = array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES
+    array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = 0, 1
+    try:
+        pretrain(argv)
+    finally:
+        array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = whole, sample
+
+
+def test_a_large_index_that_decays_ends_the_run_before_its_save_and_is_built_again(run: Runner, other: Runner) -> None:
+    def launch(flags: str, ranks: int = 2) -> list[Outcome]:
+        return run.pool.run(ranks, pretrain_with_large_indices, run.argv(flags))
+
+    other("--train-iters 22", ranks=2)
+    assert [outcome.error for outcome in launch("--exit-interval 2 --train-iters 22")] == [None, None]
+    (file,) = (run.folder / "cache").glob("samples-*-shuffle_idx.npy")
+    raw = bytearray(file.read_bytes())
+    raw[128 + 4 * 9] ^= 1  # another sample, which exists
+    file.write_bytes(raw)
+    for outcome in launch("--train-iters 22 --save-interval 20"):
+        assert outcome.kind == "DataError"
+        assert outcome.error is not None
+        assert f"rank 0 on {os.uname().nodename}" in outcome.error
+        assert f"{file} is damaged" in outcome.error
+    assert not step_folder(run.folder, 20).exists()
+    assert [outcome.error for outcome in launch("--train-iters 22 --save-interval 20")] == [None, None]
+    assert run.losses() == other.losses()
