@@ -1,6 +1,8 @@
-"""Arrays in .npy files: created under fresh names, opened memory-mapped, described strictly, digested.
+"""Arrays in .npy files: created under fresh names, opened memory-mapped, described strictly,
+digested.
 
-Invariant: nothing that stands in a file's place (a link, a pipe, an archive, a pickle) is followed, waited for or executed.
+Invariant: nothing that stands in a file's place (a link, a pipe, an archive, a pickle) is followed,
+waited for or executed.
 """
 
 import hashlib
@@ -25,13 +27,15 @@ _HEADER_BYTES = 4096
 
 
 class MappedArray:
-    """A read-only array of a .npy file, and the open file, so that what is mapped can be verified after a rename."""
+    """A read-only array of a .npy file, and the open file, so that what is mapped can be verified
+    after a rename."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
 
         Raises:
-            OSError, ValueError, EOFError: it cannot be read, or is not one plain array of format 1.0 and nothing else.
+            OSError, ValueError, EOFError: it cannot be read, or is not one plain array of format
+            1.0 and nothing else.
         """
         self.path = path
         self.expected = ""
@@ -42,7 +46,9 @@ class MappedArray:
             self._size = dtype.itemsize * int(np.prod(shape, dtype=object))
             found = os.fstat(self._file.fileno()).st_size
             if found != self._begin + self._size:
-                raise ValueError(f"{path.name} has {found} bytes instead of {self._begin + self._size}")
+                raise ValueError(
+                    f"{path.name} has {found} bytes instead of {self._begin + self._size}"
+                )
             mapped = mmap.mmap(self._file.fileno(), found, access=mmap.ACCESS_READ)
         except BaseException:
             self._file.close()
@@ -55,7 +61,8 @@ class MappedArray:
         return self._size > WHOLE_BYTES
 
     def whole_digest(self, background: Background) -> str:
-        """Return the digest of all bytes, read from the file at the pace of a background check, and close the file."""
+        """Return the digest of all bytes, read from the file at the pace of a background check, and
+        close the file."""
         digest = xxhash.xxh3_128()
         with self._file:
             for block in background.read(self._file.fileno(), self._begin, self._size):
@@ -81,15 +88,21 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def create_array(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray:
-    """Make a file that exists and is empty an array file; return the array, memory-mapped and writable.
+    """Make a file that exists and is empty an array file; return the array, memory-mapped and
+    writable.
 
-    The space is taken from the disk now: written through a mapping, a full disk would end the process by a signal.
+    The space is taken from the disk now: written through a mapping, a full disk would end the
+    process by a signal.
 
     Raises:
         OSError: there is not enough space.
     """
     header = io.BytesIO()
-    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    described = {
+        "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+        "fortran_order": False,
+        "shape": shape,
+    }
     np.lib.format.write_array_header_1_0(header, described)
     begin = len(header.getvalue())
     size = begin + np.dtype(dtype).itemsize * int(np.prod(shape, dtype=object))
@@ -134,7 +147,9 @@ def _read_header(file: BinaryIO) -> tuple[np.dtype, tuple[int, ...], int]:
     if version != (1, 0):
         raise ValueError(f"its format is {version}, not (1, 0)")
     try:
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(head, max_header_size=_HEADER_BYTES)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(
+            head, max_header_size=_HEADER_BYTES
+        )
     except (RecursionError, MemoryError, SyntaxError) as error:
         raise ValueError(f"its header cannot be read ({type(error).__name__})") from error
     if dtype.hasobject or fortran or not all(length >= 0 for length in shape):

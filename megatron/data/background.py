@@ -1,6 +1,7 @@
 """Checks that read much: one thread of low priority runs them while the run trains.
 
-Invariant: a check delays neither start nor step. What it finds waits here until the run asks, before each save.
+Invariant: a check delays neither start nor step. What it finds waits here until the run asks,
+before each save.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ class Cancelled(Exception):
 class Background:
     """Run checks one after the other in a thread, which is started by the first one.
 
-    A check is a function that returns what is wrong, or None. An OSError in it is no finding: the check could not be done.
+    A check is a function that returns what is wrong, or None. An OSError in it is no finding: the
+    check could not be done.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,9 @@ class Background:
         with self._changed:
             self._waiting.append((name, check))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="background checks", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="background checks", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -72,10 +76,11 @@ class Background:
             self._thread.join(_CLOSING_SECONDS)
 
     def read(self, descriptor: int, begin: int, size: int) -> Iterator[memoryview]:
-        """Yield the bytes [begin, begin + size) of a file in blocks, at no more than half of the disk's speed.
+        """Yield the bytes [begin, begin + size) of a file in blocks, at no more than half of the
+        disk's speed.
 
-        A block is valid until the next one is asked for. The pages are dropped from the page cache where nobody maps them, so
-        that reading a large file does not displace what training uses.
+        A block is valid until the next one is asked for. The pages are dropped from the page cache
+        where nobody maps them, so that reading a large file does not displace what training uses.
 
         Raises:
             OSError: the file cannot be read, or is shorter. Cancelled: `close` was called.
@@ -96,7 +101,9 @@ class Background:
                 raise Cancelled
 
     def _work(self) -> None:
-        with contextlib.suppress(OSError):  # Linux has a priority for each thread; elsewhere the pace must do
+        with contextlib.suppress(
+            OSError
+        ):  # Linux has a priority for each thread; elsewhere the pace must do
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while True:
             with self._changed:

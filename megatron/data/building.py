@@ -1,8 +1,10 @@
-"""How processes that need the same file build it: one at a time where locks work, without harm to each other where they do not.
+"""How processes that need the same file build it: one at a time where locks work, without harm to
+each other where they do not.
 
-Invariants: a temporary name belongs to one process; only what is provably abandoned is removed; no link is followed; nobody waits
-without a message or a limit. A lock may be unknown to other hosts (Lustre's `localflock`), so that it only saves work: whoever
-builds without knowing of another one writes the same bytes under a name of its own, and the last rename wins.
+Invariants: a temporary name belongs to one process; only what is provably abandoned is removed; no
+link is followed; nobody waits without a message or a limit. A lock may be unknown to other hosts
+(Lustre's `localflock`), so that it only saves work: whoever builds without knowing of another one
+writes the same bytes under a name of its own, and the last rename wins.
 """
 
 import contextlib
@@ -32,13 +34,15 @@ _POLL_SECONDS = 0.1
 _TOUCH_SECONDS = 30.0
 """A build shows that it is alive by touching its files this often."""
 ABANDONED_SECONDS = 3600.0
-"""A temporary file that was not touched for so long, by the file system's clock, has no builder any more."""
+"""A temporary file that was not touched for so long, by the file system's clock, has no builder any
+more."""
 _TEMPORARY = re.compile(r"[a-z]+-[0-9a-f]{24}(-\w+\.npy|\.json)\.(?P<rest>.+)\.partial")
 _HOLDER_BYTES = 1024
 
 
 class Temporaries:
-    """The temporary files of one build in one folder; leaving the context removes those that got no name of their own."""
+    """The temporary files of one build in one folder; leaving the context removes those that got no
+    name of their own."""
 
     def __init__(self, folder: Path, say: Callable[[], None] = lambda: None) -> None:
         """`say` is called once when the build takes longer than SAY_AFTER_SECONDS."""
@@ -52,17 +56,27 @@ class Temporaries:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         self._thread.join()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
     def create(self, name: str) -> Path:
-        """Create an empty file that will become `name`, under a name that no other process has or will have."""
+        """Create an empty file that will become `name`, under a name that no other process has or
+        will have."""
         unique = f"{socket.gethostname()}.{os.getpid()}.{_process_space()}-{uuid.uuid4().hex[:12]}"
         path = self._folder / f"{name}.{unique}.partial"
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+        os.close(
+            os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+            )
+        )
         self._paths.append(path)
         return path
 
@@ -79,8 +93,9 @@ class Temporaries:
 def remove_abandoned(folder: Path) -> None:
     """Remove the temporary files of builders that are gone, of index caches and digests only.
 
-    Two things prove it: the process is gone and was one that this process would see; or the file was not touched for
-    ABANDONED_SECONDS. A builder that stood still for longer than that finds its file missing, and starts again.
+    Two things prove it: the process is gone and was one that this process would see; or the file
+    was not touched for ABANDONED_SECONDS. A builder that stood still for longer than that finds its
+    file missing, and starts again.
     """
     found = [path for path in folder.glob("*.partial") if _TEMPORARY.fullmatch(path.name)]
     if not found:
@@ -93,7 +108,8 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _builder_is_gone(name: str) -> bool:
-    """Whether the process that a temporary name belongs to would be visible here, and is not there."""
+    """Whether the process that a temporary name belongs to would be visible here, and is not
+    there."""
     match = _TEMPORARY.fullmatch(name)
     assert match is not None, f"{name} is not a temporary name"
     parts = re.fullmatch(r".*\.(\d+)\.([0-9a-f]+)-[0-9a-f]{12}", match["rest"])
@@ -109,7 +125,8 @@ def _builder_is_gone(name: str) -> bool:
 
 
 def _process_space() -> str:
-    """Identify the processes that this one can see: one start of one kernel, one namespace of process ids."""
+    """Identify the processes that this one can see: one start of one kernel, one namespace of
+    process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         seen = boot + os.readlink("/proc/self/ns/pid")
@@ -119,9 +136,12 @@ def _process_space() -> str:
 
 
 def _clock_of(folder: Path) -> float:
-    """Return the time by the clock that stamps the folder's files; hosts' clocks may differ from it."""
+    """Return the time by the clock that stamps the folder's files; hosts' clocks may differ from
+    it."""
     probe = folder / f".clock.{uuid.uuid4().hex}"
-    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
         return os.fstat(descriptor).st_mtime
     finally:
@@ -130,7 +150,9 @@ def _clock_of(folder: Path) -> float:
 
 
 @contextlib.contextmanager
-def only_builder(path: Path, what: str, *, limit_seconds: float, say: Say, note: Say) -> Iterator[None]:
+def only_builder(
+    path: Path, what: str, *, limit_seconds: float, say: Say, note: Say
+) -> Iterator[None]:
     """Hold the lock file `path` while entered. Where there are no locks, note it and go on without.
 
     Args:
@@ -147,7 +169,9 @@ def only_builder(path: Path, what: str, *, limit_seconds: float, say: Say, note:
         descriptor = _locked(path, what, limit_seconds, say)
     except OSError as error:
         reason = error.strerror or str(error)
-        note(f"{path.parent} has no file locks ({path.name}: {reason}); several processes may build the same index cache")
+        note(
+            f"{path.parent} has no file locks ({path.name}: {reason}); several processes may build the same index cache"
+        )
         yield
         return
     try:
@@ -176,7 +200,9 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
                 raise
             holder = _read_holder(descriptor)
         else:
-            holder = "nobody"  # the last holder removed the file; the next attempt makes another one
+            holder = (
+                "nobody"  # the last holder removed the file; the next attempt makes another one
+            )
         os.close(descriptor)
         waited = time.monotonic() - started
         if waited > limit_seconds:
@@ -187,13 +213,18 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
             )
         if time.monotonic() > say_at:
             say_at += _SAY_AGAIN_SECONDS
-            say(f"waiting for {what}, which {holder} builds, for {waited:.0f} s so far and {limit_seconds:.0f} s at most")
+            say(
+                f"waiting for {what}, which {holder} builds, for {waited:.0f} s so far and {limit_seconds:.0f} s at most"
+            )
         time.sleep(_POLL_SECONDS)
 
 
 def _open_lock(path: Path) -> int:
-    """Open or create the lock file, and change nothing in it; a link or a folder in its place is an OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    """Open or create the lock file, and change nothing in it; a link or a folder in its place is an
+    OSError."""
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")

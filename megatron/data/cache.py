@@ -1,12 +1,15 @@
-"""Index caches: arrays that are dear to build, kept as .npy files under a key of everything that determines them.
+"""Index caches: arrays that are dear to build, kept as .npy files under a key of everything that
+determines them.
 
-Invariant: an entry that opens is the one that was asked for. Its manifest, written last, holds key, dtypes, shapes and digests;
-whatever disagrees is built again, and that is said. Arrays up to 16 MiB are digested as a whole when they are opened. Larger ones
-are checked by samples then, and as a whole in the background; a difference ends the run before its next save.
+Invariant: an entry that opens is the one that was asked for. Its manifest, written last, holds key,
+dtypes, shapes and digests; whatever disagrees is built again, and that is said. Arrays up to 16 MiB
+are digested as a whole when they are opened. Larger ones are checked by samples then, and as a
+whole in the background; a difference ends the run before its next save.
 
-Any process may ask. A lock file lets one of them build while the others wait, so that no process group is needed and nothing
-waits in a collective; the lock dies with its holder. Where a file system has no locks, or has them for each host, several may
-build at once: they write the same bytes under names of their own, and the last rename wins harmlessly (see building.py).
+Any process may ask. A lock file lets one of them build while the others wait, so that no process
+group is needed and nothing waits in a collective; the lock dies with its holder. Where a file
+system has no locks, or has them for each host, several may build at once: they write the same bytes
+under names of their own, and the last rename wins harmlessly (see building.py).
 """
 
 import hashlib
@@ -76,11 +79,15 @@ class IndexCache:
         self._say = say
         self._wait_seconds = wait_seconds
 
-    def open(self, kind: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]) -> Arrays:
-        """Return the arrays of an entry, memory-mapped and read-only; if they are not there, `build` fills them in place.
+    def open(
+        self, kind: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]
+    ) -> Arrays:
+        """Return the arrays of an entry, memory-mapped and read-only; if they are not there,
+        `build` fills them in place.
 
         Raises:
-            DataError: they are absent and the folder cannot be written; or another process holds the lock for too long.
+            DataError: they are absent and the folder cannot be written; or another process holds
+                the lock for too long.
         """
         key = {"format": FORMAT, **key}
         stem = f"{kind}-{hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()}"
@@ -117,11 +124,15 @@ class IndexCache:
             say=self._say,
             note=self.notes.append,
         ):
-            found = self._read(stem, key, shapes)  # another process may have built it while we waited
+            found = self._read(
+                stem, key, shapes
+            )  # another process may have built it while we waited
             if isinstance(found, dict):
                 return found
             if found:
-                self.notes.append(f"index cache {self.folder / stem} is damaged ({found}); built again")
+                self.notes.append(
+                    f"index cache {self.folder / stem} is damaged ({found}); built again"
+                )
             self._build(stem, key, shapes, build)
         return self._read(stem, key, shapes)
 
@@ -133,10 +144,14 @@ class IndexCache:
             if self._background is None or not mapped.is_sampled or stem in self._verified:
                 mapped.close_file()
             else:
-                self._background.submit(f"index cache {mapped.path}", _Verification(mapped, manifest, self._background))
+                self._background.submit(
+                    f"index cache {mapped.path}", _Verification(mapped, manifest, self._background)
+                )
         self._verified.add(stem)
 
-    def _read(self, stem: str, key: Mapping[str, Any], shapes: Shapes) -> "dict[str, MappedArray] | str":
+    def _read(
+        self, stem: str, key: Mapping[str, Any], shapes: Shapes
+    ) -> "dict[str, MappedArray] | str":
         """Return the arrays; or why the entry is not usable; or "" where there is none."""
         arrays: dict[str, MappedArray] = {}
         try:
@@ -155,20 +170,40 @@ class IndexCache:
                     return f"the content of {name} has changed"
                 mapped.expected = str(described["whole"][name])
         except FileNotFoundError as error:
-            return "" if not arrays and str(error.filename).endswith(".json") else f"{type(error).__name__}: {error}"
-        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError, MemoryError) as error:
+            return (
+                ""
+                if not arrays and str(error.filename).endswith(".json")
+                else f"{type(error).__name__}: {error}"
+            )
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            EOFError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             return f"{type(error).__name__}: {error}"
         return arrays
 
-    def _build(self, stem: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]) -> None:
+    def _build(
+        self, stem: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]
+    ) -> None:
         """Build under temporary names, then rename: the arrays first, the manifest last.
 
-        The bytes are a function of the key. So a manifest that is already there is the right one, or is damaged and replaced at
-        the end, and a reader may find files of two builders side by side.
+        The bytes are a function of the key. So a manifest that is already there is the right one,
+        or is damaged and replaced at the end, and a reader may find files of two builders side by
+        side.
         """
-        with Temporaries(self.folder, lambda: self._say(f"building the index cache {self.folder / stem}")) as temporaries:
+        with Temporaries(
+            self.folder, lambda: self._say(f"building the index cache {self.folder / stem}")
+        ) as temporaries:
             partial = {name: temporaries.create(f"{stem}-{name}.npy") for name in shapes}
-            arrays = {name: create_array(partial[name], dtype, shape) for name, (dtype, shape) in shapes.items()}
+            arrays = {
+                name: create_array(partial[name], dtype, shape)
+                for name, (dtype, shape) in shapes.items()
+            }
             build(arrays)
             record = {
                 "key": key,
@@ -205,11 +240,14 @@ class _Verification:
 
 
 def discard_entry(manifest: Path) -> str:
-    """Remove an entry's manifest, so that the next start builds the entry again; say what was done."""
+    """Remove an entry's manifest, so that the next start builds the entry again; say what was
+    done."""
     try:
         manifest.unlink(missing_ok=True)
     except OSError as error:
-        return f"Remove {manifest}, so that it is built again (this process cannot: {error.strerror})"
+        return (
+            f"Remove {manifest}, so that it is built again (this process cannot: {error.strerror})"
+        )
     return f"{manifest.name} was removed, so the next start builds the index again"
 
 
@@ -222,7 +260,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, RecursionError: it is missing, or is not what was written.
+        OSError, ValueError, KeyError, TypeError, RecursionError: it is missing, or is not what was
+        written.
     """
     with open_regular(path) as file:
         text = file.read(_MANIFEST_BYTES)

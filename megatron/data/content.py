@@ -1,11 +1,13 @@
-"""Digests of whole data files: computed once, kept beside the index caches, so that a resume finds a corpus that was altered.
+"""Digests of whole data files: computed once, kept beside the index caches, so that a resume finds
+a corpus that was altered.
 
-Invariant: a kept digest belongs to a file whose path, size, time of change and inode are still the same. A terabyte never delays
-the first step: files above SMALL_BYTES are read in the background.
+Invariant: a kept digest belongs to a file whose path, size, time of change and inode are still the
+same. A terabyte never delays the first step: files above SMALL_BYTES are read in the background.
 
-The key is (path, size, mtime_ns, ctime_ns, inode). `cp -p`, `rsync -t` and `touch` restore the mtime; the ctime cannot be set, so
-that any write since the digest was taken shows. A rename or chmod changes the ctime too, and costs one more reading. The device is
-left out: a network file system has another number on each host and after each mount.
+The key is (path, size, mtime_ns, ctime_ns, inode). `cp -p`, `rsync -t` and `touch` restore the
+mtime; the ctime cannot be set, so that any write since the digest was taken shows. A rename or
+chmod changes the ctime too, and costs one more reading. The device is left out: a network file
+system has another number on each host and after each mount.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ SMALL_BYTES = 1 << 30
 FIRST_BYTES = 4 << 30
 """One process digests no more than this before the first step, whatever the sizes of the files."""
 _SETTLED_NS = 2_000_000_000
-"""A file that changed less than this ago may change again within one tick of its clock; its digest is not kept."""
+"""A file that changed less than this ago may change again within one tick of its clock; its digest
+is not kept."""
 _RECORD_BYTES = 1 << 16
 
 
@@ -59,7 +62,8 @@ class FileIdentity:
 
     @property
     def copy(self) -> tuple[int, int, int, int]:
-        """What is equal on two hosts that see one file: all but the path, and different for two copies."""
+        """What is equal on two hosts that see one file: all but the path, and different for two
+        copies."""
         return (self.size, self.mtime_ns, self.ctime_ns, self.inode)
 
 
@@ -94,7 +98,8 @@ class DigestFolder:
             os.replace(fresh, path)
 
     def _path(self, identity: FileIdentity) -> Path:
-        """Copies on several hosts have several files here, so that a shared folder serves them all."""
+        """Copies on several hosts have several files here, so that a shared folder serves them
+        all."""
         key = json.dumps(astuple(identity)).encode()
         return self._folder / f"digest-{hashlib.blake2b(key, digest_size=12).hexdigest()}.json"
 
@@ -120,7 +125,8 @@ class ContentDigests:
         return dict(self._known)
 
     def request(self, path: Path, folder: Path) -> None:
-        """Have a file digested: at once where the digest is kept in `folder` or the file is small, else in the background.
+        """Have a file digested: at once where the digest is kept in `folder` or the file is small,
+        else in the background.
 
         Raises:
             OSError: the file cannot be read.

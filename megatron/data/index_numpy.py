@@ -1,7 +1,10 @@
-"""The loops of csrc/index_helpers.cpp in NumPy, for machines without a C++ compiler: the same bytes, slower.
+"""The loops of csrc/index_helpers.cpp in NumPy, for machines without a C++ compiler: the same
+bytes, slower.
 
-Every index that is read from an array is checked before it is used, as in C++: RuntimeError says which one is out of range.
-Source: the definitions are Megatron-LM's (https://arxiv.org/abs/1909.08053), the vectorisation is by cumulated sizes.
+Every index that is read from an array is checked before it is used, as in C++: RuntimeError says
+which one is out of range.
+Source: the definitions are Megatron-LM's (https://arxiv.org/abs/1909.08053), the vectorisation is
+by cumulated sizes.
 """
 
 import numpy as np
@@ -26,12 +29,15 @@ def check_range(indices: NDArray, count: int, name: str) -> None:
 
 
 def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, out: NDArray) -> None:
-    """Fill out[k] = (index into doc_idx, offset) where sample k begins; out is int32 or int64 [samples + 1, 2].
+    """Fill out[k] = (index into doc_idx, offset) where sample k begins; out is int32 or int64
+    [samples + 1, 2].
 
-    Sample k begins at token k x seq_length of the shuffled documents, in the document that holds this token.
+    Sample k begins at token k x seq_length of the shuffled documents, in the document that holds
+    this token.
 
     Raises:
-        RuntimeError: doc_idx names a document that does not exist, or the documents end before the last sample.
+        RuntimeError: doc_idx names a document that does not exist, or the documents end before the
+            last sample.
     """
     if seq_length < 1:
         raise RuntimeError("the sequence length must be at least 1")
@@ -43,9 +49,13 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
         check_range(documents, len(sizes), "document")
         chosen = sizes[documents]
         if chosen.min() < 0:
-            raise RuntimeError(f"document {int(documents[chosen.argmin()])} has size {int(chosen.min())}")
+            raise RuntimeError(
+                f"document {int(documents[chosen.argmin()])} has size {int(chosen.min())}"
+            )
         ends = before + np.cumsum(chosen, dtype=np.int64)
-        stop = min(num_samples, (int(ends[-1]) - 1) // seq_length)  # the last sample that begins in this chunk
+        stop = min(
+            num_samples, (int(ends[-1]) - 1) // seq_length
+        )  # the last sample that begins in this chunk
         if stop >= done:
             places = np.arange(done, stop + 1, dtype=np.int64) * seq_length
             document = np.searchsorted(ends, places, side="right")
@@ -58,8 +68,11 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
         raise RuntimeError("the documents end before the last sample")
 
 
-def blending_indices(weights: NDArray[np.float64], dataset_index: NDArray, dataset_sample_index: NDArray[np.int64]) -> None:
-    """Fill both arrays [samples]: which data set gives each sample, and which of its samples that is.
+def blending_indices(
+    weights: NDArray[np.float64], dataset_index: NDArray, dataset_sample_index: NDArray[np.int64]
+) -> None:
+    """Fill both arrays [samples]: which data set gives each sample, and which of its samples that
+    is.
 
     Raises:
         RuntimeError: there is no weight, or the arrays differ in length.
@@ -85,7 +98,8 @@ def gather_tokens(
     rows: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> None:
-    """out[rows[k]] = the out.shape[1] tokens from starts[k] = (index into doc_idx, offset) on, over document borders.
+    """out[rows[k]] = the out.shape[1] tokens from starts[k] = (index into doc_idx, offset) on, over
+    document borders.
 
     Raises:
         RuntimeError: an index, an offset or a document lies outside the array that it belongs to.

@@ -83,7 +83,11 @@ def test_a_damaged_record_is_no_digest(file, tmp_path, damage):
     first, _ = digested(file, tmp_path / "cache")
     (record,) = (tmp_path / "cache").iterdir()
     text = record.read_text()
-    record.write_text(text.replace(first, first[:-1] + ("0" if first[-1] != "0" else "1")) if damage is None else damage)
+    record.write_text(
+        text.replace(first, first[:-1] + ("0" if first[-1] != "0" else "1"))
+        if damage is None
+        else damage
+    )
     assert digested(file, tmp_path / "cache") == (first, True)
 
 

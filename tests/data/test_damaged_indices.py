@@ -1,4 +1,5 @@
-"""Files that change while they are in use: an error that says so, wherever a bit flips, and never a crash or a wrong index."""
+"""Files that change while they are in use: an error that says so, wherever a bit flips, and never a
+crash or a wrong index."""
 
 import numpy as np
 import pytest
@@ -12,17 +13,27 @@ from megatron.errors import DataError
 
 @pytest.fixture(params=["C++", "NumPy"])
 def sources(request, tmp_path, monkeypatch):
-    """A mixture of two data sets, resumed with another seed, so that every kind of cached array is in use."""
+    """A mixture of two data sets, resumed with another seed, so that every kind of cached array is
+    in use."""
     if request.param == "NumPy":
         monkeypatch.setattr(index_helpers, "gather_tokens", index_numpy.gather_tokens)
     paths = (write_numbered(tmp_path / "x", 40, 30), write_numbered(tmp_path / "y", 40, 30, 5000))
     config = DataConfig(
-        data_path=("0.7", paths[0], "0.3", paths[1]), split="100,0,0", data_cache_path=str(tmp_path / "cache"), num_workers=0
+        data_path=("0.7", paths[0], "0.3", paths[1]),
+        split="100,0,0",
+        data_cache_path=str(tmp_path / "cache"),
+        num_workers=0,
     )
 
     def build(seed):
         return build_sources(
-            config, seq_length=16, seed=seed, train_samples=120, valid_samples=0, test_samples=0, place=Place(4)
+            config,
+            seq_length=16,
+            seed=seed,
+            train_samples=120,
+            valid_samples=0,
+            test_samples=0,
+            place=Place(4),
         )
 
     first = build(1)
@@ -48,8 +59,11 @@ def read_all(sources):
 
 
 @pytest.mark.parametrize("bit", [0, 30, 31])
-def test_a_flipped_bit_of_a_mapped_array_is_an_error_or_another_valid_sample(sources, bit, tmp_path):
-    """Written through the file, as decay or another program would, into arrays that are mapped already."""
+def test_a_flipped_bit_of_a_mapped_array_is_an_error_or_another_valid_sample(
+    sources, bit, tmp_path
+):
+    """Written through the file, as decay or another program would, into arrays that are mapped
+    already."""
     whole, error = read_all(sources)
     assert error is None
     files = sorted((tmp_path / "cache").glob("*.npy"))

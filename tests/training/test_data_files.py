@@ -1,4 +1,5 @@
-"""Data and tokenizer files that differ between ranks, or from those of the checkpoint, are refused before they do harm."""
+"""Data and tokenizer files that differ between ranks, or from those of the checkpoint, are refused
+before they do harm."""
 
 import dataclasses
 import json
@@ -16,7 +17,7 @@ from tiny_corpus import MERGES, VOCAB
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.ranks import Ranks
-from megatron.data import content
+from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.segments import Library
 from megatron.training.data_files import DataFiles
@@ -26,7 +27,8 @@ TOKENIZER = f"--vocab-file {VOCAB} --merge-file {MERGES}"
 
 
 def pretrain_on_host(argv: list[str], folder: str, small_bytes: int = content.SMALL_BYTES) -> None:
-    """Train in a working folder of its own, so that a relative path means another file, as on another host."""
+    """Train in a working folder of its own, so that a relative path means another file, as on
+    another host."""
     before = os.getcwd()
     os.chdir(folder)
     content.SMALL_BYTES = small_bytes
@@ -47,7 +49,8 @@ def unsampled(size: int) -> list[int]:
 
 
 def alter_between_samples(path: Path) -> None:
-    """Change every token that the sampled fingerprint does not read, and put the time of change back."""
+    """Change every token that the sampled fingerprint does not read, and put the time of change
+    back."""
     before = path.stat()
     raw = bytearray(path.read_bytes())
     for at in unsampled(len(raw)):
@@ -103,7 +106,9 @@ class OnHosts:
         self.run = run
         self.hosts = hosts
 
-    def __call__(self, flags: str = "", ranks: int = 1, small_bytes: int = content.SMALL_BYTES) -> list[Outcome]:
+    def __call__(
+        self, flags: str = "", ranks: int = 1, small_bytes: int = content.SMALL_BYTES
+    ) -> list[Outcome]:
         argv = self.run.argv(flags)
         argv[argv.index("--data-path") + 1] = "data"
         if "--train-weighted-split-paths-path" in argv:
@@ -147,7 +152,9 @@ def test_equal_copies_train_and_are_recorded(on_hosts: OnHosts) -> None:
     ],
     ids=["sampled", "index", "between the samples", "missing"],
 )
-def test_a_host_with_other_data_is_named_before_the_first_step(on_hosts: OnHosts, file: str, alter, kind: str) -> None:
+def test_a_host_with_other_data_is_named_before_the_first_step(
+    on_hosts: OnHosts, file: str, alter, kind: str
+) -> None:
     alter(on_hosts.hosts[1] / file)
     rank_0, rank_1 = on_hosts.errors("--train-iters 2", ranks=2)
     assert rank_0.startswith(f"{kind}: rank 1 on {os.uname().nodename}")
@@ -167,7 +174,9 @@ def test_a_large_copy_that_differs_ends_the_run_before_its_save(on_hosts: OnHost
 
 def test_a_host_with_another_split_file_is_named(on_hosts: OnHosts) -> None:
     (on_hosts.hosts[1] / "split.txt").write_text("train: 1.0 0:0.5 data")
-    for error in on_hosts.errors("--train-iters 2 --train-weighted-split-paths-path split.txt", ranks=2):
+    for error in on_hosts.errors(
+        "--train-iters 2 --train-weighted-split-paths-path split.txt", ranks=2
+    ):
         assert error.startswith("LayoutError: rank 1 on ")
         assert "split file split.txt" in error
 
@@ -176,25 +185,33 @@ def test_a_host_with_another_tokenizer_is_named(on_hosts: OnHosts) -> None:
     for folder, extra in zip(on_hosts.hosts, ("", "\n"), strict=True):
         shutil.copyfile(VOCAB, folder / "vocab.json")
         (folder / "merges.txt").write_text(Path(MERGES).read_text() + extra)
-    for error in on_hosts.errors("--train-iters 2 --vocab-file vocab.json --merge-file merges.txt", ranks=2):
+    for error in on_hosts.errors(
+        "--train-iters 2 --vocab-file vocab.json --merge-file merges.txt", ranks=2
+    ):
         assert error.startswith("LayoutError: rank 1 on ")
         assert "--merge-file merges.txt" in error
 
 
 @pytest.mark.parametrize("small_bytes", [content.SMALL_BYTES, 0], ids=["small", "large"])
-def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(on_hosts: OnHosts, small_bytes: int) -> None:
+def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
+    on_hosts: OnHosts, small_bytes: int
+) -> None:
     on_hosts.succeed("--exit-interval 2")
     recorded = on_hosts.state(2)["data_digests"]
     before = IndexedDataset(on_hosts.hosts[0] / "data").fingerprint()
     alter_between_samples(on_hosts.hosts[0] / "data.bin")
-    assert IndexedDataset(on_hosts.hosts[0] / "data").fingerprint() == before, "else this shows nothing"
+    assert IndexedDataset(on_hosts.hosts[0] / "data").fingerprint() == before, (
+        "else this shows nothing"
+    )
     (error,) = on_hosts.errors("--train-iters 40 --save-interval 20", small_bytes=small_bytes)
     assert "data.bin has changed" in error
     assert recorded[before] in error
     assert "--finetune" in error
     assert on_hosts.trained() == [1, 2] or small_bytes == 0
     assert not step_folder(on_hosts.run.folder, 20).exists()
-    assert "successfully saved" in on_hosts.succeed(f"--finetune --save {on_hosts.run.folder}-new --train-iters 2")
+    assert "successfully saved" in on_hosts.succeed(
+        f"--finetune --save {on_hosts.run.folder}-new --train-iters 2"
+    )
 
 
 def test_a_corpus_that_was_moved_goes_on(on_hosts: OnHosts, tmp_path: Path) -> None:
@@ -204,7 +221,9 @@ def test_a_corpus_that_was_moved_goes_on(on_hosts: OnHosts, tmp_path: Path) -> N
     assert on_hosts.trained() == [1, 2, 3]
 
 
-def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(on_hosts: OnHosts) -> None:
+def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
+    on_hosts: OnHosts,
+) -> None:
     held = threading.Event()
     library = Library(str(on_hosts.run.folder / "cache"))
     prefix = str(on_hosts.hosts[0] / "data")
@@ -228,7 +247,11 @@ def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(on_hos
 def strip_digests(folder: Path) -> None:
     """As an older version wrote it."""
     manifest = read_manifest(folder)
-    state = {name: value for name, value in manifest.state.items() if name not in ("data_digests", "tokenizer")}
+    state = {
+        name: value
+        for name, value in manifest.state.items()
+        if name not in ("data_digests", "tokenizer")
+    }
     (folder / MANIFEST).write_text(dataclasses.replace(manifest, state=state).to_text())
 
 
@@ -244,7 +267,9 @@ def test_an_older_checkpoint_resumes_and_it_is_said_what_is_not_compared(on_host
     assert "no digest" not in output
 
 
-def test_another_tokenizer_of_the_same_size_is_refused_on_resume(run: Runner, tmp_path: Path) -> None:
+def test_another_tokenizer_of_the_same_size_is_refused_on_resume(
+    run: Runner, tmp_path: Path
+) -> None:
     run(f"--exit-interval 2 {TOKENIZER}")
     vocabulary = json.loads(Path(VOCAB).read_text())
     names = list(vocabulary)
@@ -265,3 +290,42 @@ def test_another_tokenizer_of_the_same_size_is_refused_on_resume(run: Runner, tm
     assert "it was not compared with the checkpoint's" in run("--train-iters 4")
     (other / "vocab.json").write_text(json.dumps(swapped))
     run(f"--finetune --train-iters 2 --save {tmp_path}/new {flags}")
+
+
+def pretrain_with_large_indices(argv: list[str]) -> None:
+    """Take each cached array for a large one, of which the check at the start reads 64 single
+    bytes."""
+    whole, sample = array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES
+    array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = 0, 1
+    try:
+        pretrain(argv)
+    finally:
+        array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = whole, sample
+
+
+def test_a_large_index_that_decays_ends_the_run_before_its_save_and_is_built_again(
+    run: Runner, other: Runner
+) -> None:
+    def launch(flags: str, ranks: int = 2) -> list[Outcome]:
+        return run.pool.run(ranks, pretrain_with_large_indices, run.argv(flags))
+
+    other("--train-iters 22", ranks=2)
+    assert [outcome.error for outcome in launch("--exit-interval 2 --train-iters 22")] == [
+        None,
+        None,
+    ]
+    (file,) = (run.folder / "cache").glob("samples-*-shuffle_idx.npy")
+    raw = bytearray(file.read_bytes())
+    raw[128 + 4 * 9] ^= 1  # another sample, which exists
+    file.write_bytes(raw)
+    for outcome in launch("--train-iters 22 --save-interval 20"):
+        assert outcome.kind == "DataError"
+        assert outcome.error is not None
+        assert f"rank 0 on {os.uname().nodename}" in outcome.error
+        assert f"{file} is damaged" in outcome.error
+    assert not step_folder(run.folder, 20).exists()
+    assert [outcome.error for outcome in launch("--train-iters 22 --save-interval 20")] == [
+        None,
+        None,
+    ]
+    assert run.losses() == other.losses()
