@@ -6,6 +6,7 @@ masters and moments in flat partitions, of which a rank's part of a parameter is
 
 Traps of 0.19 that this file knows: the gradient norm counts what PipelineModule's constructor unmarks; the boundary of gradient
 accumulation is wrong after the number of microbatches has changed, unless it is set; ZeRO without a stage is wrong in 16 bits.
+Ranks with different numbers of parameter groups wait for each other without end (`_groups`).
 """
 
 import contextlib
@@ -184,17 +185,27 @@ class DeepSpeedEngine:
             parameter.register_hook(add_parts)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What decays, what does not, and embeddings, whose moments are too uneven for 8 bits."""
-        named, decay = list(self._stage.named_parameters()), self._plan.config.optimizer.weight_decay
+        """Return the same parameter groups on every rank: matrices and embeddings, which decay, and vectors, which do not.
+
+        Embeddings are a group of their own because their moments are too uneven for 8 bits.
+
+        ZeRO makes one all-reduce over the pipeline for each group, so ranks with different numbers
+        of groups would wait for each other without end. DeepSpeed removes empty groups. A stage
+        without parameters of a group therefore gets a placeholder.
+        """
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
-        for name, parameter in named:
+        for name, parameter in self._stage.named_parameters():
             spec = self._specs[name]
             matrix = "embeddings" if (spec.copy_of or name).startswith("embedding.") else "matrices"
             parts["vectors" if len(spec.shape) == 1 else matrix].append(parameter)
+        decay = self._plan.config.optimizer.weight_decay
         return [
-            {"params": parameters, "weight_decay": 0.0 if part == "vectors" else decay, "part": part}
+            {
+                "params": parameters or [self._called.add_placeholder(part, self._mesh.device)],
+                "weight_decay": 0.0 if part == "vectors" else decay,
+                "part": part,
+            }
             for part, parameters in parts.items()
-            if parameters
         ]
 
     def _json(self) -> dict[str, Any]:
@@ -434,6 +445,15 @@ class _Called(nn.Module):
         super().__init__()
         self.stage = stage
         self._inputs: Iterator[Inputs] = iter(())
+
+    def add_placeholder(self, part: str, device: torch.device) -> nn.Parameter:
+        """Return a parameter of one element that the model does not use.
+
+        It is zero, has no gradient, and is in no checkpoint.
+        """
+        placeholder = nn.Parameter(torch.zeros(1, device=device))
+        self.register_parameter(f"no_{part}", placeholder)
+        return placeholder
 
     def begin(self, inputs: Sequence[Inputs]) -> None:
         """The microbatches of the batch that follows."""
