@@ -246,7 +246,7 @@ WAYS_OUT: dict[str, str] = {
     "tensor_parallel": "say --tensor-model-parallel-size",
     "sequence_parallel_size": "say --sequence-parallel; it spans the tensor-parallel ranks",
     "pipeline.stages": "say --pipeline-model-parallel-size",
-    "communication_data_type": "leave it out; gradients travel in the precision of the weights",
+    "communication_data_type": "leave it out; gradients travel in bf16 with --bf16, and else in fp32",
     "zero_optimization.cpu_offload_use_pin_memory": "say offload_optimizer.pin_memory",
     "data_types.param_dtype": "say --fp16 or --bf16",
 }

@@ -1,4 +1,4 @@
-"""Number formats and loss scaling. Master weights, moments and gradient accumulation are fp32 always."""
+"""Number formats and loss scaling. Master weights, moments and gradient accumulation over microbatches are fp32 always."""
 
 from dataclasses import dataclass
 

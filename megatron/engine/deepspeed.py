@@ -6,6 +6,8 @@ masters and moments in flat partitions, of which a rank's part of a parameter is
 
 Traps of 0.19 that this file knows: the gradient norm counts what PipelineModule's constructor unmarks; the boundary of gradient
 accumulation is wrong after the number of microbatches has changed, unless it is set; ZeRO without a stage is wrong in 16 bits.
+Ranks with different numbers of parameter groups wait for each other without end (`_groups`). Sums of 16-bit gradients in fp32 hide
+tied gradients from the pipeline (`_TiedWeight`).
 """
 
 import contextlib
@@ -159,8 +161,8 @@ class DeepSpeedEngine:
         topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[grid.pipeline, grid.data, grid.tensor])
         layers = [self._called if index == place.pipeline else LayerSpec(nn.Identity) for index in range(grid.pipeline)]
         module = PipelineModule(layers=layers, topology=topology, partition_method="uniform")
-        tied = [p for name, p in self._stage.named_parameters() if self._is_tied(name)]
-        module.get_tied_weights_and_groups = lambda: [(parameter, self._mesh.ends) for parameter in tied]
+        tied = [_TiedWeight(p) for name, p in self._stage.named_parameters() if self._is_tied(name)]
+        module.get_tied_weights_and_groups = lambda: [(weight, self._mesh.ends) for weight in tied]
         return module
 
     def _is_tied(self, name: str) -> bool:
@@ -184,17 +186,27 @@ class DeepSpeedEngine:
             parameter.register_hook(add_parts)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What decays, what does not, and embeddings, whose moments are too uneven for 8 bits."""
-        named, decay = list(self._stage.named_parameters()), self._plan.config.optimizer.weight_decay
+        """Return the same parameter groups on every rank: matrices and embeddings, which decay, and vectors, which do not.
+
+        Embeddings are a group of their own because their moments are too uneven for 8 bits.
+
+        ZeRO makes one all-reduce over the pipeline for each group, so ranks with different numbers
+        of groups would wait for each other without end. DeepSpeed removes empty groups. A stage
+        without parameters of a group therefore gets a placeholder.
+        """
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
-        for name, parameter in named:
+        for name, parameter in self._stage.named_parameters():
             spec = self._specs[name]
             matrix = "embeddings" if (spec.copy_of or name).startswith("embedding.") else "matrices"
             parts["vectors" if len(spec.shape) == 1 else matrix].append(parameter)
+        decay = self._plan.config.optimizer.weight_decay
         return [
-            {"params": parameters, "weight_decay": 0.0 if part == "vectors" else decay, "part": part}
+            {
+                "params": parameters or [self._called.add_placeholder(part, self._mesh.device)],
+                "weight_decay": 0.0 if part == "vectors" else decay,
+                "part": part,
+            }
             for part, parameters in parts.items()
-            if parameters
         ]
 
     def _json(self) -> dict[str, Any]:
@@ -216,8 +228,12 @@ class DeepSpeedEngine:
             ours["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         if precision.fp16:
             ours["fp16"] = {"enabled": True, "loss_scale": 1.0}  # a stand-in: see `_Scaler`
+            # DeepSpeed would cast the fp32 sums to fp16, where they overflow at a lower loss scale
+            # than the gradients of one microbatch do.
+            ours["communication_data_type"] = "fp32"
         if precision.bf16:
             ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        if precision.fp16 or precision.bf16:
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
         return _over({"steps_per_print": 10**9, **(passed_on(read_json(path)) if path else {})}, ours)
 
@@ -392,11 +408,12 @@ class DeepSpeedEngine:
     def kernels(self) -> list[tuple[str, str, str]]:
         stage, asked = zero_stage_of(self._plan), self._plan.config.parallel.zero_stage
         note = "" if stage == asked else f"; stage {asked} runs as {stage}: right in every precision, with less memory"
+        travel = "; DeepSpeed sends them gradients in bf16" if self._plan.config.precision.bf16 else ""
         return [
             *kernels_in_use(self._plan, self._mesh, self._execution, self._loss_scale, "DeepSpeed's PipelineModule"),
             ("engine", "DeepSpeed", f"{type(self._engine).__name__}, {type(self._engine.optimizer).__name__}"),
             ("optimizer", *_optimizer_in_words(self._plan.config.optimizer)),
-            ("sharding", f"DeepSpeed, ZeRO {stage}", f"{self._mesh.grid.data} data-parallel ranks{note}"),
+            ("sharding", f"DeepSpeed, ZeRO {stage}", f"{self._mesh.grid.data} data-parallel ranks{travel}{note}"),
         ]
 
 
@@ -435,12 +452,43 @@ class _Called(nn.Module):
         self.stage = stage
         self._inputs: Iterator[Inputs] = iter(())
 
+    def add_placeholder(self, part: str, device: torch.device) -> nn.Parameter:
+        """Return a parameter of one element that the model does not use.
+
+        It is zero, has no gradient, and is in no checkpoint.
+        """
+        placeholder = nn.Parameter(torch.zeros(1, device=device))
+        self.register_parameter(f"no_{part}", placeholder)
+        return placeholder
+
     def begin(self, inputs: Sequence[Inputs]) -> None:
         """The microbatches of the batch that follows."""
         self._inputs = iter(inputs)
 
     def forward(self, x: Tensor | None) -> Tensor:
         return self.stage(None if self.stage.stage.first else x, next(self._inputs))
+
+
+class _TiedWeight:
+    """Show PipelineEngine the gradient of a tied parameter, which it adds up over the ends of the pipeline.
+
+    PipelineEngine (0.19.8) reads `_hp_grad` with BF16_Optimizer, and `grad` otherwise. ZeRO 1 moves
+    each 16-bit gradient into `grad_accum`, which is fp32, and leaves `grad` empty. So the sum of a
+    tied parameter would be left out without a message.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        accumulated: Tensor | None = getattr(self._parameter, "grad_accum", None)
+        return self._parameter.grad if accumulated is None else accumulated
+
+    @property
+    def _hp_grad(self) -> Tensor:
+        gradient: Tensor = self._parameter._hp_grad  # type: ignore[attr-defined]
+        return gradient
 
 
 class _Scaler:

@@ -5,10 +5,15 @@ A dynamic scale is as high as the gradients allow. An overflow uses up one of `h
 further one, halves the scale, never below the minimum. `loss_scale_window` good steps in a row double it and restore hysteresis.
 
 Source: Mixed Precision Training (https://arxiv.org/abs/1710.03740, section 3.2); Megatron-LM's DynamicGradScaler
-(core/optimizer/grad_scaler.py). DeepSpeed's DynamicLossScaler (runtime/fp16/loss_scaler.py) gives the same scales, except that it
-ends the run on an overflow at the minimum once hysteresis is used up (here the trainer counts such steps as nan), and that its
-`consecutive_hysteresis` (off by default, not offered here) restores hysteresis on each good step. Names and help text in the wild
-speak of overflows in a row; in effect hysteresis counts those since the scale last doubled.
+(core/optimizer/grad_scaler.py). This class decides on both engines. DeepSpeed's own DynamicLossScaler (0.19.8,
+runtime/fp16/loss_scaler.py) is not used. It differs in these points:
+
+- From the start of a run, and after each overflow, it doubles for the first time after `loss_scale_window` + 1 good steps, and
+  then after each further `loss_scale_window`. Here the first doubling comes after `loss_scale_window` good steps, too.
+- On an overflow at the minimum, once hysteresis is used up, it ends the run. Here the trainer counts such steps as nan.
+- Its `consecutive_hysteresis` (off by default, not offered here) restores hysteresis on each good step.
+
+Names and help text in the wild speak of overflows in a row; in effect hysteresis counts those since the scale last doubled.
 """
 
 from typing import Any

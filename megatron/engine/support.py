@@ -21,13 +21,11 @@ def _of_deepspeed(plan: Plan) -> list[str]:
             f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule shards optimizer states only; give "
             "--zero-stage 1, or leave out --deepspeed"
         )
-    if pipelined and config.precision.bf16 and config.optimizer.cpu_optimizer:
-        problems.append(
-            "--cpu-optimizer with --bf16 and a pipeline: DeepSpeed's sums of gradients are wrong there (0.19.8); give --fp16, "
-            "leave out --cpu-optimizer, or use no pipeline"
-        )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        problems.append("--num-layers-per-virtual-pipeline-stage: DeepSpeed's pipeline has one stage a rank; leave it out")
+        problems.append(
+            f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage}: "
+            "DeepSpeed's pipeline has one stage a rank; leave it out, or --deepspeed"
+        )
     if config.logging.log_num_zeros_in_grad:
         problems.append("--log-num-zeros-in-grad: DeepSpeed does not show its gradients; leave it out")
     if config.kernels.use_torch_compile:

@@ -1,8 +1,10 @@
 """The search for a loss scale against tables of steps: x is an overflow, a dot a good step."""
 
 import json
+import os
 
 import pytest
+from process_pool import ProcessPool, succeed
 
 from megatron.config.precision import PrecisionConfig
 from megatron.engine.base import StepResult
@@ -114,6 +116,33 @@ def test_between_static_and_dynamic() -> None:
     again.load(static.state())
     assert walk(again, "xx") == [8.0, 4.0]
     assert static.state() == {"dynamic": False, "scale": 128.0}
+
+
+def walk_deepspeed(steps: str) -> list[float]:
+    """The scale of DeepSpeed's own search after each step, with the settings of PROMPT."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    deepspeed.init_distributed(dist_init_required=False)
+    scaler = DynamicLossScaler(8.0, 2, 2.0, 1, False)
+    after = []
+    for step in steps:
+        scaler.update_scale(step == "x")
+        after.append(scaler.cur_scale)
+    return after
+
+
+def test_deepspeeds_own_search_doubles_one_step_later(pool: ProcessPool) -> None:
+    """It is not used; the module's docstring says how it differs."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    outcomes = pool.run(1, walk_deepspeed, ".....x.....")
+    succeed(outcomes)
+    assert outcomes[0].value == [8, 8, 16, 16, 32, 16, 16, 16, 32, 32, 64]
+    assert walk(LossScale(PROMPT), ".....x.....") == [8, 16, 16, 32, 32, 16, 16, 32, 32, 64, 64]
 
 
 def test_descriptions() -> None:

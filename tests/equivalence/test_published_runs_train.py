@@ -1,7 +1,8 @@
 """The command lines of tr1-13B, tr8-104B and tr11-176B train, save and resume on 8 processes: other sizes, paths and backend only.
 
-TP 2 x PP 2 x DP 2, with all that these runs had: DeepSpeed, fp16 with a dynamic loss scale or bf16 at ZeRO stage 0, a ramp-up of
-the batch size, recomputation, dropout, a norm of the embedding, ALiBi, a cut into stages by a regular expression.
+TP 2 x PP 2 x DP 2 and TP 2 x PP 4, with all that these runs had: DeepSpeed, fp16 with a dynamic loss
+scale or bf16 at ZeRO stage 0, a ramp-up of the batch size, recomputation, dropout, a norm of the
+embedding, ALiBi, a cut into stages by a regular expression.
 """
 
 import json
@@ -17,7 +18,6 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 SIZES = {
     "--tensor-model-parallel-size": ["2"],
-    "--pipeline-model-parallel-size": ["2"],
     "--num-layers": ["4"],
     "--hidden-size": ["64"],
     "--ffn-hidden-size": ["256"],
@@ -75,13 +75,13 @@ def hf_tokenizer(folder: Path) -> Path:
     return path
 
 
-def arguments(run: str, folder: Path, data: Path) -> list[str]:
-    """The published list with other values for the flags above, each of which it must have."""
+def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
+    """The published list with other values for the flags above and `stages`, each of which it must have."""
     words = published_arguments(run, data)
     config = data / "ds_config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps(content | {"train_batch_size": int(SIZES["--global-batch-size"][0])}))
-    changed = SIZES | BACKEND | paths(folder, data, str(config))
+    changed = SIZES | {"--pipeline-model-parallel-size": [str(stages)]} | BACKEND | paths(folder, data, str(config))
     result, at = [], 0
     while at < len(words):
         flag, values = words[at], []
@@ -95,14 +95,21 @@ def arguments(run: str, folder: Path, data: Path) -> list[str]:
     return [*result, "--data-cache-path", str(data / "cache")]
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=() if run == "tr8-104B" else pytest.mark.full) for run in PUBLISHED_RUNS])
-def test_a_published_command_line_trains_saves_and_resumes(run: str, pool: ProcessPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "stages"),
+    [
+        pytest.param(run, stages, marks=() if (run, stages) == ("tr8-104B", 2) else pytest.mark.full)
+        for run in PUBLISHED_RUNS
+        for stages in (2, 4)
+    ],
+)
+def test_a_published_command_line_trains_saves_and_resumes(run: str, stages: int, pool: ProcessPool, tmp_path: Path) -> None:
     if run == "tr11-176B-ml":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    whole = succeed(pool.run(8, pretrain, arguments(run, tmp_path / "whole", tmp_path)))
+    whole = succeed(pool.run(8, pretrain, arguments(run, stages, tmp_path / "whole", tmp_path)))
     assert "PipelineEngine" in whole
     assert "DeepSpeed" in whole
-    cut = arguments(run, tmp_path / "cut", tmp_path)
+    cut = arguments(run, stages, tmp_path / "cut", tmp_path)
     succeed(pool.run(8, pretrain, [*cut, "--exit-interval", "7"]))
     resumed = succeed(pool.run(8, pretrain, cut))
     assert "at iteration 7" in resumed
