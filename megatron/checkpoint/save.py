@@ -12,19 +12,19 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.course import Course, course_of, is_there, superfluous, write_course
+from megatron.checkpoint.course import Ancestor, Course, course_of, is_there, superfluous, write_course
 from megatron.checkpoint.digest import FileDigest, digest_of_text
 from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, step_folder, tidy
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, read_manifest, verify_file
-from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file, sync_folder, write_file
@@ -57,33 +57,10 @@ class Part:
     digest: FileDigest
     boxes: list[dict[str, Any]]
 
-
-class _Work:
-    """An act and what became of it: its result, or what went wrong."""
-
-    def __init__(self, act: Callable[[], Any], *, in_thread: bool) -> None:
-        self._act = act
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
-        if self._thread is None:
-            self._run()
-        else:
-            self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._act()
-        except BaseException as error:  # raised again where the ranks meet
-            self.error = error
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Part":
+        """Of what `asdict` made, and another rank sent."""
+        return cls(record["file"], FileDigest(**record["digest"]), record["boxes"])
 
 
 @dataclass
@@ -92,7 +69,7 @@ class _Save:
 
     contents: Contents
     fresh: Path
-    work: _Work
+    work: Work
     copied: threading.Event
     phases: list[Callable[[list[Part]], Any]]
     """Those still to come; each is given what all ranks wrote."""
@@ -179,11 +156,12 @@ class Saver:
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
-        prepared = _Work(lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=False)
+        prepared = Work(lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=True)
+        self._wait_for(prepared, contents)
         if self._outcome(prepared, contents, fresh) is None:
             return
         copied, ready, copy = threading.Event(), _event(own), self._config.async_save
-        work = _Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
+        work = Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
         keep, self._keep = self._keep, False
         phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts, keep=keep)]
         if self._config.keep_latest_checkpoints is not None:
@@ -218,32 +196,38 @@ class Saver:
             CheckpointError: see `begin`.
         """
         while self._save is not None:
+            self._wait_for(self._save.work, self._save.contents)
             self._advance()
+
+    def _wait_for(self, work: Work, contents: Contents) -> None:
+        """Wait until all ranks are through with a phase, however long the slowest one's file system takes."""
+        self._ranks.wait_for(work, f"saving iteration {contents.iteration}", self._say)
 
     def _advance(self) -> None:
         """The present phase is through on all ranks: the next one, or the end."""
         save = self._save
         assert save is not None
-        save.work.wait()
         self._set(None)
         results = self._outcome(save.work, save.contents, save.fresh)
         if results is None:
             self._keep |= save.keep
             return
-        parts = save.parts = save.parts or [part for part in results if part is not None]
+        if save.parts is None:
+            save.parts = [Part.from_json(record) for record in results if record is not None]
+        parts = save.parts
         if save.phases:
             phase = save.phases.pop(0)
-            save.work = _Work(lambda: phase(parts), in_thread=True)
+            save.work = Work(lambda: phase(parts), in_thread=True)
             self._set(save)
             return
         self._failures = 0
         self.saved_iteration = save.contents.iteration
         self._saved(save.contents.iteration)
-        self._course, lines = results[0]
-        for line in lines:
+        self._course = tuple(Ancestor(*entry) for entry in results[0]["course"])
+        for line in results[0]["lines"]:
             self._say(line)
 
-    def _outcome(self, work: _Work, contents: Contents, fresh: Path) -> list[Any] | None:
+    def _outcome(self, work: Work, contents: Contents, fresh: Path) -> list[Any] | None:
         """All ranks' results, or None after a failure that the run may survive.
 
         Raises:
@@ -257,20 +241,25 @@ class Saver:
             fatal = str(work.error)
         elif work.error is not None:
             raise work.error
-        outcomes = self._ranks.gather((work.result, failure, fatal))
+        outcomes = self._ranks.gather([work.result, failure, fatal])
         for _, _, reason in outcomes:
             if reason is not None:
                 raise CheckpointError(reason)
         failures = [failed for _, failed, _ in outcomes if failed]
         if not failures:
             return [result for result, _, _ in outcomes]
-        if self._ranks.rank == 0 and fresh.exists():
-            try:
-                remove(fresh)  # makes room
-            except OSError as error:
-                failures.append(f"{fresh} could not be removed: {error}")
+        failures += self._ranks.work(lambda: self._remove(fresh), f"removing {fresh}", self._say)
         self._count_failure(contents.iteration, failures)
         return None
+
+    def _remove(self, fresh: Path) -> list[str]:
+        """Make room, on rank 0. Returns what went wrong."""
+        try:
+            if self._ranks.rank == 0 and fresh.exists():
+                remove(fresh)
+        except OSError as error:
+            return [f"{fresh} could not be removed: {error}"]
+        return []
 
     def _count_failure(self, iteration: int, failures: list[str]) -> None:
         self._failures += 1
@@ -287,7 +276,7 @@ class Saver:
         again = "at once" if self._ending else f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
 
-    # -- the phases; each runs in a thread of its own ----------------------------------------------------------------------------
+    # -- the phases; each runs in a thread of its own, and returns what can be sent as JSON ----------------------------------------
 
     def _prepare(self, fresh: Path, size: int) -> None:
         self._confirm_lease()
@@ -299,7 +288,7 @@ class Saver:
 
     def _write(
         self, fresh: Path, own: dict[str, Chunk], copied: threading.Event, ready: "torch.cuda.Event | None", *, copy: bool
-    ) -> Part | None:
+    ) -> dict[str, Any] | None:
         try:
             tensors = {key: chunk.tensor for key, chunk in own.items()}
             if copy:
@@ -311,7 +300,7 @@ class Saver:
             written = write_tensors(fresh / name, tensors)
         finally:
             copied.set()
-        return Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()])
+        return asdict(Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()]))
 
     def _copy(self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None") -> dict[str, Tensor]:
         """On the host; its memory is kept for the next save."""
@@ -339,7 +328,7 @@ class Saver:
         for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
             verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
 
-    def _finish(self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool) -> tuple[Course, list[str]] | None:
+    def _finish(self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool) -> dict[str, Any] | None:
         """Rank 0: small files, name, pointers; then what is superfluous goes. Returns the course, and what there is to say."""
         if self._ranks.rank != 0:
             return None
@@ -353,7 +342,8 @@ class Saver:
         write_course(self._root, manifest, self._confirm_lease)
         point_to(self._root, contents.iteration, self._confirm_lease)
         self._confirm_lease()
-        return self._clean_up(course_of(manifest))
+        course, lines = self._clean_up(course_of(manifest))
+        return {"course": [[ancestor.iteration, ancestor.digest, ancestor.keep] for ancestor in course], "lines": lines}
 
     def _confirm_lease(self) -> None:
         """Before each act that others would suffer from: this process may have stood still since the one before."""

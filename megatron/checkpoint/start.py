@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.course import ancestors
 from megatron.checkpoint.folder import (
@@ -19,7 +20,7 @@ from megatron.checkpoint.folder import (
     traces,
 )
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, DamagedError
@@ -39,6 +40,24 @@ class Start:
     @property
     def iteration(self) -> int | None:
         return None if self.checkpoint is None else self.checkpoint.iteration
+
+    def to_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        checkpoint = None
+        if self.checkpoint is not None:
+            found = self.checkpoint
+            checkpoint = {"folder": str(found.folder), "manifest": found.manifest.to_text(), "config_yaml": found.config_yaml}
+        return {"checkpoint": checkpoint, "damaged": self.damaged, "notes": self.notes}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Start":
+        """Of what `to_json` made."""
+        checkpoint = None
+        if found := record["checkpoint"]:
+            folder = Path(found["folder"])
+            checkpoint = Checkpoint(folder, manifest_of_text(found["manifest"], folder), found["config_yaml"])
+        damaged = tuple((iteration, what) for iteration, what in record["damaged"])
+        return cls(checkpoint, damaged, tuple(record["notes"]))
 
 
 def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None = None) -> Start:
@@ -182,8 +201,10 @@ def agree_on_start(
     Raises:
         CheckpointError: on every rank, as `find_start`; or a rank does not see what rank 0 sees.
     """
-    start, problem = Start(None), None
-    if ranks.rank == 0:
+
+    def find() -> tuple[Start, str | None]:
+        if ranks.rank != 0:
+            return Start(None), None
         try:
             root = Path(str(config.load))
             for trouble in tidy(root) if own_folder else ():
@@ -191,13 +212,16 @@ def agree_on_start(
             start = find_start(config, known_damage)
             _report(start, config, own_folder=own_folder, say=say)
         except CheckpointError as error:
-            problem = str(error)
+            return Start(None), str(error)
         except OSError as error:
-            problem = f"{config.load} cannot be read or written: {error}"
-    start, problem = ranks.gather((start, problem))[0]
+            return Start(None), f"{config.load} cannot be read or written: {error}"
+        return start, None
+
+    start, problem = ranks.work(find, "looking for the checkpoint to start from", say)
+    record, problem = ranks.gather([start.to_json(), problem])[0]
     if problem is not None:
         raise CheckpointError(problem)
-    return start
+    return Start.from_json(record)
 
 
 def _report(start: Start, config: CheckpointConfig, *, own_folder: bool, say: Callable[[str], None]) -> None:
@@ -220,29 +244,30 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
     Raises:
         CheckpointError: on every rank; some rank read something else than rank 0 does, so it is not the checkpoint that is broken.
     """
-    found = [damage for damage in ranks.gather(None if mine is None else (ranks.rank, str(mine), mine.file)) if damage is not None]
+    mine_as_json = None if mine is None else [ranks.rank, str(mine), mine.file]
+    found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
     if not found:
         return None
     rank, what, file = found[0]
-    verdict: tuple[str | None, str | None] = (None, None)
-    if ranks.rank == 0:
+
+    def judge() -> tuple[str | None, str | None]:
+        """What is damaged, and what else is wrong."""
+        if ranks.rank != 0:
+            return None, None
+        if rank == 0:
+            return f"{checkpoint.folder} is damaged: {what}", None
         try:
-            if rank != 0:
-                checkpoint.verify(file)
-                verdict = (
-                    None,
-                    (
-                        f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the "
-                        "same on all hosts, and that host's memory and network sound?"
-                    ),
-                )
-            else:
-                verdict = f"{checkpoint.folder} is damaged: {what}", None
+            checkpoint.verify(file)
         except DamagedError as damage:
-            verdict = f"{checkpoint.folder} is damaged: {damage}", None
+            return f"{checkpoint.folder} is damaged: {damage}", None
         except (CheckpointError, OSError) as error:
-            verdict = None, f"{checkpoint.folder / file} cannot be read: {error}"
-    damaged, problem = ranks.gather(verdict)[0]
+            return None, f"{checkpoint.folder / file} cannot be read: {error}"
+        return None, (
+            f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the same on all "
+            "hosts, and that host's memory and network sound?"
+        )
+
+    damaged, problem = ranks.gather(ranks.work(judge, f"reading {file} of {checkpoint.folder} again"))[0]
     if problem is not None:
         raise CheckpointError(problem)
-    return damaged
+    return str(damaged)

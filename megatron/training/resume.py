@@ -1,15 +1,18 @@
 """Where a run starts: afresh, or exactly where a checkpoint left it; and what of the command line may differ from it."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.start import agree_on_damage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
 from megatron.engine.support import refuse_unsupported
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import kill_switch_line
 from megatron.plan import Plan, curriculum_of, resolve
 from megatron.schedule.curriculum import FOREVER
@@ -156,8 +159,12 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     return replace(plan, skip_ranges=saved), [f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"]
 
 
-def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
-    """Fill the engine from a checkpoint of any layout.
+def load_engine(
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
+) -> str | None:
+    """Fill the engine from a checkpoint of any layout, on all ranks together.
+
+    Returns what is damaged in the checkpoint, the same on all ranks, or None where nothing is.
 
     Raises:
         CheckpointError: it does not fit, or has no optimizer state although that is wanted.
@@ -167,8 +174,19 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
         )
-    checkpoint.load_into(engine.chunks(optimizer=with_optimizer), config.model)
-    engine.loaded(checkpoint.optimizer if with_optimizer else None)
+    chunks = engine.chunks(optimizer=with_optimizer)
+
+    def read() -> DamagedError | None:
+        try:
+            checkpoint.load_into(chunks, config.model)
+        except DamagedError as damage:
+            return damage
+        return None
+
+    damaged = agree_on_damage(checkpoint, ranks.work(read, f"loading {checkpoint.folder}", say), ranks)
+    if damaged is None:
+        engine.loaded(checkpoint.optimizer if with_optimizer else None)
+    return damaged
 
 
 def remember(state: TrainState, plan: Plan) -> None:

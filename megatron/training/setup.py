@@ -19,7 +19,7 @@ from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.checkpoint.start import agree_on_damage, agree_on_start
+from megatron.checkpoint.start import agree_on_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
@@ -27,13 +27,14 @@ from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
 from megatron.engine.base import Engine
-from megatron.errors import CheckpointError, DamagedError, MegatronError
+from megatron.errors import CheckpointError, LostRanksError, MegatronError
 from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import World
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
+from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.agreement import check_agreement
@@ -58,9 +59,17 @@ def join_ranks(plan: Plan, world: World) -> Mesh:
     )
 
 
+def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
+    """While this is entered, a collective that fails ends the run with the names of the ranks that are missing."""
+    if mesh.control is None:
+        return contextlib.nullcontext()
+    store = dist.distributed_c10d._get_default_store()
+    return RollCall(store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes))
+
+
 def ranks_of(mesh: Mesh) -> Ranks:
     """Those that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control)
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
 def speaker(mesh: Mesh) -> Callable[[str], None]:
@@ -78,18 +87,25 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     if config.checkpoint.save is None or config.batch.eval_only:
         yield None
         return
-    lease, problem, root = None, None, Path(config.checkpoint.save)
-    if mesh.rank == 0:
+    root = Path(config.checkpoint.save)
+
+    def acquire() -> tuple[Lease | None, str | None]:
+        lease = None
         try:
-            check_writable(root)
-            lease = Lease.acquire(root, speaker(mesh))
-            if not traces(root):
-                mark_begun(root)
+            if mesh.rank == 0:
+                check_writable(root)
+                lease = Lease.acquire(root, speaker(mesh))
+                if not traces(root):
+                    mark_begun(root)
         except CheckpointError as error:
-            problem = str(error)
+            return lease, str(error)
         except OSError as error:
-            problem = f"--save {root} cannot be written: {error}"
-    problem = ranks_of(mesh).gather(problem)[0]
+            return lease, f"--save {root} cannot be written: {error}"
+        return lease, None
+
+    ranks = ranks_of(mesh)
+    lease, problem = ranks.work(acquire, f"taking over {root}", speaker(mesh))
+    problem = ranks.gather(problem)[0]
     if problem is not None:
         raise CheckpointError(problem)
     try:
@@ -118,7 +134,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
-        wrong = load_together(engine, job, ranks)
+        wrong = None if job.checkpoint is None else load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
             return build_run(job, mesh, engine, exits, timers, lease)
         assert job.checkpoint is not None
@@ -142,22 +158,6 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     return NativeEngine(plan, mesh, timers)
 
 
-def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:
-    """Fill the engine from the job's checkpoint. Returns what is damaged of it, the same on all ranks; None where nothing is.
-
-    Raises:
-        CheckpointError: it does not fit.
-    """
-    if job.checkpoint is None:
-        return None
-    damage = None
-    try:
-        load_engine(engine, job.checkpoint, job.plan.config)
-    except DamagedError as error:
-        damage = error
-    return agree_on_damage(job.checkpoint, damage, ranks)
-
-
 def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
     """Data, reporter and saver around an engine that has its weights; prints the table of what is in use.
 
@@ -166,7 +166,8 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         TrainingError: copies of a parameter are not equal.
     """
     plan, state, config = job.plan, job.state, job.plan.config
-    sources = open_data(plan, mesh, state)
+    ranks = ranks_of(mesh)
+    sources = ranks.work(lambda: open_data(plan, mesh, state), "opening the data", speaker(mesh))
     reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
@@ -258,6 +259,8 @@ def describe_index_helpers() -> tuple[str, str]:
 
 def leave_with_error(error: MegatronError) -> NoReturn:
     """Print one clear message and end the process at once: ranks that wait for this one in a collective must not wait long."""
+    if isinstance(error, LostRanksError):
+        leave_without(error)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         # Most errors are every rank's. Rank 0 tells; if it is the same error, the launcher ends this process meanwhile.
@@ -269,6 +272,14 @@ def leave_with_error(error: MegatronError) -> NoReturn:
     tell_torchrun(message)
     # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
     os._exit(2)
+
+
+def leave_without(error: LostRanksError) -> NoReturn:
+    """End after ranks were lost. Exit code 1: no flag is wrong, and the same command may succeed."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not told to torchrun's error file: what stands there is taken for an error that a person must correct.
+    os._exit(LOST)
 
 
 def tell_torchrun(message: str) -> None:
