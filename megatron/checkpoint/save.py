@@ -113,7 +113,8 @@ class Saver:
 
     def describe(self, chunks: Sequence[Chunk]) -> tuple[str, str]:
         """For the table at start: what a save of these costs, and how many there is room for."""
-        size, free = self._total_bytes(chunks), free_bytes(self._root)
+        size = self._total_bytes(chunks)
+        free = self._ranks.work(lambda: free_bytes(self._root), f"looking at {self._root}", self._say)
         room = int(free // (size + SMALL_FILES))
         how = "written while training goes on" if self._config.async_save else "training waits for them"
         keep = self._config.keep_latest_checkpoints

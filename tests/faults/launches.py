@@ -33,7 +33,12 @@ CRASHED, ERROR = 1, 2
 
 
 def _rank(
-    argv: Sequence[str], environment: Mapping[str, str], log: str, constants: Mapping[str, Any], largest_file: int | None
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: str,
+    constants: Mapping[str, Any],
+    largest_file: int | None,
+    delays: Mapping[str, float],
 ) -> None:
     from megatron.training.orphans import die_with_launcher
 
@@ -48,6 +53,8 @@ def _rank(
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name
         setattr(importlib.import_module(module), constant, value)
+    for name, seconds in delays.items():
+        _delay(name, seconds)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
@@ -56,6 +63,22 @@ def _rank(
 
     torch.set_num_threads(1)
     pretrain_gpt.main(list(argv))
+
+
+def _delay(name: str, seconds: float) -> None:
+    """Have the first call of a library's function take so much longer in this process, as on a file system that is slow."""
+    module, _, function = name.rpartition(".")
+    original = getattr(importlib.import_module(module), function)
+    called: list[str] = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if not called:
+            called.append(name)
+            print(f"{name} takes {seconds:g} s")
+            time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    setattr(importlib.import_module(module), function, slow)
 
 
 class Launch:
@@ -70,7 +93,9 @@ class Launch:
         environment: Mapping[str, str] | None = None,
         constants: Mapping[str, Any] | None = None,
         largest_file: Mapping[int, int] | None = None,
+        delays: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
+        """`delays`: rank -> function -> seconds by which its first call is slower."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
         logs.mkdir(parents=True)
@@ -81,7 +106,14 @@ class Launch:
             self._logs[rank].touch()
             # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
             own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", **(environment or {})}
-            arguments = (list(argv), own, str(self._logs[rank]), dict(constants or {}), (largest_file or {}).get(rank))
+            arguments = (
+                list(argv),
+                own,
+                str(self._logs[rank]),
+                dict(constants or {}),
+                (largest_file or {}).get(rank),
+                dict((delays or {}).get(rank, {})),
+            )
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
