@@ -1,4 +1,4 @@
-"""Agreement between the ranks that save and load together, and their waiting for work that takes them unequally long."""
+"""Agreement between the ranks that save and load together, and waiting for work on files."""
 
 import threading
 import time
@@ -28,7 +28,9 @@ class Work:
         self._act = act
         self.result: Any = None
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
+        self._thread = (
+            threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
+        )
         if self._thread is None:
             self._run()
         else:
@@ -73,10 +75,12 @@ class Ranks:
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.group)
         return bool(agreed.item())
 
-    def work(self, act: Callable[[], Result], what: str, say: Callable[[str], None] = lambda line: None) -> Result:
-        """Do something that takes ranks unequally long, in a thread; return its result when all ranks are done.
+    def work(
+        self, act: Callable[[], Result], what: str, say: Callable[[str], None] = lambda line: None
+    ) -> Result:
+        """Do something that takes ranks unequally long; return its result when all are done.
 
-        A rank whose act fails raises at once, so that its error does not wait for the slowest rank.
+        It runs in a thread. A rank whose act fails raises at once, and does not wait for the others.
 
         Raises:
             CheckpointError: see `wait_for`.
@@ -89,15 +93,24 @@ class Ranks:
         return result
 
     def wait_for(
-        self, work: Work, what: str, say: Callable[[str], None] = lambda line: None, *, until_failure: bool = False
+        self,
+        work: Work,
+        what: str,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        until_failure: bool = False,
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
-        So a slow file system is no collective that times out, and a rank that stands still is found out as fast as in training.
-        `what`: "saving iteration 3", for messages. `until_failure`: return as soon as this rank's own work has failed.
+        So no collective times out for a slow file system, and a rank that stands still is found
+        as fast as in training.
+
+        Args:
+            what: the work in words, "saving iteration 3", for messages.
+            until_failure: return as soon as this rank's own work has failed.
 
         Raises:
-            CheckpointError: on every rank; some rank needs longer than PATIENCE_SECONDS. It names the ranks.
+            CheckpointError: on every rank; a rank needs longer than PATIENCE_SECONDS. It is named.
         """
         start = time.monotonic()
         reported = 0.0
@@ -117,14 +130,23 @@ class Ranks:
             more = f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else ""
             if seconds >= PATIENCE_SECONDS:
                 raise CheckpointError(
-                    f"{what} has taken {seconds:.0f} s, which is the longest that ranks wait for each other's files, and is not "
-                    f"done on {names}{more}; look at the file system as that host sees it, and start again with the same command"
+                    f"{what} has taken {seconds:.0f} s, the longest that ranks wait for each other's "
+                    f"files, and is not done on {names}{more}; look at the file system as that host "
+                    "sees it, and start again with the same command"
                 )
-            say(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the other ranks wait")
+            say(
+                f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the other ranks wait"
+            )
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks whose work is not done, and the seconds by rank 0's clock, so that all ranks decide alike."""
+        """Return the ranks that are not done, and the seconds by rank 0's clock, which decides."""
         everyone = [torch.empty(2, dtype=torch.float64) for _ in range(self.size)]
-        dist.all_gather(everyone, torch.tensor([float(done), seconds], dtype=torch.float64), group=self.group)
-        busy = [rank for rank, (finished, _) in enumerate(torch.stack(everyone).tolist()) if not finished]
+        dist.all_gather(
+            everyone, torch.tensor([float(done), seconds], dtype=torch.float64), group=self.group
+        )
+        busy = [
+            rank
+            for rank, (finished, _) in enumerate(torch.stack(everyone).tolist())
+            if not finished
+        ]
         return busy, float(everyone[0][1])

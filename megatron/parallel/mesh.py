@@ -87,12 +87,16 @@ def start_process_group(backend: str, timeout_minutes: float) -> None:
         LayoutError: nccl is asked for on a machine without GPUs, or ranks have not come within the limit.
     """
     if backend == "nccl" and not torch.cuda.is_available():
-        raise LayoutError("--distributed-backend nccl needs GPUs and torch sees none on this host; use --distributed-backend gloo")
+        raise LayoutError(
+            "--distributed-backend nccl needs GPUs and torch sees none on this host; use --distributed-backend gloo"
+        )
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     store = _meet(rank, world_size, timedelta(minutes=timeout_minutes))
     limit = TimeLimit(timeout_minutes)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
+    )
 
 
 def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
@@ -130,7 +134,13 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     return store
 
 
-def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = False, timeout_minutes: float = 10.0) -> Mesh:
+def build_mesh(
+    grid: Grid,
+    device: torch.device,
+    *,
+    sequence_parallel: bool = False,
+    timeout_minutes: float = 10.0,
+) -> Mesh:
     """Divide the running world into the grid's groups. Every group has the limit's time-out for collectives.
 
     Raises:
@@ -151,7 +161,9 @@ def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = Fa
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
-    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=time_out)
+    control = (
+        dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=time_out)
+    )
     tensor_parallel = TensorParallel(
         size=grid.tensor,
         rank=place.tensor,
@@ -163,7 +175,9 @@ def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = Fa
     return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, ends, control, names)
 
 
-def _make_device_mesh(grid: Grid, rank: int, device: torch.device, time_out: timedelta) -> DeviceMesh:
+def _make_device_mesh(
+    grid: Grid, rank: int, device: torch.device, time_out: timedelta
+) -> DeviceMesh:
     """Return the mesh of the axes ("pp", "dp", "tp").
 
     `init_device_mesh` would make its groups with the backend's own time-out, so they are made here.
@@ -189,7 +203,9 @@ def _group_of_ends(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGr
     return _own_group(members_of_groups, rank, time_out)
 
 
-def _own_group(members_of_groups: list[list[int]], rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
+def _own_group(
+    members_of_groups: list[list[int]], rank: int, time_out: timedelta
+) -> dist.ProcessGroup | None:
     """Return the group that this rank is in, if any. Every rank must help to make every group."""
     own = None
     for members in members_of_groups:

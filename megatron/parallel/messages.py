@@ -31,4 +31,7 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(received, padded, group=group)
-    return [json.loads(row[: int(length)].numpy().tobytes()) for row, length in zip(received, lengths, strict=True)]
+    return [
+        json.loads(row[: int(length)].numpy().tobytes())
+        for row, length in zip(received, lengths, strict=True)
+    ]

@@ -1,10 +1,12 @@
 """The roll call: which ranks still answer after a collective has failed.
 
-A collective that times out does not say who was missing. So each rank runs a thread that answers through the rendezvous store, also
-while the main thread waits in a collective. The rank whose collective failed first calls the roll and names those that do not
-answer. A called roll ends the run: each rank ends by itself, whether or not the missing ones ever come back.
+A collective that times out does not say who was missing. So a thread of each rank answers through the
+rendezvous store, also while the main thread waits in a collective. The rank whose collective fails
+first calls the roll and names those that do not answer. A called roll ends the run: each rank ends by
+itself, whether or not the missing ones ever come back.
 
-The thread needs the interpreter: a main thread that is in C code which holds Python's lock cannot answer either.
+The thread needs the interpreter. A rank whose main thread is in C code that holds Python's lock
+cannot answer either.
 """
 
 import contextlib
@@ -59,7 +61,9 @@ def store_is_rank_zeros() -> bool:
 class RollCall:
     """Answers for this rank, and asks the others. Used as a context manager around the run."""
 
-    def __init__(self, store: dist.Store, rank: int, names: Sequence[str], limit: TimeLimit) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, names: Sequence[str], limit: TimeLimit
+    ) -> None:
         """`names`: of all ranks, for messages, see `Mesh.describe`."""
         self._rank = rank
         self._names = names
@@ -72,13 +76,17 @@ class RollCall:
         self._leaving = threading.Event()
         self._answered = threading.Event()
         self._main = threading.get_ident()
-        self._thread = threading.Thread(target=self._answer, args=(own,), name="roll call", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer, args=(own,), name="roll call", daemon=True
+        )
 
     def __enter__(self) -> "RollCall":
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """Stop answering. Replace an error of communication by one that names the missing ranks.
 
         Raises:
@@ -97,8 +105,11 @@ class RollCall:
         if not self._answered.is_set():
             _within(self._window + 0.3, lambda: self._call(where, found))
         # A caller that keeps the store may have left with it since this rank answered.
-        others_call = self._answered.is_set() or not found.first
-        return LostRanksError(self._short() if others_call else self._describe(found, error))
+        if not self._answered.is_set() and found.first:
+            return LostRanksError(self._describe(found, error))
+        if self._rank == 0 and store_is_rank_zeros():
+            time.sleep(self._window)  # the rank that called first still needs the store
+        return LostRanksError(self._short())
 
     # -- through the store ----------------------------------------------------------------------------------------------------
 
@@ -134,9 +145,13 @@ class RollCall:
             return
         self._store.set(_CALLED, "1")
         self._wait_for_answers()
-        keys = {rank: _key(rank) for rank in range(len(self._names)) if self._store.check([_key(rank)])}
+        keys = {
+            rank: _key(rank) for rank in range(len(self._names)) if self._store.check([_key(rank)])
+        }
         answers = self._store.multi_get(list(keys.values()))
-        found.answers = {rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)}
+        found.answers = {
+            rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)
+        }
 
     def _wait_for_answers(self) -> None:
         end = time.monotonic() + self._window
@@ -164,15 +179,27 @@ class RollCall:
     def _missing(self, found: "_Found") -> list[str]:
         why = "does not answer: it stands still or has ended, or its host cannot be reached"
         if found.answers:
-            return [f"{name} {why}" for rank, name in enumerate(self._names) if rank not in found.answers]
+            return [
+                f"{name} {why}"
+                for rank, name in enumerate(self._names)
+                if rank not in found.answers
+            ]
         if store_is_rank_zeros():
-            return [f"{self._names[0]} {why}; it keeps the ranks' store, so that no other rank could be asked"]
+            return [
+                f"{self._names[0]} {why}; it keeps the ranks' store, so that no other rank could be asked"
+            ]
         host = os.environ.get("MASTER_ADDR", "?")
-        return [f"the launcher on {host} {why}; it keeps the ranks' store, so that no rank could be asked"]
+        return [
+            f"the launcher on {host} {why}; it keeps the ranks' store, so that no rank could be asked"
+        ]
 
     def _left(self, found: "_Found") -> list[str]:
         answers = sorted(found.answers.items())
-        return [f"{self._names[rank]} has left: {answer['left']}" for rank, answer in answers if "left" in answer]
+        return [
+            f"{self._names[rank]} has left: {answer['left']}"
+            for rank, answer in answers
+            if "left" in answer
+        ]
 
     def _places(self, found: "_Found") -> list[str]:
         """Where the main threads are, when all answer. The rank that the others wait for is somewhere else than they are."""
@@ -197,7 +224,9 @@ class _Found:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return whether a collective or the store failed, and not the computation. gloo raises no class of its own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def _within(seconds: float, act: Callable[[], None]) -> None:

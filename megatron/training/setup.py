@@ -149,13 +149,19 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     Raises:
         ConfigError: DeepSpeed was, and is not installed.
     """
-    if plan.config.parallel.deepspeed:  # each is seconds of imports
-        from megatron.engine.deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(plan, mesh, timers)
-    from megatron.engine.native import NativeEngine
+    def load() -> Callable[[Plan, Mesh, Timers], Engine]:
+        if plan.config.parallel.deepspeed:
+            from megatron.engine.deepspeed import DeepSpeedEngine
 
-    return NativeEngine(plan, mesh, timers)
+            return DeepSpeedEngine
+        from megatron.engine.native import NativeEngine
+
+        return NativeEngine
+
+    # Each is seconds of imports, and minutes where many ranks read them from a slow file system.
+    make = ranks_of(mesh).work(load, "importing the engine", speaker(mesh))
+    return make(plan, mesh, timers)
 
 
 def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:

@@ -97,7 +97,7 @@ class Launch:
     ) -> None:
         """`delays`: rank -> function -> seconds by which its first call is slower."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
+        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"])
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
         self.processes = []

@@ -20,7 +20,9 @@ LIMIT = f"--distributed-timeout-minutes {LIMIT_SECONDS / 60}"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
 ENDLESS = "--train-iters 1000000"
 LOST = 1
-PLACES = [f"pipeline {pipeline}, data 0, tensor {tensor}" for pipeline in (0, 1) for tensor in (0, 1)]
+PLACES = [
+    f"pipeline {pipeline}, data 0, tensor {tensor}" for pipeline in (0, 1) for tensor in (0, 1)
+]
 FULL = pytest.mark.full
 
 
@@ -31,7 +33,9 @@ def stop_and_wait(launch: Launch, victim: int) -> float:
     others = [rank for rank in range(len(launch.pids)) if rank != victim]
     launch.wait_for(lambda: launch.running() == [victim], f"the end of all ranks but {victim}")
     seconds = time.monotonic() - start
-    assert [launch.processes[rank].exitcode for rank in others] == [LOST] * len(others), launch.all_output()
+    assert [launch.processes[rank].exitcode for rank in others] == [LOST] * len(others), (
+        launch.all_output()
+    )
     return seconds
 
 
@@ -40,12 +44,20 @@ def check_names(output: str, victim: int) -> None:
     said = [line for line in output.splitlines() if "does not answer" in line]
     # Without the store, which is rank 0's, ranks cannot agree on who prints it.
     assert len(said) == 1 or (victim == 0 and len(said) > 1), output
-    assert re.search(rf"rank {victim} on {os.uname().nodename} \({re.escape(PLACES[victim])}\) does not answer", said[0])
+    assert re.search(
+        rf"rank {victim} on {os.uname().nodename} \({re.escape(PLACES[victim])}\) does not answer",
+        said[0],
+    )
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=FULL), pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param(0, marks=FULL), pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3],
+)
 @pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=FULL)])
-def test_a_stopped_rank_is_named_within_the_limit(victim: int, engine: str, new_job: NewJob) -> None:
+def test_a_stopped_rank_is_named_within_the_limit(
+    victim: int, engine: str, new_job: NewJob
+) -> None:
     """Rank 0 keeps the store through which ranks answer, as under srun. The stopped rank never comes back."""
     launch = new_job("job", f"{GRID} {ENDLESS} {LIMIT} {engine}", 4).launch()
     launch.wait_for_line("iteration        3/")
@@ -66,12 +78,25 @@ def children(pid: int) -> dict[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 3])
-def test_torchrun_ends_with_the_limit_and_its_own_thirty_seconds(victim: int, new_job: NewJob, tmp_path: Path) -> None:
+def test_torchrun_ends_with_the_limit_and_its_own_thirty_seconds(
+    victim: int, new_job: NewJob, tmp_path: Path
+) -> None:
     """Its agent keeps the store, so rank 0 is like the others; it kills the stopped rank, which it gives 30 s first."""
     log = tmp_path / "log.txt"
     argv = new_job("job", f"{GRID} {ENDLESS} {LIMIT}", 4).argv
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py"]
-    with open(log, "w") as file, subprocess.Popen([*launcher, *argv], cwd=ROOT, stdout=file, stderr=file) as process:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "pretrain_gpt.py",
+    ]
+    with (
+        open(log, "w") as file,
+        subprocess.Popen([*launcher, *argv], cwd=ROOT, stdout=file, stderr=file) as process,
+    ):
         try:
             end = time.monotonic() + BOUND_SECONDS
             while "iteration        3/" not in log.read_text():
@@ -93,11 +118,16 @@ DELAY_SECONDS = LIMIT_SECONDS + 1
 
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=FULL)])
 @pytest.mark.parametrize(
-    ("slow", "function"), [pytest.param(0, "megatron.checkpoint.save.write_tensors", marks=FULL), (1, "os.fsync")]
+    ("slow", "function"),
+    [pytest.param(0, "megatron.checkpoint.save.write_tensors", marks=FULL), (1, "os.fsync")],
 )
-def test_a_slow_writer_does_not_end_a_healthy_run(slow: int, function: str, mode: str, new_job: NewJob) -> None:
+def test_a_slow_writer_does_not_end_a_healthy_run(
+    slow: int, function: str, mode: str, new_job: NewJob
+) -> None:
     """One rank's file system takes longer to write than a collective may; later saves are as fast as ever."""
-    job = new_job("job", f"--train-iters 4 --save-interval 2 --keep-latest-checkpoints 2 {LIMIT} {mode}", 2)
+    job = new_job(
+        "job", f"--train-iters 4 --save-interval 2 --keep-latest-checkpoints 2 {LIMIT} {mode}", 2
+    )
     start = time.monotonic()
     launch = job.launch(delays={slow: {function: DELAY_SECONDS}})
     assert launch.codes() == [0, 0], launch.all_output()
@@ -108,8 +138,12 @@ def test_a_slow_writer_does_not_end_a_healthy_run(slow: int, function: str, mode
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("function", "start"), [("os.preadv", 2), ("numpy.load", 0), ("os.statvfs", 0)])
-def test_slow_reading_does_not_end_a_healthy_run(function: str, start: int, new_job: NewJob) -> None:
+@pytest.mark.parametrize(
+    ("function", "start"), [("os.preadv", 2), ("numpy.load", 0), ("os.statvfs", 0)]
+)
+def test_slow_reading_does_not_end_a_healthy_run(
+    function: str, start: int, new_job: NewJob
+) -> None:
     """Of a checkpoint, of the index of the data; and rank 0's look at the disk before a save."""
     job = new_job("job", f"--save-interval 2 {LIMIT}", 2)
     if start:
@@ -127,7 +161,15 @@ def test_waiting_for_a_folder_does_not_end_a_healthy_run(new_job: NewJob) -> Non
     """Rank 0 watches the lease of a run on another host for longer than a collective may take."""
     job = new_job("job", f"--train-iters 2 {LIMIT}", 2)
     job.folder.mkdir()
-    holder = {"host": "elsewhere", "boot": "", "pid": 1, "started": "", "job": "", "restart": 0, "token": "x"}
+    holder = {
+        "host": "elsewhere",
+        "boot": "",
+        "pid": 1,
+        "started": "",
+        "job": "",
+        "restart": 0,
+        "token": "x",
+    }
     (job.folder / "lease.json").write_text(json.dumps(holder))
     output = job.succeed(constants={"megatron.checkpoint.lease.STALE_SECONDS": DELAY_SECONDS})
     assert f"waiting up to {DELAY_SECONDS:g} s for a sign of life" in output
@@ -137,11 +179,16 @@ def test_waiting_for_a_folder_does_not_end_a_healthy_run(new_job: NewJob) -> Non
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=FULL)])
 def test_a_writer_that_never_ends_is_named(mode: str, new_job: NewJob) -> None:
     """The limit of waiting for files is its own; what is waited for is said before."""
-    constants = {"megatron.checkpoint.ranks.PATIENCE_SECONDS": 4.0, "megatron.checkpoint.ranks._REPORT_SECONDS": 1.0}
+    constants = {
+        "megatron.checkpoint.ranks.PATIENCE_SECONDS": 4.0,
+        "megatron.checkpoint.ranks._REPORT_SECONDS": 1.0,
+    }
     job = new_job("job", f"--train-iters 2 --save-interval 2 {LIMIT} {mode}", 2)
     launch = job.launch(delays={1: {"os.fsync": 1000.0}}, constants=constants)
     assert launch.codes(by_themselves=True) == [ERROR, ERROR], launch.all_output()
     output = launch.output()
     assert re.search(r"saving iteration 2 has taken \d+ s and is not done on rank 1 on ", output)
-    assert re.search(r"CheckpointError: saving iteration 2 has taken \d+ s, .* is not done on rank 1 on ", output)
+    assert re.search(
+        r"CheckpointError: saving iteration 2 has taken \d+ s, .* is not done on rank 1 on ", output
+    )
     assert "os.fsync takes" in launch.output(1)

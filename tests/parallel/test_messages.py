@@ -83,7 +83,9 @@ def test_values_of_any_length_arrive(pool: ProcessPool) -> None:
         assert outcome.value == (values, []), outcome.output
 
 
-@pytest.mark.parametrize(("value", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError), (Path("/"), TypeError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError), (Path("/"), TypeError)]
+)
 def test_what_json_does_not_have_is_refused(value: object, error: type[Exception]) -> None:
     from megatron.parallel.messages import gather_json
 
@@ -96,12 +98,22 @@ def test_what_json_does_not_have_is_refused(value: object, error: type[Exception
     "layout",
     [
         pytest.param(NATIVE, id="native pipeline"),
-        pytest.param("--tensor-model-parallel-size 2 --zero-stage 3", id="native zero", marks=pytest.mark.full),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --zero-stage 3",
+            id="native zero",
+            marks=pytest.mark.full,
+        ),
         pytest.param(f"{NATIVE} --deepspeed", id="deepspeed pipeline", marks=pytest.mark.full),
-        pytest.param("--tensor-model-parallel-size 2 --zero-stage 2 --deepspeed", id="deepspeed zero", marks=pytest.mark.full),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --zero-stage 2 --deepspeed",
+            id="deepspeed zero",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_a_run_unpickles_nothing(layout: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_a_run_unpickles_nothing(
+    layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """Start, invariants, save, resume, evaluation, and the disagreement of two configurations."""
     run = Runner(pool, corpus, tmp_path / "run")
     flags = f"{SIZES} {layout}"
@@ -112,7 +124,9 @@ def test_a_run_unpickles_nothing(layout: str, pool: ProcessPool, corpus: str, tm
         succeed(outcomes)
         assert [outcome.value for outcome in outcomes] == [([], "")] * 4
     assert (run.folder / "latest").read_text() == "global_step5"
-    outcomes = pool.run(4, pretrain_and_count, PerRank([second, second, second, [*second, "--seed", "7"]]))
+    outcomes = pool.run(
+        4, pretrain_and_count, PerRank([second, second, second, [*second, "--seed", "7"]])
+    )
     for outcome in outcomes:
         found, error = outcome.value
         assert found == []

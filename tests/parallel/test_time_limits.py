@@ -21,8 +21,15 @@ def time_outs_of_all_groups(argv: list[str]) -> list[tuple[str, timedelta]]:
     from megatron.config.cli import load_config
 
     pretrain_gpt.pretrain(load_config(argv))
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group != dist.GroupMember.NON_GROUP_MEMBER]
-    return [(f"{dist.get_process_group_ranks(g)}", g._get_backend(torch.device("cpu")).options._timeout) for g in groups]
+    groups = [
+        group
+        for group in dist.distributed_c10d._world.pg_map
+        if group != dist.GroupMember.NON_GROUP_MEMBER
+    ]
+    return [
+        (f"{dist.get_process_group_ranks(g)}", g._get_backend(torch.device("cpu")).options._timeout)
+        for g in groups
+    ]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,9 @@ def time_outs_of_all_groups(argv: list[str]) -> list[tuple[str, timedelta]]:
         pytest.param(f"{TP_DP} --zero-stage 2 --deepspeed", 4, marks=pytest.mark.full),
     ],
 )
-def test_every_group_has_the_limit(layout: str, at_least: int, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_every_group_has_the_limit(
+    layout: str, at_least: int, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     from megatron.parallel.roll_call import TimeLimit
 
     run = Runner(pool, corpus, tmp_path / "run")
@@ -42,7 +51,9 @@ def test_every_group_has_the_limit(layout: str, at_least: int, pool: ProcessPool
     outcomes = pool.run(4, time_outs_of_all_groups, run.argv(flags))
     succeed(outcomes)
     expected = TimeLimit(MINUTES).collective
-    assert timedelta(minutes=MINUTES) - timedelta(seconds=10) <= expected < timedelta(minutes=MINUTES)
+    assert (
+        timedelta(minutes=MINUTES) - timedelta(seconds=10) <= expected < timedelta(minutes=MINUTES)
+    )
     for outcome in outcomes:
         assert len(outcome.value) >= at_least
         assert {time_out for _, time_out in outcome.value} == {expected}, outcome.value
