@@ -30,6 +30,7 @@ LOST = 1
 """The exit code of a rank that cannot go on without another one: a crash, which a new start may cure."""
 _CALLED = "roll_call/called"
 _CALLERS = "roll_call/callers"
+_FINISHED = "roll_call/finished"
 _LONGEST_SECONDS = 10.0
 _SHOWN = 8
 """Lines of ranks in a message."""
@@ -93,22 +94,26 @@ class RollCall:
             LostRanksError: a collective has failed.
         """
         self._leaving.set()
-        if error is not None and is_lost_connection(error):
-            raise self._verdict(error) from error
+        cause = lost_connection(error)
+        if cause is not None:
+            raise self._verdict(cause) from error
         left = "it finished" if error is None else f"{type(error).__name__}: {error}"
-        _within(self._window, lambda: self._leave(left, last=error is None))
+        _in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 
     def _verdict(self, error: BaseException) -> LostRanksError:
         """Call the roll, unless another rank has, which then says what came out."""
         found = _Found()
         where = _location(traceback.walk_tb(error.__traceback__))
         if not self._answered.is_set():
-            _within(self._window + 0.3, lambda: self._call(where, found))
+            call = _in_thread(lambda: self._call(where, found))
+            call.join(self._window)
+            if found.reached:
+                call.join(self._window)  # it is only slow
         # A caller that keeps the store may have left with it since this rank answered.
         if not self._answered.is_set() and found.first:
             return LostRanksError(self._describe(found, error))
         if self._rank == 0 and store_is_rank_zeros():
-            time.sleep(self._window)  # the rank that called first still needs the store
+            self._wait_until({_FINISHED}, 2 * self._window)  # the caller still needs the store
         return LostRanksError(self._short())
 
     # -- through the store ----------------------------------------------------------------------------------------------------
@@ -135,16 +140,17 @@ class RollCall:
         self._thread.join(self._window)
         _say(self._store, self._rank, left=left)
         if last and self._rank == 0 and store_is_rank_zeros():
-            self._wait_for_answers()
+            self._wait_until(set(map(_key, range(len(self._names)))), self._window)
 
     def _call(self, where: str, found: "_Found") -> None:
         # Counted before it answers: the first caller may leave, and take the store along, as soon as all have answered.
         found.first = self._store.add(_CALLERS, 1) == 1
+        found.reached = True
         _say(self._store, self._rank, at=where)
         if not found.first:
             return
         self._store.set(_CALLED, "1")
-        self._wait_for_answers()
+        self._wait_until(set(map(_key, range(len(self._names)))), self._window)
         keys = {
             rank: _key(rank) for rank in range(len(self._names)) if self._store.check([_key(rank)])
         }
@@ -152,11 +158,12 @@ class RollCall:
         found.answers = {
             rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)
         }
+        self._store.set(_FINISHED, "1")
 
-    def _wait_for_answers(self) -> None:
-        end = time.monotonic() + self._window
-        keys = [_key(rank) for rank in range(len(self._names))]
-        while not self._store.check(keys) and time.monotonic() < end:
+    def _wait_until(self, keys: set[str], seconds: float) -> None:
+        """Wait until the store has all the keys, for so long at most."""
+        end = time.monotonic() + seconds
+        while not self._store.check(list(keys)) and time.monotonic() < end:
             time.sleep(0.05)
 
     # -- in words -------------------------------------------------------------------------------------------------------------
@@ -218,19 +225,27 @@ class _Found:
     """What a roll call has found so far. It stays empty while the store does not answer."""
 
     answers: dict[int, dict[str, str]] = field(default_factory=dict)
+    reached: bool = False
+    """Whether the store has answered."""
     first: bool = True
     """Whether no other rank called before."""
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective or the store failed, and not the computation. gloo raises no class of its own."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
+def lost_connection(error: BaseException | None) -> BaseException | None:
+    """Return what failed in a collective or the store and led to `error`; None if nothing did.
+
+    gloo raises no class of its own, and a pipeline schedule raises another error from it.
+    """
+    while error is not None:
+        of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if of_gloo or isinstance(error, dist.DistError):
+            return error
+        error = error.__cause__
+    return None
 
 
-def _within(seconds: float, act: Callable[[], None]) -> None:
-    """Do something for at most so long: requests to the store of a process that stands still never return."""
+def _in_thread(act: Callable[[], None]) -> threading.Thread:
+    """Start something that may never return: a request to the store of a process that stands still."""
 
     def attempt() -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone
@@ -238,7 +253,7 @@ def _within(seconds: float, act: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=attempt, name="roll call", daemon=True)
     thread.start()
-    thread.join(seconds)
+    return thread
 
 
 def _key(rank: int) -> str:
