@@ -22,11 +22,23 @@ from megatron.parallel.launcher import world_of_launcher
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
 from megatron.training.resume import settle, where_to_start
-from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, report_error, start_run
+from megatron.training.setup import (
+    answer_roll_call,
+    join_ranks,
+    leave,
+    leave_with_error,
+    own_folder,
+    report_error,
+    start_run,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to fix it."""
+    """Run a command line.
+
+    Exit codes: 0: done, or stopped and saved. 2: an error, whose message says how to fix it. 1: a
+    crash of this rank, or of another one without which it cannot continue.
+    """
     protect_standard_streams()
     try:
         pretrain(load_config(argv, prog="pretrain_gpt.py"))
@@ -46,7 +58,7 @@ def pretrain(loaded: LoadedConfig) -> None:
     # As seen from here: most mistakes show without the other ranks. What holds is what rank 0 finds when the folder is its own.
     plan = settle(loaded, world.size, find_start(where_to_start(config)).checkpoint).plan
     mesh = join_ranks(plan, world)
-    with own_folder(config, mesh) as lease:
+    with answer_roll_call(plan, mesh), own_folder(config, mesh) as lease:
         run = start_run(loaded, mesh, lease)
         try:
             if config.batch.eval_only:

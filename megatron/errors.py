@@ -33,6 +33,10 @@ class LayoutError(MegatronError):
     """The ranks disagree, or the world does not fit the requested parallel layout."""
 
 
+class LostRanksError(MegatronError):
+    """A collective failed. The message names the ranks that do not answer or have left."""
+
+
 class TrainingError(MegatronError):
     """Training cannot go on: too many NaN losses, or an invariant was violated."""
 

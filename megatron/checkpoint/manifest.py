@@ -67,8 +67,17 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DamagedError: it is missing or altered. CheckpointError: of another format, or it cannot be read.
     """
+    return manifest_of_text(read_text(folder, MANIFEST), folder)
+
+
+def manifest_of_text(text: str, folder: Path) -> Manifest:
+    """Return what `Manifest.to_text` wrote into `folder`.
+
+    Raises:
+        DamagedError: the text is altered. CheckpointError: it is of another format.
+    """
     try:
-        record = json.loads(read_text(folder, MANIFEST))
+        record = json.loads(text)
         found, digest = record.get("format"), record.pop("digest", None)
     except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage

@@ -13,7 +13,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, verify_file
-from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file, sync_folder, write_file
@@ -76,6 +76,11 @@ class Part:
     digest: FileDigest
     boxes: list[dict[str, Any]]
 
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Part":
+        """Return the part that `asdict` described on another rank."""
+        return cls(record["file"], FileDigest(**record["digest"]), record["boxes"])
+
 
 @dataclass(frozen=True)
 class Published:
@@ -87,33 +92,11 @@ class Published:
     lines: list[str]
     """What there is to say."""
 
-
-class _Work:
-    """An act and what became of it: its result, or what went wrong."""
-
-    def __init__(self, act: Callable[[], Any], *, in_thread: bool) -> None:
-        self._act = act
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
-        if self._thread is None:
-            self._run()
-        else:
-            self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._act()
-        except BaseException as error:  # raised again where the ranks meet
-            self.error = error
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Published":
+        """Return what `asdict` described on rank 0."""
+        course = tuple(Ancestor(**entry) for entry in record["course"])
+        return cls(record["iteration"], course, record["lines"])
 
 
 @dataclass
@@ -122,7 +105,7 @@ class _Save:
 
     contents: Contents
     fresh: Path
-    work: _Work
+    work: Work
     copied: threading.Event
     phases: list[Callable[[list[Part]], Any]]
     """Those still to come; each is given what all ranks wrote."""
@@ -169,7 +152,8 @@ class Saver:
 
     def describe(self, chunks: Sequence[Chunk]) -> tuple[str, str]:
         """For the table at start: what a save of these costs, and how many there is room for."""
-        size, free = self._total_bytes(chunks), free_bytes(self._root)
+        size = self._total_bytes(chunks)
+        free = self._ranks.work(lambda: free_bytes(self._root), f"looking at {self._root}", self._say)
         room = int(free // (size + SMALL_FILES))
         how = "written while training goes on" if self._config.async_save else "training waits for them"
         keep = self._config.keep_latest_checkpoints
@@ -215,22 +199,26 @@ class Saver:
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
-        finished = _Work(
-            lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=False
+        finished = Work(
+            lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=True
         )
+        self._wait_for(finished, contents)
         earlier = self._outcome(finished, contents, fresh)
         if earlier is None:
             return
         if earlier[0] is not None:
-            self._succeed(earlier[0])
+            self._succeed(Published.from_json(earlier[0]))
             if self.saved_iteration == contents.iteration:
                 self._keep = False
                 return
-        prepared = _Work(lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=False)
+        prepared = Work(
+            lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=True
+        )
+        self._wait_for(prepared, contents)
         if self._outcome(prepared, contents, fresh) is None:
             return
         copied, ready, copy = threading.Event(), _event(own), self._config.async_save
-        work = _Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
+        work = Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
         keep, self._keep = self._keep, False
         phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts, keep=keep)]
         if self._config.keep_latest_checkpoints is not None:
@@ -288,25 +276,31 @@ class Saver:
             CheckpointError: see `begin`.
         """
         while self._save is not None:
+            self._wait_for(self._save.work, self._save.contents)
             self._advance()
+
+    def _wait_for(self, work: Work, contents: Contents) -> None:
+        """Wait until all ranks are through with a phase, however long the slowest one's file system takes."""
+        self._ranks.wait_for(work, f"saving iteration {contents.iteration}", self._say)
 
     def _advance(self) -> None:
         """The present phase is through on all ranks: the next one, or the end."""
         save = self._save
         assert save is not None
-        save.work.wait()
         self._set(None)
         results = self._outcome(save.work, save.contents, save.fresh)
         if results is None:
             self._keep |= save.keep
             return
-        parts = save.parts = save.parts or [part for part in results if part is not None]
+        if save.parts is None:
+            save.parts = [Part.from_json(record) for record in results if record is not None]
+        parts = save.parts
         if save.phases:
             phase = save.phases.pop(0)
-            save.work = _Work(lambda: phase(parts), in_thread=True)
+            save.work = Work(lambda: phase(parts), in_thread=True)
             self._set(save)
             return
-        self._succeed(results[0])
+        self._succeed(Published.from_json(results[0]))
 
     def _succeed(self, published: Published) -> None:
         self._failures = 0
@@ -316,7 +310,7 @@ class Saver:
         for line in published.lines:
             self._say(line)
 
-    def _outcome(self, work: _Work, contents: Contents, fresh: Path) -> list[Any] | None:
+    def _outcome(self, work: Work, contents: Contents, fresh: Path) -> list[Any] | None:
         """All ranks' results, or None after a failure that the run may survive.
 
         Raises:
@@ -330,21 +324,25 @@ class Saver:
             fatal = str(work.error)
         elif work.error is not None:
             raise work.error
-        outcomes = self._ranks.gather((work.result, failure, fatal))
+        outcomes = self._ranks.gather([work.result, failure, fatal])
         for _, _, reason in outcomes:
             if reason is not None:
                 raise CheckpointError(reason) from work.error
         failures = [failed for _, failed, _ in outcomes if failed]
         if not failures:
             return [result for result, _, _ in outcomes]
-        if self._ranks.rank == 0:
-            try:
-                if fresh.exists():
-                    remove(fresh)  # makes room
-            except OSError as error:
-                failures.append(f"{fresh} could not be removed: {error}")
+        failures += self._ranks.work(lambda: self._remove(fresh), f"removing {fresh}", self._say)
         self._count_failure(contents.iteration, failures, work.error)
         return None
+
+    def _remove(self, fresh: Path) -> list[str]:
+        """Make room, on rank 0. Return what went wrong."""
+        try:
+            if self._ranks.rank == 0 and fresh.exists():
+                remove(fresh)
+        except OSError as error:
+            return [f"{fresh} could not be removed: {error}"]
+        return []
 
     def _count_failure(self, iteration: int, failures: list[str], cause: BaseException | None) -> None:
         """`cause`: what failed on this rank; None where it was another rank."""
@@ -362,7 +360,7 @@ class Saver:
         again = "at once" if self._ending else f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
 
-    # -- the phases; each runs in a thread of its own ----------------------------------------------------------------------------
+    # -- the phases; each runs in a thread of its own, and returns what can be sent as JSON ----------------------------------------
 
     def _prepare(self, fresh: Path, size: int) -> None:
         self._confirm_lease()
@@ -374,7 +372,7 @@ class Saver:
 
     def _write(
         self, fresh: Path, own: dict[str, Chunk], copied: threading.Event, ready: "torch.cuda.Event | None", *, copy: bool
-    ) -> Part | None:
+    ) -> dict[str, Any] | None:
         try:
             tensors = {key: chunk.tensor for key, chunk in own.items()}
             if copy:
@@ -386,7 +384,7 @@ class Saver:
             written = write_tensors(fresh / name, tensors)
         finally:
             copied.set()
-        return Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()])
+        return asdict(Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()]))
 
     def _copy(self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None") -> dict[str, Tensor]:
         """On the host; its memory is kept for the next save."""
@@ -416,9 +414,9 @@ class Saver:
 
     def _finish(
         self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool
-    ) -> Published | None:
+    ) -> dict[str, Any] | None:
         """Rank 0: write the small files, name the folder, move the pointers, and remove what is
-        superfluous."""
+        superfluous. Return the `Published` checkpoint."""
         if self._ranks.rank != 0:
             return None
         before = tuple(ancestor for ancestor in self._course if ancestor.iteration != contents.iteration)
@@ -428,9 +426,9 @@ class Saver:
         text = manifest.to_text()
         verify_file(fresh, MANIFEST, len(text.encode()), digest_of_text(text))
         self._confirm_lease()
-        return self._publish(manifest, fresh)
+        return asdict(self._publish(manifest, fresh))
 
-    def _finish_earlier(self) -> Published | None:
+    def _finish_earlier(self) -> dict[str, Any] | None:
         """Rank 0: move the pointers to the checkpoint that an earlier attempt has left without
         them; None where there is none."""
         manifest = self._unpointed
@@ -440,7 +438,7 @@ class Saver:
         if not is_there(self._root, as_ancestor(manifest)):
             self._unpointed = None
             return None
-        return self._publish(manifest, None)
+        return asdict(self._publish(manifest, None))
 
     def _publish(self, manifest: Manifest, fresh: Path | None) -> Published:
         """Name the folder `fresh` (None: it has its name) and move the pointers.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.course import ancestors
 from megatron.checkpoint.folder import (
@@ -19,7 +20,7 @@ from megatron.checkpoint.folder import (
     traces,
 )
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
-from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, DamagedError
@@ -39,6 +40,24 @@ class Start:
     @property
     def iteration(self) -> int | None:
         return None if self.checkpoint is None else self.checkpoint.iteration
+
+    def to_json(self) -> dict[str, Any]:
+        """For the other ranks."""
+        checkpoint = None
+        if self.checkpoint is not None:
+            found = self.checkpoint
+            checkpoint = {"folder": str(found.folder), "manifest": found.manifest.to_text(), "config_yaml": found.config_yaml}
+        return {"checkpoint": checkpoint, "damaged": self.damaged, "notes": self.notes}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Start":
+        """Of what `to_json` made."""
+        checkpoint = None
+        if found := record["checkpoint"]:
+            folder = Path(found["folder"])
+            checkpoint = Checkpoint(folder, manifest_of_text(found["manifest"], folder), found["config_yaml"])
+        damaged = tuple((iteration, what) for iteration, what in record["damaged"])
+        return cls(checkpoint, damaged, tuple(record["notes"]))
 
 
 def find_start(config: CheckpointConfig, known_damage: Mapping[int, str] | None = None) -> Start:
@@ -182,9 +201,10 @@ def agree_on_start(
     Raises:
         CheckpointError: on every rank, as `find_start`; or a rank does not see what rank 0 sees.
     """
-    start, problem = Start(None), None
-    cause: Exception | None = None
-    if ranks.rank == 0:
+
+    def find() -> tuple[Start, str | None, Exception | None]:
+        if ranks.rank != 0:
+            return Start(None), None, None
         try:
             root = Path(str(config.load))
             for trouble in tidy(root) if own_folder else ():
@@ -192,13 +212,16 @@ def agree_on_start(
             start = find_start(config, known_damage)
             _report(start, config, own_folder=own_folder, say=say)
         except CheckpointError as error:
-            problem, cause = str(error), error
+            return Start(None), str(error), error
         except OSError as error:
-            problem, cause = f"{config.load} cannot be read or written: {error}", error
-    start, problem = ranks.gather((start, problem))[0]
+            return Start(None), f"{config.load} cannot be read or written: {error}", error
+        return start, None, None
+
+    start, problem, cause = ranks.work(find, "looking for the checkpoint to start from", say)
+    record, problem = ranks.gather([start.to_json(), problem])[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
-    return start
+    return Start.from_json(record)
 
 
 def _report(start: Start, config: CheckpointConfig, *, own_folder: bool, say: Callable[[str], None]) -> None:
@@ -221,31 +244,33 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
     Raises:
         CheckpointError: on every rank; some rank read something else than rank 0 does, so it is not the checkpoint that is broken.
     """
-    found = [damage for damage in ranks.gather(None if mine is None else (ranks.rank, str(mine), mine.file)) if damage is not None]
+    mine_as_json = None if mine is None else [ranks.rank, str(mine), mine.file]
+    found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
     if not found:
         return None
     rank, what, file = found[0]
-    verdict: tuple[str | None, str | None] = (None, None)
-    cause: Exception | None = None
-    if ranks.rank == 0:
+
+    def judge() -> tuple[str | None, str | None, Exception | None]:
+        """Return what is damaged, what else is wrong, and the error behind that."""
+        if ranks.rank != 0:
+            return None, None, None
+        if rank == 0:
+            return f"{checkpoint.folder} is damaged: {what}", None, None
         try:
-            if rank != 0:
-                checkpoint.verify(file)
-                verdict = (
-                    None,
-                    (
-                        f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the "
-                        "same on all hosts, and that host's memory and network sound?"
-                    ),
-                )
-            else:
-                verdict = f"{checkpoint.folder} is damaged: {what}", None
+            checkpoint.verify(file)
         except DamagedError as damage:
-            verdict = f"{checkpoint.folder} is damaged: {damage}", None
+            return f"{checkpoint.folder} is damaged: {damage}", None, None
         except (CheckpointError, OSError) as error:
-            verdict = None, f"{checkpoint.folder / file} cannot be read: {error}"
-            cause = error
-    damaged, problem = ranks.gather(verdict)[0]
+            problem = f"{checkpoint.folder / file} cannot be read: {error}"
+            return None, problem, error
+        problem = (
+            f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the same on all "
+            "hosts, and that host's memory and network sound?"
+        )
+        return None, problem, None
+
+    damaged, problem, cause = ranks.work(judge, f"reading {file} of {checkpoint.folder} again")
+    damaged, problem = ranks.gather([damaged, problem])[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
-    return damaged
+    return str(damaged)

@@ -27,7 +27,8 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: nccl with GPUs, gloo without."""
     distributed_timeout_minutes: float = 10.0
-    """A collective that takes longer ends the run with an error that names the rank."""
+    """Minutes after which ranks that wait for a silent rank end the run, naming it (gloo; with nccl its watchdog ends it).
+    Reading and writing of files may take longer."""
     deepspeed: bool = False
     """Use DeepSpeed as the engine."""
     deepspeed_config: str | None = None

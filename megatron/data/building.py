@@ -207,9 +207,9 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
         waited = time.monotonic() - started
         if waited > limit_seconds:
             raise DataError(
-                f"{what} is locked by {holder} for more than {waited:.0f} s (lock file {path}), and the limit is "
-                f"--distributed-timeout-minutes. End that process if it hangs; raise the limit if it is still building; or give "
-                "another --data-cache-path."
+                f"{what} is locked by {holder} for more than {waited:.0f} s (lock file {path}), the longest "
+                "that a process waits for another one's index. End that process if it hangs. If it is still "
+                "building, start again when it is done, or give another --data-cache-path."
             )
         if time.monotonic() > say_at:
             say_at += _SAY_AGAIN_SECONDS

@@ -42,6 +42,7 @@ from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
+from megatron.parallel.roll_call import TimeLimit
 from megatron.plan import Plan
 
 _TALKATIVE = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
@@ -102,6 +103,7 @@ class DeepSpeedEngine:
                 backend = "nccl" if self._mesh.device.type == "cuda" else "gloo"
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_init_required=False)
+            self._limit_groups(deepspeed.comm.comm.cdb)
             model = self._pipeline_module() if pipelined else self._called
             for name, parameter in self._stage.named_parameters():  # behind PipelineModule, which marks them all as its own
                 self._mark(parameter, self._specs[name])
@@ -120,6 +122,11 @@ class DeepSpeedEngine:
 
         engine.optimizer.step = wait_and_update
         return engine
+
+    def _limit_groups(self, backend: Any) -> None:
+        """Give DeepSpeed's own groups the time-out of ours; it has no argument for that and takes torch's 30 minutes."""
+        limit = TimeLimit(self._plan.config.parallel.distributed_timeout_minutes)
+        backend.new_group = lambda ranks: dist.new_group(ranks, timeout=limit.collective)
 
     @contextlib.contextmanager
     def _refusal_named(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.errors import TrainingError
 from megatron.parallel.chunk import Kind
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import gather_json
 
 _SLICE = 1 << 22
 """Elements worked on at a time: a check must fit beside a training run, so its memory is some 64 MiB, whatever the parameter."""
@@ -44,8 +45,12 @@ class _Difference:
     parameter: str
     kind: Kind
     rank: str
-    amount: float
-    """The largest absolute difference; nan where one side is."""
+    amount: str
+    """The largest absolute difference, as text; nan where one side is, which JSON does not have as a number."""
+
+    def to_json(self) -> list[str]:
+        """The fields in their order."""
+        return [self.parameter, self.kind, self.rank, self.amount]
 
 
 class Invariants:
@@ -68,13 +73,14 @@ class Invariants:
         if self._mesh.grid.world_size == 1:
             return []
         differing = [(group, copy) for group, copies in self._groups for copy in self._differing(group, copies)]
-        everyone = self._gather((scalars, len(differing)))
+        everyone = self._gather([scalars, len(differing)])
         if all(found == 0 and others == everyone[0][0] for others, found in everyone):
             return []
         wrong_scalars = self._describe_scalars([others for others, _ in everyone])
         repair = repair and not wrong_scalars
         mine = [self._measure(copy, group, repair=repair) for group, copy in differing]
-        lines = _describe([difference for rank in self._gather(mine) for difference in rank if difference is not None])
+        own = [difference.to_json() for difference in mine if difference is not None]
+        lines = _describe([_Difference(*difference) for rank in self._gather(own) for difference in rank])
         if repair:
             return lines
         since = "" if last_good is None else f"; a check after iteration {last_good} found nothing"
@@ -107,21 +113,19 @@ class Invariants:
             amount = apart if apart != apart else max(apart, amount)  # nan stays
             if repair:
                 part.copy_(first)
-        return None if same else _Difference(copy.parameter, copy.kind, self._mesh.describe(), amount)
+        return None if same else _Difference(copy.parameter, copy.kind, self._mesh.describe(), f"{amount:.3g}")
 
     def _describe_scalars(self, everyone: list[dict[str, Any]]) -> list[str]:
         if all(scalars == everyone[0] for scalars in everyone):
             return []
-        lines, ranks = [], self._gather(self._mesh.describe())
-        for rank, scalars in zip(ranks, everyone, strict=True):
+        lines = []
+        for rank, scalars in zip(self._mesh.names, everyone, strict=True):
             differing = [f"{name} {scalars[name]}, not {first}" for name, first in everyone[0].items() if scalars[name] != first]
             lines += [f"{rank} differs from rank 0: {'; '.join(differing)}"] if differing else []
         return _first(lines, "ranks")
 
     def _gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._mesh.grid.world_size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return everyone
+        return gather_json(mine, self._mesh.control)
 
 
 def _slices(tensor: Tensor) -> Iterator[Tensor]:
@@ -151,7 +155,7 @@ def _describe(differences: list[_Difference]) -> list[str]:
 
     lines = []
     for (parameter, kind), ranks in groupby(sorted(differences, key=tensor), key=tensor):
-        apart = _first([f"{d.rank} by up to {d.amount:.3g}" for d in ranks], "ranks")
+        apart = _first([f"{d.rank} by up to {d.amount}" for d in ranks], "ranks")
         lines.append(f"{parameter} ({kind}) differs from the first copy on {', '.join(apart)}")
     return _first(lines, "tensors")
 

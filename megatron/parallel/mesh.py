@@ -11,10 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, Place
+from megatron.parallel.messages import gather_json
+from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
 
 Clock = Callable[[], AbstractContextManager[None]]
 
@@ -51,6 +53,8 @@ class Mesh:
     the ranks between, and without a pipeline."""
     control: dist.ProcessGroup | None
     """A gloo group of all ranks for small objects and decisions, so that they never queue behind GPU work."""
+    names: tuple[str, ...]
+    """`describe()` of every rank."""
 
     def data_parallel_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of this rank's data-parallel group."""
@@ -64,7 +68,7 @@ class Mesh:
 
     def describe(self) -> str:
         """`rank 3 on host (pipeline 0, data 1, tensor 1)`, for messages that must name a rank."""
-        return f"rank {self.rank} on {os.uname().nodename} ({self.place})"
+        return self.names[self.rank]
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -80,23 +84,64 @@ def start_process_group(backend: str, timeout_minutes: float) -> None:
     """Join the world that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Raises:
-        LayoutError: nccl is asked for on a machine without GPUs.
+        LayoutError: nccl is asked for on a machine without GPUs, or ranks have not come within the limit.
     """
     if backend == "nccl" and not torch.cuda.is_available():
-        raise LayoutError("--distributed-backend nccl needs GPUs and torch sees none on this host; use --distributed-backend gloo")
-    timeout = timedelta(minutes=timeout_minutes)
-    # torchrun's agent keeps one store over all its restarts; a prefix for each keeps stale keys of the last one out.
+        raise LayoutError(
+            "--distributed-backend nccl needs GPUs and torch sees none on this host; use --distributed-backend gloo"
+        )
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = _meet(rank, world_size, timedelta(minutes=timeout_minutes))
+    limit = TimeLimit(timeout_minutes)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
+    )
+
+
+def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
+    """Return the store of the world, after all ranks have come to it.
+
+    Raises:
+        LayoutError: some have not within the limit; it names them.
+    """
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    keeps_it = rank == 0 and store_is_rank_zeros()
+    try:
+        store: dist.Store = dist.TCPStore(
+            host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        raise LayoutError(
+            f"rank {rank} on {os.uname().nodename} finds no store at {host}:{port} within --distributed-timeout-minutes "
+            f"{limit / timedelta(minutes=1):g}: {error}; has rank 0 started there, and may hosts reach that port?"
+        ) from error
+    # torchrun's agent keeps one store over all its restarts. A prefix for each keeps stale keys of the last one out.
     if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        master = dist.rendezvous("env://", rank, world_size, timeout=timeout)
-        store = dist.PrefixStore(f"restart{restart}", next(iter(master))[0])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+        store = dist.PrefixStore(f"restart{restart}", store)
+    keys = [f"arrived/{other}" for other in range(world_size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, limit)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise LayoutError(
+            f"of {world_size} ranks these have not come within --distributed-timeout-minutes {limit / timedelta(minutes=1):g}: "
+            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; has each been started, with this "
+            f"WORLD_SIZE, and can its host reach {host}:{port}?"
+        ) from error
+    return store
 
 
-def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = False, timeout_minutes: float = 10.0) -> Mesh:
-    """Cut the running world into the grid's groups.
+def build_mesh(
+    grid: Grid,
+    device: torch.device,
+    *,
+    sequence_parallel: bool = False,
+    timeout_minutes: float = 10.0,
+) -> Mesh:
+    """Divide the running world into the grid's groups. Every group has the limit's time-out for collectives.
 
     Raises:
         LayoutError: the world has another size than the grid.
@@ -109,29 +154,62 @@ def build_mesh(grid: Grid, device: torch.device, *, sequence_parallel: bool = Fa
             f"{grid.tensor} (tensor) = {grid.world_size}; start that many"
         )
     place = grid.place(rank)
+    name = f"rank {rank} on {os.uname().nodename} ({place})"
     if world_size == 1:
         tensor_parallel = TensorParallel(sequence_parallel=False)
-        return Mesh(grid, rank, place, device, None, None, tensor_parallel, None, None)
-    devices = init_device_mesh(device.type, (grid.pipeline, grid.data, grid.tensor), mesh_dim_names=("pp", "dp", "tp"))
+        return Mesh(grid, rank, place, device, None, None, tensor_parallel, None, None, (name,))
+    time_out = TimeLimit(timeout_minutes).collective
+    devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
-    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    control = (
+        dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=time_out)
+    )
     tensor_parallel = TensorParallel(
         size=grid.tensor,
         rank=place.tensor,
         group=devices.get_group("tp") if grid.tensor > 1 else None,
         sequence_parallel=sequence_parallel and grid.tensor > 1,
     )
-    return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, _group_of_ends(grid, rank), control)
+    ends = _group_of_ends(grid, rank, time_out)
+    names = tuple(gather_json(name, control))
+    return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, ends, control, names)
 
 
-def _group_of_ends(grid: Grid, rank: int) -> dist.ProcessGroup | None:
-    """Every rank must help to make every group, its own or not."""
+def _make_device_mesh(
+    grid: Grid, rank: int, device: torch.device, time_out: timedelta
+) -> DeviceMesh:
+    """Return the mesh of the axes ("pp", "dp", "tp").
+
+    `init_device_mesh` would make its groups with the backend's own time-out, so they are made here.
+    """
+    ranks = torch.arange(grid.world_size).view(grid.pipeline, grid.data, grid.tensor)
+    groups: list[dist.ProcessGroup] = []
+    for axis in range(ranks.dim()):
+        members_of_groups = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+        group = dist.group.WORLD
+        if len(members_of_groups) > 1:
+            group = _own_group(members_of_groups, rank, time_out)
+        assert group is not None, "every rank is in one group of each axis"
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def _group_of_ends(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
     if grid.pipeline == 1:
         return None
-    mine = None
-    for data in range(grid.data):
-        for tensor in range(grid.tensor):
-            ranks = [grid.rank(Place(pipeline, data, tensor)) for pipeline in (0, grid.pipeline - 1)]
-            group = dist.new_group(ranks)
-            mine = group if rank in ranks else mine
-    return mine
+    ends = (0, grid.pipeline - 1)
+    columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
+    members_of_groups = [[grid.rank(Place(end, *column)) for end in ends] for column in columns]
+    return _own_group(members_of_groups, rank, time_out)
+
+
+def _own_group(
+    members_of_groups: list[list[int]], rank: int, time_out: timedelta
+) -> dist.ProcessGroup | None:
+    """Return the group that this rank is in, if any. Every rank must help to make every group."""
+    own = None
+    for members in members_of_groups:
+        group = dist.new_group(members, timeout=time_out)
+        if rank in members:
+            own = group
+    return own

@@ -2,14 +2,15 @@
 
 import json
 
-import torch.distributed as dist
-
 from megatron.code_version import code_version
+from megatron.config.cli import from_yaml
 from megatron.config.compare import config_digest, differences
 from megatron.config.deepspeed_json import passed_on, read_json
 from megatron.config.tree import Config
-from megatron.errors import LayoutError
+from megatron.config.yaml_file import to_yaml
+from megatron.errors import ConfigError, LayoutError
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import gather_json
 
 
 def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
@@ -19,15 +20,12 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     """
     if mesh.grid.world_size == 1:
         return
-    mine = (config_digest(config), iteration, code_version(), _for_deepspeed(config))
-    everyone: list[tuple[str, int, str, str]] = [mine] * mesh.grid.world_size
-    dist.all_gather_object(everyone, mine, group=mesh.control)
-    if len(set(everyone)) == 1:
+    everyone = gather_json([config_digest(config), iteration, code_version(), _for_deepspeed(config)], mesh.control)
+    if all(other == everyone[0] for other in everyone):
         return
-    details: list[tuple[Config, str]] = [(config, "")] * mesh.grid.world_size
-    dist.all_gather_object(details, (config, mesh.describe()), group=mesh.control)
+    texts = gather_json(to_yaml(config), mesh.control)
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
-    differing = differences(details[0][0], details[rank][0])
+    differing = _differences(texts[0], texts[rank])
     if everyone[rank][1] != everyone[0][1]:
         differing.append(
             f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do both see the same --load?"
@@ -39,10 +37,18 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
             f"its {config.parallel.deepspeed_config} has {everyone[rank][3]} for DeepSpeed itself, rank 0's {everyone[0][3]}"
         )
     raise LayoutError(
-        f"{details[rank][1]} differs from rank 0:\n  "
+        f"{mesh.names[rank]} differs from rank 0:\n  "
         + "\n  ".join(differing)
         + "\nstart every rank with the same command line and files"
     )
+
+
+def _differences(rank_0: str, other: str) -> list[str]:
+    """Between two configurations that `to_yaml` wrote, maybe of other versions than this one."""
+    try:
+        return differences(from_yaml(rank_0), from_yaml(other))
+    except ConfigError as error:
+        return [f"a configuration is not of this rank's version: {error}"]
 
 
 def _for_deepspeed(config: Config) -> str:

@@ -50,26 +50,32 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
     _require_same(ranks.gather({"who": who, "facts": facts}))
 
 
-def open_same(open_sources: Callable[[], Sources], ranks: Ranks, who: str) -> Sources:
+def open_same(
+    open_sources: Callable[[], Sources],
+    ranks: Ranks,
+    who: str,
+    say: Callable[[str], None] = lambda line: None,
+) -> Sources:
     """Open the data sets on all ranks and compare their sizes and sampled fingerprints.
 
+    `open_sources` runs in a thread and must not communicate: the ranks wait for each other meanwhile.
+
     Raises:
-        MegatronError: what `open_sources` raised here. DataError: it failed on another rank only.
-            LayoutError: the data of a rank
-            differ from rank 0's.
+        MegatronError: what `open_sources` raised here.
+        DataError: it failed on another rank only.
+        LayoutError: the data of a rank differ from rank 0's.
     """
-    sources, failure = None, None
-    try:
-        sources = open_sources()
-    except MegatronError as error:
-        failure = error
-    facts = (
-        {}
-        if sources is None
-        else {
-            prefix: describe_dataset(sources.library, prefix) for prefix in sources.library.datasets
-        }
-    )
+
+    def open_and_describe() -> tuple[Sources | None, dict[str, str], MegatronError | None]:
+        try:
+            sources = open_sources()
+        except MegatronError as error:
+            return None, {}, error  # compared below, so that the other ranks name the same reason
+        library = sources.library
+        facts = {prefix: describe_dataset(library, prefix) for prefix in library.datasets}
+        return sources, facts, None
+
+    sources, facts, failure = ranks.work(open_and_describe, "opening the data", say)
     everyone = ranks.gather(
         {"who": who, "facts": facts, "failure": None if failure is None else str(failure)}
     )

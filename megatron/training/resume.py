@@ -1,16 +1,19 @@
 """Where a run starts: afresh, or exactly where a checkpoint left it; and what of the command line may differ from it."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.finite import describe_not_finite
+from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.start import agree_on_damage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
 from megatron.engine.support import refuse_unsupported
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import kill_switch_line
 from megatron.plan import Plan, curriculum_of, resolve
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
@@ -232,9 +235,12 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
     return [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"] if missing else []
 
 
-def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Fill the engine from a checkpoint of any layout. Return what is not finite of this rank's
-    part, a line for each tensor.
+def load_engine(
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
+) -> str | None:
+    """Fill the engine from a checkpoint of any layout, on all ranks together.
+
+    Returns what is damaged in the checkpoint, the same on all ranks, or None where nothing is.
 
     Raises:
         CheckpointError: it does not fit, or has no optimizer state although that is wanted.
@@ -245,10 +251,20 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> list[
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
         )
     chunks = engine.chunks(optimizer=with_optimizer)
-    checkpoint.load_into(chunks, config.model)
-    not_finite = describe_not_finite(chunks)
-    engine.loaded(checkpoint.optimizer if with_optimizer else None)
-    return not_finite
+
+    def read() -> DamagedError | None:
+        try:
+            checkpoint.load_into(chunks, config.model)
+        except DamagedError as damage:
+            return damage
+        return None
+
+    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
+    damaged = agree_on_damage(checkpoint, damage, ranks)
+    if damaged is None:
+        refuse_not_finite(checkpoint, describe_not_finite(chunks), ranks)
+        engine.loaded(checkpoint.optimizer if with_optimizer else None)
+    return damaged
 
 
 def remember(state: TrainState, plan: Plan) -> None:

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.course import Course, course_of
-from megatron.checkpoint.finite import refuse_not_finite
 from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.checkpoint.start import agree_on_damage, agree_on_start
+from megatron.checkpoint.start import agree_on_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
@@ -30,13 +29,14 @@ from megatron.data.source import Place, Sources, build_sources, evaluation_sampl
 from megatron.durable import replace_file
 from megatron.engine.base import Engine
 from megatron.error_report import FOLDER_VARIABLE, report_of, write_report
-from megatron.errors import CheckpointError, DamagedError, MegatronError
+from megatron.errors import CheckpointError, LostRanksError, MegatronError
 from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import World
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
+from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.agreement import check_agreement
@@ -62,9 +62,17 @@ def join_ranks(plan: Plan, world: World) -> Mesh:
     )
 
 
+def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
+    """While this is entered, a collective that fails ends the run with the names of the ranks that are missing."""
+    if mesh.control is None:
+        return contextlib.nullcontext()
+    store = dist.distributed_c10d._get_default_store()
+    return RollCall(store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes))
+
+
 def ranks_of(mesh: Mesh) -> Ranks:
     """Those that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control)
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
 def speaker(mesh: Mesh) -> Callable[[str], None]:
@@ -82,19 +90,25 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     if config.checkpoint.save is None or config.batch.eval_only:
         yield None
         return
-    lease, problem, root = None, None, Path(config.checkpoint.save)
-    cause: Exception | None = None
-    if mesh.rank == 0:
+    root = Path(config.checkpoint.save)
+
+    def acquire() -> tuple[Lease | None, str | None, Exception | None]:
+        lease = None
         try:
-            check_writable(root)
-            lease = Lease.acquire(root, speaker(mesh))
-            if not traces(root):
-                mark_begun(root)
+            if mesh.rank == 0:
+                check_writable(root)
+                lease = Lease.acquire(root, speaker(mesh))
+                if not traces(root):
+                    mark_begun(root)
         except CheckpointError as error:
-            problem, cause = str(error), error
+            return lease, str(error), error
         except OSError as error:
-            problem, cause = f"--save {root} cannot be written: {error}", error
-    problem = ranks_of(mesh).gather(problem)[0]
+            return lease, f"--save {root} cannot be written: {error}", error
+        return lease, None, None
+
+    ranks = ranks_of(mesh)
+    lease, problem, cause = ranks.work(acquire, f"taking over {root}", speaker(mesh))
+    problem = ranks.gather(problem)[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
     try:
@@ -124,7 +138,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
-        wrong = load_together(engine, job, ranks)
+        wrong = None if job.checkpoint is None else load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
             return build_run(job, mesh, engine, exits, timers, lease)
         assert job.checkpoint is not None
@@ -139,32 +153,19 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     Raises:
         ConfigError: DeepSpeed was, and is not installed.
     """
-    if plan.config.parallel.deepspeed:  # each is seconds of imports
-        from megatron.engine.deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(plan, mesh, timers)
-    from megatron.engine.native import NativeEngine
+    def load() -> Callable[[Plan, Mesh, Timers], Engine]:
+        if plan.config.parallel.deepspeed:
+            from megatron.engine.deepspeed import DeepSpeedEngine
 
-    return NativeEngine(plan, mesh, timers)
+            return DeepSpeedEngine
+        from megatron.engine.native import NativeEngine
 
+        return NativeEngine
 
-def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:
-    """Fill the engine from the job's checkpoint. Returns what is damaged of it, the same on all ranks; None where nothing is.
-
-    Raises:
-        CheckpointError: it does not fit; or it holds numbers that are not finite.
-    """
-    if job.checkpoint is None:
-        return None
-    damage, lines = None, list[str]()
-    try:
-        lines = load_engine(engine, job.checkpoint, job.plan.config)
-    except DamagedError as error:
-        damage = error
-    damaged = agree_on_damage(job.checkpoint, damage, ranks)
-    if damaged is None:
-        refuse_not_finite(job.checkpoint, lines, ranks)
-    return damaged
+    # Each is seconds of imports, and minutes where many ranks read them from a slow file system.
+    make = ranks_of(mesh).work(load, "importing the engine", speaker(mesh))
+    return make(plan, mesh, timers)
 
 
 def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
@@ -175,8 +176,9 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         TrainingError: copies of a parameter are not equal.
     """
     plan, state, config = job.plan, job.state, job.plan.config
-    sources = open_data(plan, mesh, state, speaker(mesh))
-    data_files = DataFiles(sources.library, state, ranks_of(mesh), mesh.describe(), speaker(mesh))
+    ranks, say = ranks_of(mesh), speaker(mesh)
+    sources = open_data(plan, mesh, state, say)
+    data_files = DataFiles(sources.library, state, ranks, mesh.describe(), say)
     data_files.check()  # before anything is trained on a small file that has changed
     reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     rows = [
@@ -236,11 +238,11 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], No
             test_samples=test_samples,
             place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
             say=say,
-            # Ranks that need not wait are in a collective by then, which waits as long and not longer.
-            wait_seconds=60 * config.parallel.distributed_timeout_minutes,
+            wait_seconds=PATIENCE_SECONDS,
         )
 
-    sources = open_same(build, ranks_of(mesh), mesh.describe())
+    ranks = ranks_of(mesh)
+    sources = open_same(build, ranks, mesh.describe(), say)
     if state.data:
         sources.load(state.data)
         position = sources.train.consumed_samples if sources.train is not None else state.consumed_samples
@@ -249,7 +251,7 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], No
                 f"the checkpoint counts {state.consumed_samples} consumed samples and its data stand at {position}; it is damaged: "
                 "go back to an earlier one"
             )
-    sources.prepare()
+    ranks.work(sources.prepare, "building the data's indices", say)
     return sources
 
 
@@ -281,6 +283,8 @@ def describe_index_helpers() -> tuple[str, str]:
 
 def leave_with_error(error: MegatronError) -> NoReturn:
     """Print one clear message and end the process at once: ranks that wait for this one in a collective must not wait long."""
+    if isinstance(error, LostRanksError):
+        leave_without(error)
     rank = int(os.environ.get("RANK", "0"))
     prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
     message = f"{prefix}{type(error).__name__}: {error}"
@@ -297,7 +301,7 @@ def leave_with_error(error: MegatronError) -> NoReturn:
 
 
 def report_error(error: BaseException, message: str) -> None:
-    """Leave the error where the launcher looks for it: torchrun in a file of each rank, the array task in a folder of all."""
+    """Write the error where the launcher looks for it: torchrun in a file of each rank, the array task in a folder of all."""
     path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
     try:
         if path:
@@ -307,6 +311,14 @@ def report_error(error: BaseException, message: str) -> None:
             write_report(Path(folder), report_of(error))
     except OSError as trouble:
         print(f"warning: the error could not be reported to the launcher: {trouble}", file=sys.stderr, flush=True)
+
+
+def leave_without(error: LostRanksError) -> NoReturn:
+    """End after ranks were lost. Exit code 1: no flag is wrong, and the same command may succeed."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not reported to the launcher: a report means an error that a person must correct.
+    os._exit(LOST)
 
 
 def leave() -> None:

@@ -220,7 +220,7 @@ def test_a_wait_is_said_and_has_a_limit_that_names_lock_file_and_holder(built, m
     started = time.monotonic()
 
     def build_and_wait(arrays):
-        with pytest.raises(DataError, match=rf"process {os.getpid()} on .*lock file .*\.lock\).*--distributed-timeout-minutes"):
+        with pytest.raises(DataError, match=rf"process {os.getpid()} on .*lock file .*\.lock\).*--data-cache-path"):
             cache.open("kind", {"seed": 9}, SHAPES, fill)
         fill(arrays)
 

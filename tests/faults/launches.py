@@ -40,6 +40,7 @@ def _rank(
     constants: Mapping[str, Any],
     largest_file: int | None,
     io_error: tuple[str, str] | None,
+    delays: Mapping[str, float],
 ) -> None:
     from megatron.training.orphans import die_with_launcher
 
@@ -54,6 +55,8 @@ def _rank(
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name
         setattr(importlib.import_module(module), constant, value)
+    for name, seconds in delays.items():
+        _delay(name, seconds)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
@@ -73,6 +76,22 @@ def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[N
     return failing.installed()
 
 
+def _delay(name: str, seconds: float) -> None:
+    """Have the first call of a library's function take so much longer in this process, as on a file system that is slow."""
+    module, _, function = name.rpartition(".")
+    original = getattr(importlib.import_module(module), function)
+    called: list[str] = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if not called:
+            called.append(name)
+            print(f"{name} takes {seconds:g} s")
+            time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    setattr(importlib.import_module(module), function, slow)
+
+
 class Launch:
     """All ranks of one start of a command line."""
 
@@ -86,10 +105,15 @@ class Launch:
         constants: Mapping[str, Any] | None = None,
         largest_file: Mapping[int, int] | None = None,
         io_error: tuple[str, str] | None = None,
+        delays: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """`io_error`: the folder and the call that fails once on rank 0."""
+        """Start the ranks.
+
+        `io_error`: the folder and the call that fails once on rank 0. `delays`: rank -> function ->
+        seconds by which its first call is slower.
+        """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
+        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"])
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
         self.processes = []
@@ -98,15 +122,14 @@ class Launch:
             self._logs[rank].touch()
             # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
             own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", **(environment or {})}
-            error = io_error if rank == 0 else None
-            largest = (largest_file or {}).get(rank)
             arguments = (
                 list(argv),
                 own,
                 str(self._logs[rank]),
                 dict(constants or {}),
-                largest,
-                error,
+                (largest_file or {}).get(rank),
+                io_error if rank == 0 else None,
+                dict((delays or {}).get(rank, {})),
             )
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()

@@ -1,0 +1,278 @@
+"""The roll call: which ranks still answer after a collective has failed.
+
+A collective that times out does not say who was missing. So a thread of each rank answers through the
+rendezvous store, also while the main thread waits in a collective. The rank whose collective fails
+first calls the roll and names those that do not answer. A called roll ends the run: each rank ends by
+itself, whether or not the missing ones ever come back.
+
+The thread needs the interpreter. A rank whose main thread is in C code that holds Python's lock
+cannot answer either.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from megatron.errors import LostRanksError
+
+LOST = 1
+"""The exit code of a rank that cannot go on without another one: a crash, which a new start may cure."""
+_CALLED = "roll_call/called"
+_CALLERS = "roll_call/callers"
+_FINISHED = "roll_call/finished"
+_LONGEST_SECONDS = 10.0
+_SHOWN = 8
+"""Lines of ranks in a message."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """What `--distributed-timeout-minutes` leaves to each part, so that all of them together keep it."""
+
+    minutes: float
+
+    @property
+    def roll_call(self) -> timedelta:
+        """A third of the limit, at most ten seconds, for the roll call and the way out."""
+        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) / 3)
+
+    @property
+    def collective(self) -> timedelta:
+        """The time-out of every process group."""
+        return timedelta(minutes=self.minutes) - self.roll_call
+
+
+def store_is_rank_zeros() -> bool:
+    """Return whether rank 0 keeps the rendezvous store; under torchrun the launcher of the first node does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+class RollCall:
+    """Answers for this rank, and asks the others. Used as a context manager around the run."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, names: Sequence[str], limit: TimeLimit
+    ) -> None:
+        """`names`: of all ranks, for messages, see `Mesh.describe`."""
+        self._rank = rank
+        self._names = names
+        self._limit = limit
+        # A store connection serves one request at a time, and one that waits would hold up the others.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._window = limit.roll_call.total_seconds() / 2
+        """Seconds in which a rank must answer."""
+        self._leaving = threading.Event()
+        self._answered = threading.Event()
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(
+            target=self._answer, args=(own,), name="roll call", daemon=True
+        )
+
+    def __enter__(self) -> "RollCall":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Stop answering. Replace an error of communication by one that names the missing ranks.
+
+        Raises:
+            LostRanksError: a collective has failed.
+        """
+        self._leaving.set()
+        cause = lost_connection(error)
+        if cause is not None:
+            raise self._verdict(cause) from error
+        left = "it finished" if error is None else f"{type(error).__name__}: {error}"
+        _in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
+
+    def _verdict(self, error: BaseException) -> LostRanksError:
+        """Call the roll, unless another rank has, which then says what came out."""
+        found = _Found()
+        where = _location(traceback.walk_tb(error.__traceback__))
+        if not self._answered.is_set():
+            call = _in_thread(lambda: self._call(where, found))
+            call.join(self._window)
+            if found.reached:
+                call.join(self._window)  # it is only slow
+        # A caller that keeps the store may have left with it since this rank answered.
+        if not self._answered.is_set() and found.first:
+            return LostRanksError(self._describe(found, error))
+        if self._rank == 0 and store_is_rank_zeros():
+            self._wait_until({_FINISHED}, 2 * self._window)  # the caller still needs the store
+        return LostRanksError(self._short())
+
+    # -- through the store ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, store: dist.Store) -> None:
+        """Answer when the roll is called, then end this process unless its main thread is about to."""
+        try:
+            while not store.check([_CALLED]):
+                if self._leaving.wait(min(1.0, self._window / 4)):
+                    return
+            if self._leaving.is_set():
+                return  # the main thread has failed, too, and answers itself
+            stack = traceback.walk_stack(sys._current_frames()[self._main])
+            _say(store, self._rank, at=_location(reversed(list(stack))))
+            self._answered.set()
+        except RuntimeError:
+            return  # the store has gone; the main thread notices in its next collective
+        if not self._leaving.wait(self._limit.roll_call.total_seconds()):
+            print(f"{LostRanksError.__name__}: {self._short()}", file=sys.stderr, flush=True)
+            os._exit(LOST)
+
+    def _leave(self, left: str, *, last: bool) -> None:
+        """Say that this rank does not answer any more, and why. With `last`, the store outlives the other ranks."""
+        self._thread.join(self._window)
+        _say(self._store, self._rank, left=left)
+        if last and self._rank == 0 and store_is_rank_zeros():
+            self._wait_until(set(map(_key, range(len(self._names)))), self._window)
+
+    def _call(self, where: str, found: "_Found") -> None:
+        # Counted before it answers: the first caller may leave, and take the store along, as soon as all have answered.
+        found.first = self._store.add(_CALLERS, 1) == 1
+        found.reached = True
+        _say(self._store, self._rank, at=where)
+        if not found.first:
+            return
+        self._store.set(_CALLED, "1")
+        self._wait_until(set(map(_key, range(len(self._names)))), self._window)
+        keys = {
+            rank: _key(rank) for rank in range(len(self._names)) if self._store.check([_key(rank)])
+        }
+        answers = self._store.multi_get(list(keys.values()))
+        found.answers = {
+            rank: json.loads(answer) for rank, answer in zip(keys, answers, strict=True)
+        }
+        self._store.set(_FINISHED, "1")
+
+    def _wait_until(self, keys: set[str], seconds: float) -> None:
+        """Wait until the store has all the keys, for so long at most."""
+        end = time.monotonic() + seconds
+        while not self._store.check(list(keys)) and time.monotonic() < end:
+            time.sleep(0.05)
+
+    # -- in words -------------------------------------------------------------------------------------------------------------
+
+    def _short(self) -> str:
+        return f"{self._names[self._rank]} ends, because a collective has failed; another rank names those that are missing"
+
+    def _describe(self, found: "_Found", error: BaseException) -> str:
+        lines = [*self._missing(found), *self._left(found)] or self._places(found)
+        more = len(lines) - _SHOWN
+        if more > 0:
+            lines = [*lines[:_SHOWN], f"and {more} more"]
+        return (
+            "the ranks cannot go on together:\n  "
+            + "\n  ".join(lines)
+            + f"\n{self._names[self._rank]} noticed it, with --distributed-timeout-minutes {self._limit.minutes:g}: "
+            + f"{str(error).splitlines()[0]}\ncheck the hosts that are named, and start again with the same command"
+        )
+
+    def _missing(self, found: "_Found") -> list[str]:
+        why = "does not answer: it stands still or has ended, or its host cannot be reached"
+        if found.answers:
+            return [
+                f"{name} {why}"
+                for rank, name in enumerate(self._names)
+                if rank not in found.answers
+            ]
+        if store_is_rank_zeros():
+            return [
+                f"{self._names[0]} {why}; it keeps the ranks' store, so that no other rank could be asked"
+            ]
+        host = os.environ.get("MASTER_ADDR", "?")
+        return [
+            f"the launcher on {host} {why}; it keeps the ranks' store, so that no rank could be asked"
+        ]
+
+    def _left(self, found: "_Found") -> list[str]:
+        answers = sorted(found.answers.items())
+        return [
+            f"{self._names[rank]} has left: {answer['left']}"
+            for rank, answer in answers
+            if "left" in answer
+        ]
+
+    def _places(self, found: "_Found") -> list[str]:
+        """Where the main threads are, when all answer. The rank that the others wait for is somewhere else than they are."""
+        ranks: dict[str, list[int]] = {}
+        for rank, answer in sorted(found.answers.items()):
+            ranks.setdefault(answer["at"], []).append(rank)
+        rarest_first = sorted(ranks.items(), key=lambda item: len(item[1]))
+        return [
+            "all ranks answer, but a collective was not finished in time; they are at:",
+            *(f"{at}: {self._names[there[0]]}{_others(there)}" for at, there in rarest_first),
+        ]
+
+
+@dataclass
+class _Found:
+    """What a roll call has found so far. It stays empty while the store does not answer."""
+
+    answers: dict[int, dict[str, str]] = field(default_factory=dict)
+    reached: bool = False
+    """Whether the store has answered."""
+    first: bool = True
+    """Whether no other rank called before."""
+
+
+def lost_connection(error: BaseException | None) -> BaseException | None:
+    """Return what failed in a collective or the store and led to `error`; None if nothing did.
+
+    gloo raises no class of its own, and a pipeline schedule raises another error from it.
+    """
+    while error is not None:
+        of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if of_gloo or isinstance(error, dist.DistError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _in_thread(act: Callable[[], None]) -> threading.Thread:
+    """Start something that may never return: a request to the store of a process that stands still."""
+
+    def attempt() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            act()
+
+    thread = threading.Thread(target=attempt, name="roll call", daemon=True)
+    thread.start()
+    return thread
+
+
+def _key(rank: int) -> str:
+    return f"roll_call/answer/{rank}"
+
+
+def _say(store: dist.Store, rank: int, **answer: str) -> None:
+    store.set(_key(rank), json.dumps(answer))
+
+
+def _others(ranks: Sequence[int]) -> str:
+    return f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+
+
+def _location(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of this package, as `training/loop.py:102 train_iteration`. Frames come outermost first."""
+    here = "outside of this program"
+    for frame, line in frames:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            here = f"{path.relative_to(_PACKAGE)}:{line} {frame.f_code.co_name}"
+    return here

@@ -1,0 +1,80 @@
+"""Every process group of a run has the time-out that --distributed-timeout-minutes asks for."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from process_pool import PerRank, ProcessPool, succeed
+from training.runs import Runner
+
+MINUTES = 7.0
+TP_PP = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+TP_DP = "--tensor-model-parallel-size 2"
+
+
+def time_outs_of_all_groups(argv: list[str]) -> list[tuple[str, timedelta]]:
+    """Train with `argv`; return (its ranks, its time-out) of every process group that this process has then."""
+    import torch
+    import torch.distributed as dist
+
+    import pretrain_gpt
+    from megatron.config.cli import load_config
+
+    pretrain_gpt.pretrain(load_config(argv))
+    groups = [
+        group
+        for group in dist.distributed_c10d._world.pg_map
+        if group != dist.GroupMember.NON_GROUP_MEMBER
+    ]
+    return [
+        (f"{dist.get_process_group_ranks(g)}", g._get_backend(torch.device("cpu")).options._timeout)
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "at_least"),
+    [
+        (TP_PP, 4),
+        pytest.param(f"{TP_DP} --zero-stage 3", 4, marks=pytest.mark.full),
+        (f"{TP_PP} --deepspeed", 8),
+        pytest.param(f"{TP_DP} --zero-stage 2 --deepspeed", 4, marks=pytest.mark.full),
+    ],
+)
+def test_every_group_has_the_limit(
+    layout: str, at_least: int, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    from megatron.parallel.roll_call import TimeLimit
+
+    run = Runner(pool, corpus, tmp_path / "run")
+    flags = f"{layout} --num-layers 2 --train-iters 2 --distributed-timeout-minutes {MINUTES}"
+    outcomes = pool.run(4, time_outs_of_all_groups, run.argv(flags))
+    succeed(outcomes)
+    expected = TimeLimit(MINUTES).collective
+    assert (
+        timedelta(minutes=MINUTES) - timedelta(seconds=10) <= expected < timedelta(minutes=MINUTES)
+    )
+    for outcome in outcomes:
+        assert len(outcome.value) >= at_least
+        assert {time_out for _, time_out in outcome.value} == {expected}, outcome.value
+
+
+def meet(minutes: float, come: bool) -> None:
+    from megatron.parallel.mesh import start_process_group
+
+    if come:
+        start_process_group("gloo", minutes)
+
+
+def test_ranks_that_never_come_are_named(pool: ProcessPool) -> None:
+    outcomes = pool.run(4, meet, 0.05, PerRank([True, False, True, False]))
+    for rank in (0, 2):
+        assert outcomes[rank].kind == "LayoutError"
+        assert "of 4 ranks these have not come" in str(outcomes[rank].error)
+        assert ": 1, 3;" in str(outcomes[rank].error)
+
+
+def test_without_rank_0_the_store_is_named(pool: ProcessPool) -> None:
+    outcomes = pool.run(2, meet, 0.05, PerRank([False, True]))
+    assert outcomes[1].kind == "LayoutError"
+    assert "finds no store at 127.0.0.1:" in str(outcomes[1].error)
