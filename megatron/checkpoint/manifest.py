@@ -114,7 +114,11 @@ def _check_names(record: Mapping[str, Any]) -> None:
             )
         if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("xxh128"), str):
             raise DamagedError(f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST)
-    iterations = [record.get("iteration"), *(entry[0] if isinstance(entry, list) and len(entry) == 3 else None for entry in course)]
+    iterations = [record.get("iteration")]
+    for entry in course:
+        # Format 2 has three values in an entry, format 3 also the number of applied steps.
+        well_formed = isinstance(entry, list) and len(entry) in (3, 4)
+        iterations.append(entry[0] if well_formed else None)
     for iteration in iterations:
         if not is_count(iteration):  # it becomes a part of a folder's name
             raise DamagedError(f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST)
