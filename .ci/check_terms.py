@@ -1,7 +1,7 @@
 """Report words that this project does not use, in `*.py` and `*.md` files.
 
 Run `python .ci/check_terms.py` from the repository's root. It prints each place and exits with 1 if
-there is one. The reasons and the words to use instead are in docs/decisions/018-plain-english.md,
+there is one. The reasons and the words to use instead are in docs/decisions/025-plain-english.md,
 which is the only page that may hold the words.
 """
 
@@ -36,7 +36,7 @@ REPLACED = {
 """Class or attribute that was renamed -> its present name."""
 
 FRAGMENT = re.compile(r'^\s*(?:r|f)?"""(?:Of|And|That|For|Which|In place of) ')
-ALLOWED = {Path(".ci/check_terms.py"), Path("docs/decisions/018-plain-english.md")}
+ALLOWED = {Path(".ci/check_terms.py"), Path("docs/decisions/025-plain-english.md")}
 
 
 def list_files() -> list[Path]:

@@ -2,7 +2,7 @@
 
 Run `python .ci/measure_style.py` from the repository's root. It prints one table. With `--check` it
 exits with 1 if a figure misses its target. The targets and the figures before and after the first
-rewrite are in docs/decisions/018-plain-english.md.
+rewrite are in docs/decisions/025-plain-english.md.
 """
 
 import argparse
