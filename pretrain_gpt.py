@@ -7,27 +7,35 @@ python pretrain_gpt.py --help                                                   
 
 import sys
 
+from megatron.standard_streams import protect_standard_streams
 from megatron.training.orphans import die_with_launcher
 
 if __name__ == "__main__":
     die_with_launcher()  # before the slow imports: a launcher that is killed meanwhile must not leave this process behind
+    protect_standard_streams()  # before libraries take hold of the streams
 
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
+from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import world_of_launcher
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
 from megatron.training.resume import settle, where_to_start
-from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, start_run
+from megatron.training.setup import join_ranks, leave, leave_with_error, own_folder, report_error, start_run
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to mend it."""
+    """Run a command line. Exit code 0: done, or stopped and saved; 2: an error, whose message says how to fix it."""
+    protect_standard_streams()
     try:
         pretrain(load_config(argv, prog="pretrain_gpt.py"))
     except MegatronError as error:
         leave_with_error(error)
+    except OSError as error:
+        if host_io_error(error) is not None:
+            report_error(error, f"{type(error).__name__}: {error}")  # a fault of this host, though not one that has a message
+        raise
     leave()
 
 

@@ -24,10 +24,15 @@ def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: No
 
 def write_file(path: Path, text: str) -> None:
     """Write a small file whose folder nobody looks into yet; durable once the folder is synced, too."""
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=without_links) as file:
         file.write(text.encode())  # UTF-8 in any locale: digests are of these bytes
         file.flush()
         os.fsync(file.fileno())
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file as `open(..., opener=without_links)` asks, but refuse a link: it would have another file overwritten."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:

@@ -29,9 +29,11 @@ from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
     RampupBatchSize,
+    bare_thresholds_as_samples,
     iterations_for_samples,
     parse_step_schedule,
     samples_of_iterations,
+    step_entries,
 )
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
@@ -164,7 +166,8 @@ def resolve(
     stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
 
     stand_in: BatchSizeSchedule = ConstantBatchSize(config.batch.global_batch_size or data_parallel_size)
-    batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size), stand_in)
+    at_known_position = consumed_samples is not None
+    batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size, at_known_position), stand_in)
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
     train_iters, train_samples = _train_end(batch_size, iteration, consumed_samples or 0, consumed_tokens, report)
@@ -211,10 +214,18 @@ def _padded_vocab_size(config: Config, vocab_size: int) -> int:
     return padded_vocab_size(vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to)
 
 
-def _batch_size(report: Report, data_parallel_size: int) -> BatchSizeSchedule:
+def _batch_size(report: Report, data_parallel_size: int, at_known_position: bool) -> BatchSizeSchedule:
     batch = report.config.batch
     if batch.step_batch_size_schedule is not None:
-        steps = parse_step_schedule(batch.step_batch_size_schedule)
+        entries = batch.step_batch_size_schedule
+        spelled = bare_thresholds_as_samples(entries)
+        if not at_known_position and spelled != step_entries(entries):
+            report.warnings.append(
+                f"{report.given('batch.step_batch_size_schedule')} names no unit. It is planned as "
+                f"'{' '.join(spelled)}', as a resume of a run that was trained so reads it; a start is refused."
+            )
+            entries = spelled
+        steps = parse_step_schedule(entries, report.config.model.seq_length)
         if batch.global_batch_size not in (None, steps.final):
             report.errors.append(
                 f"{report.given('batch.global_batch_size')} contradicts {report.given('batch.step_batch_size_schedule')}, which "

@@ -1,10 +1,15 @@
 """Ways to harm a checkpoint's files."""
 
 import json
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.digest import digest_of_text
+from megatron.checkpoint.digest import digest_of_file, digest_of_text
+from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.save import Contents, Saver
+from megatron.parallel.chunk import Chunk
 
 
 def flip(file: Path, position: int = -1) -> None:
@@ -24,3 +29,45 @@ def resign(folder: Path, index: dict, **altered: object) -> None:
     del record["digest"]
     record["files"]["index.json"] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
     (folder / "manifest.json").write_text(Manifest(**{**record, **altered}).to_text())
+
+
+class SaverOfFormat2(Saver):
+    """Stores what is not finite, too, as versions before format 3 did."""
+
+    def _refuse_not_finite(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
+        pass
+
+
+def save_unchecked(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
+    """`save_checkpoint` of a version before format 3, with numbers that are not finite."""
+    root.mkdir(parents=True, exist_ok=True)
+    saver = SaverOfFormat2(root)
+    saver.begin(contents, chunks)
+    saver.complete()
+    return step_folder(root, contents.iteration)
+
+
+def make_format_2(folder: Path) -> None:
+    """Rewrite the manifest as a version before format 3 would have written it."""
+    record = json.loads((folder / "manifest.json").read_text())
+    del record["digest"]
+    record["format"] = 2
+    record["state"].pop("applied_steps", None)
+    record["course"] = [entry[:3] for entry in record["course"]]
+    (folder / "manifest.json").write_text(Manifest(**record).to_text())
+
+
+def poison(folder: Path, tensor: str, value: float, count: int = 1) -> None:
+    """Overwrite the first `count` numbers of kind/name; digests fit, as if they had been saved
+    so."""
+    index = json.loads((folder / "index.json").read_text())
+    box = index["tensors"][tensor]["boxes"][0]
+    with open(folder / box["file"], "r+b") as opened:
+        opened.seek(box["begin"])
+        opened.write(struct.pack("<f", value) * count)
+    digest = digest_of_file(folder / box["file"])
+    index["blocks"][box["file"]] = digest.blocks
+    record = json.loads((folder / "manifest.json").read_text())
+    record["files"][box["file"]] = {"bytes": digest.bytes, "xxh128": digest.xxh128}
+    (folder / "manifest.json").write_text(json.dumps(record))
+    resign(folder, index)

@@ -141,8 +141,50 @@ def test_hardware_flops_count_the_layers_again_but_not_the_logits():
     assert flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=True) == 4 * layers + 3 * logits
     third = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=Fraction(1, 3))
     assert third == 3 * layers + layers // 3 + 3 * logits
-    half = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # of 3 layers: 1
-    assert half == third
+    half = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # layers 1 and 3
+    assert half == 3 * layers + 2 * layers // 3 + 3 * logits
+
+
+def layers_of_fms_fsdp(share: float, count: int) -> list[int]:
+    """Walk the blocks as fms-fsdp does, whose threshold rises by 1 with each block that it takes."""
+    chosen: list[int] = []
+    for number in range(1, count + 1):
+        if number * share >= len(chosen) + 0.5:
+            chosen.append(number)
+    return chosen
+
+
+# fms-fsdp prints the first five in its source; the others were worked out by hand.
+@pytest.mark.parametrize(
+    ("share", "count", "recomputed"),
+    [
+        ("0", 6, []),
+        ("1", 4, [1, 2, 3, 4]),
+        ("1/2", 7, [1, 3, 5, 7]),
+        ("1/3", 9, [2, 5, 8]),
+        ("2/3", 6, [1, 3, 4, 6]),
+        ("1/4", 12, [2, 6, 10]),
+        ("1/5", 24, [3, 8, 13, 18, 23]),
+        ("0.2", 7, [3]),
+        ("1/6", 12, [3, 9]),
+        ("3/4", 8, [1, 2, 4, 5, 6, 8]),
+        ("1/10", 4, []),
+    ],
+)
+def test_recomputed_layers_are_those_of_fms_fsdp(share, count, recomputed):
+    recomputes = Execution(recomputed_part=Fraction(share)).recomputes
+    assert [layer + 1 for layer in range(count) if recomputes(layer)] == recomputed
+    assert layers_of_fms_fsdp(float(Fraction(share)), count) == recomputed
+
+
+def test_every_share_recomputes_the_layers_of_fms_fsdp():
+    """Also where rounding decides: of 7/10, exact arithmetic takes layer 45 and fms-fsdp layer 46."""
+    shares = {Fraction(a, b) for b in range(1, 33) for a in range(b + 1)}
+    shares |= {Fraction(f"{percent / 100:.2f}") for percent in range(101)}
+    for share in shares:
+        recomputes = Execution(recomputed_part=share).recomputes
+        ours = [layer + 1 for layer in range(128) if recomputes(layer)]
+        assert ours == layers_of_fms_fsdp(float(share), 128), share
 
 
 @pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 3), Fraction(2, 5), Fraction(1)])

@@ -134,14 +134,23 @@ def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
 
 
 def test_step_schedule():
-    batch = {"step_batch_size_schedule": "0:16 1B:36", "global_batch_size": None}
+    batch = {"step_batch_size_schedule": ("0:16 1B:36",), "global_batch_size": None}
     assert "0:16 1B:36: batch size 36 must be divisible by" in errors_of(8, batch=batch)
-    plan = resolve(with_changes(batch={**batch, "step_batch_size_schedule": "0:16 800:32"}), 8)
+    plan = resolve(with_changes(batch={**batch, "step_batch_size_schedule": ("0:16", "800samples:32")}), 8)
     assert plan.errors == ()
     assert (plan.train_iters, plan.train_samples) == (100, 16 * 50 + 32 * 50)
-    contradiction = errors_of(8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": "0:16 1B:32"})
+    contradiction = errors_of(8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": ("0:16 1B:32",)})
     assert "--global-batch-size 64 contradicts --step-batch-size-schedule 0:16 1B:32, which ends with 32" in contradiction
-    assert "is not THRESHOLD:SIZE" in errors_of(8, batch={**batch, "step_batch_size_schedule": "0:16 x"})
+    assert "is not THRESHOLD:SIZE" in errors_of(8, batch={**batch, "step_batch_size_schedule": ("0:16 x",)})
+
+
+def test_bare_thresholds_are_planned_for_a_resume_only():
+    bare = {"step_batch_size_schedule": ("0:16 800:32",), "global_batch_size": None}
+    assert "'800:32' has no unit" in errors_of(8, batch=bare)
+    plan = resolve(with_changes(batch=bare), 8, consumed_samples=None)
+    assert plan.errors == ()
+    assert any("planned as '0:16 800samples:32'" in warning for warning in plan.warnings)
+    assert plan.train_samples == 16 * 50 + 32 * 50
 
 
 def test_ramp_without_an_end():
@@ -181,7 +190,9 @@ def test_learning_rate_that_makes_no_schedule():
 
 
 def test_vocabulary():
-    assert resolve(with_changes(tokenizer={"pad_vocab_size_to": 1100}), 1).padded_vocab_size == 1100
+    assert resolve(with_changes(tokenizer={"pad_vocab_size_to": 1152}), 1).padded_vocab_size == 1152
+    refused = errors_of(1, tokenizer={"pad_vocab_size_to": 1100})
+    assert "must be divisible by --make-vocab-size-divisible-by 128. Use 1152" in refused
     assert "--pad-vocab-size-to 900" in errors_of(1, tokenizer={"pad_vocab_size_to": 900})
     assert "--pad-vocab-size-to 1001" in errors_of(
         2, tokenizer={"pad_vocab_size_to": 1001}, parallel={"tensor_model_parallel_size": 2}

@@ -7,11 +7,13 @@
 
 Only what differs is sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at most 1 MiB, whose joined contents
 are the log; tools/follow_log.py follows them. What was sent from here and deleted here is deleted there, if a pattern covers it.
+Links are followed as long as they stay in --folder or --checkpoints, each of which may be a link itself. What leads out of it is
+not sent, nor is what is no regular file (a FIFO, a socket, a device).
 The token is HF_TOKEN, or that of `hf auth login`; HF_ENDPOINT names another Hub.
 
 Exit code: 0 in step, or another sync of this folder is at work, which does the work; 1 in step but for what was left out (a pattern
-that matches nothing, a file that cannot be read); 2 an error that a person must mend; 3 the Hub did not answer in time: nothing is
-lost, the next sync goes on.
+that matches nothing, a file that cannot be read or lies elsewhere); 2 an error that a person must fix; 3 the Hub did not answer in
+time: nothing is lost, the next sync goes on.
 """
 
 import sys
@@ -25,6 +27,7 @@ from megatron.errors import ConfigError, MegatronError, OperationsError
 from megatron.operations.hub import Hub, HubUnavailable, Patience
 from megatron.operations.hub_checkpoints import push_checkpoints
 from megatron.operations.hub_push import Busy, Outcome, Push, Request, default_state, in_words, only_sync
+from megatron.standard_streams import protect_standard_streams
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    protect_standard_streams()  # a full disk under the output must not end --watch
     try:
         sys.exit(main())
     except KeyboardInterrupt:

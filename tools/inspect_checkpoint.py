@@ -2,12 +2,13 @@
 
     python tools/inspect_checkpoint.py runs/a                              the checkpoint that the pointers name, and the folder
     python tools/inspect_checkpoint.py runs/a/global_step300 --parameters  norm, range, mean, NaN of every tensor
-    python tools/inspect_checkpoint.py runs/a --iteration 300 --verify     read everything, list all damage
+    python tools/inspect_checkpoint.py runs/a --iteration 300 --verify     read all, list all damage and NaN
     python tools/inspect_checkpoint.py runs/a --compare runs/b             configuration, state, tensors bit by bit
     python tools/inspect_checkpoint.py runs/a --config > run.yaml          the resolved configuration
 
 Takes no lease and writes nothing: the run may be alive. Holds one tensor in memory, or two for --compare.
-Exit code: 0; 1 if --verify finds damage, or --compare a tensor that is not bit-equal; 2 on an error.
+Exit code: 0; 1 if --verify finds damage or a number that is not finite, or --compare a tensor that
+is not bit-equal; 2 on an error.
 """
 
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import tyro
 
 from megatron.checkpoint.comparison import Comparison, Statistics, compare, folder_named, statistics
+from megatron.checkpoint.finite import counts_text
 from megatron.checkpoint.folder import DAMAGED, LATEST, LATEST_ITERATION, locate, read_pointer, saved_iterations, stored_folder
 from megatron.checkpoint.lease import heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
@@ -45,7 +47,8 @@ class Arguments:
     parameters: bool = False
     """Statistics of every tensor; those of numbers that are not finite are counted and left out."""
     verify: bool = False
-    """Read every file; check digests, that boxes tile each tensor exactly once, and that safetensors finds what the index says."""
+    """Read every file; check digests, that boxes tile each tensor exactly once, that safetensors
+    finds what the index says, and that every number is finite."""
     compare: str | None = None
     """Another checkpoint, or run's folder (the checkpoint that its pointers name)."""
     config: bool = False
@@ -91,7 +94,10 @@ def report_of(given: Arguments, folder: Path, root: Path | None, other: Path | N
     """
     if given.verify:
         checked = verify(folder)
-        return Report({"path": str(folder), **asdict(checked)}, verification_text(folder, checked), 1 if checked.damage else 0)
+        code = 1 if checked.damage or checked.not_finite else 0
+        return Report(
+            {"path": str(folder), **asdict(checked)}, verification_text(folder, checked), code
+        )
     checkpoint = open_folder(folder)
     title = f"{folder}, iteration {checkpoint.iteration:,}"
     if given.config:
@@ -293,8 +299,15 @@ def comparison_text(found: Comparison) -> list[str]:
 
 
 def verification_text(folder: Path, found: Verification) -> list[str]:
-    """All damage, or that there is none, and the notes."""
+    """All damage, or that there is none; tensors with numbers that are not finite; the notes."""
     notes = [f"note: {note}" for note in found.notes]
+    if found.not_finite:
+        head = "not finite, so that no run can go on from it:"
+        listed = [
+            f"  {each.tensor}: {counts_text(each.nan, each.inf)} of {each.numbers:,} numbers"
+            for each in found.not_finite
+        ]
+        notes = [head, *listed, *notes]
     if found.damage:
         head = f"{folder} is damaged; in {len({damage.file for damage in found.damage})} of its files:"
         return [head, *(f"  {each.file}: {each.what.removeprefix(each.file + ' ')}" for each in found.damage), *notes]

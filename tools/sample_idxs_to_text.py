@@ -27,6 +27,7 @@ from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import range_at
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.resume import read_bare_thresholds
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def lines(options: Options, arguments: list[str]) -> Iterator[str]:
     if not options.samples and not options.iterations:
         raise ConfigError("nothing is asked for; give --samples 0-3 17 or --iterations 8401-8402.")
     config, checkpoint = read_run(options.checkpoint, arguments)
+    config, notes = read_bare_thresholds(config, checkpoint)
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
     if options.iterations and config.batch.global_batch_size is None and options.world_size is None:
         raise ConfigError("without --global-batch-size the batch depends on the number of processes; give --world-size.")
     parallel = config.parallel

@@ -7,8 +7,10 @@ In a job script with one task for each device. The training is started by srun, 
 - stopped by --exit-duration-in-mins or a signal: saved; the next element goes on
 - training is complete, or the kill switch is there: pending elements are cancelled
 - ended by Slurm before it could save (scancel, a preemption): nothing; Slurm, or you, decide whether it comes back
-- an error that the training explains (a wrong flag, NaNs in a row, a full disk): alert, pending elements are cancelled; so
-  where this element cannot run, or more than half of its nodes fail the check
+- an error that the training explains (a wrong flag, NaNs in a row, no room for checkpoints): alert, pending elements are cancelled;
+  so where this element cannot run, or more than half of its nodes fail the check
+- an I/O error of a host's own (EIO, a stale mount, a full local disk): alert, this element is requeued, it and the pending ones
+  without that host
 - a crash (a killed rank, a lost node): this element is requeued, and goes on from the newest checkpoint
 - --check-nodes found a bad host: alert, this element is requeued, it and the pending ones without that host
 - so many starts in a row that trained nothing: alert, pending elements are cancelled
@@ -27,6 +29,7 @@ from megatron.errors import MegatronError
 from megatron.operations.alerts import Alert, Outlets, deliver
 from megatron.operations.element import CODES, Element, run_element
 from megatron.operations.node_report import Limits
+from megatron.standard_streams import protect_standard_streams
 
 
 @dataclass(frozen=True)
@@ -78,4 +81,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    protect_standard_streams()  # a full disk under the output must not keep the array from what follows
     sys.exit(main())

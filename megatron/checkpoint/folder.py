@@ -4,6 +4,7 @@
 Only who holds the folder's lease renames or removes anything in it; readers look, and take what they find.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -54,7 +55,6 @@ def point_to(root: Path, iteration: int, confirm: Callable[[], None] = lambda: N
     """Move the pointers, as the last act of a save; `confirm` is asked before each."""
     replace_file(root / LATEST_ITERATION, str(iteration), confirm)
     replace_file(root / LATEST, f"global_step{iteration}", confirm)
-    (root / BEGUN).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,15 @@ def mark_begun(root: Path) -> None:
     replace_file(root / BEGUN, "a run has begun here and not saved a checkpoint yet\n")
 
 
+def unmark_begun(root: Path) -> None:
+    """Remove the mark, once the pointers name a checkpoint.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    (root / BEGUN).unlink(missing_ok=True)
+
+
 def traces(root: Path) -> list[str]:
     """What an earlier run left in a folder that has no pointer."""
     if not root.is_dir():
@@ -143,12 +152,26 @@ def traces(root: Path) -> list[str]:
 
 
 def put_in_place(fresh: Path, final: Path) -> None:
-    """Give a finished folder its name. One of the same name stays beside it until the pointers are safe: see `tidy`."""
+    """Give a finished folder its name. One of the same name stays beside it until the pointers are
+    safe: see `tidy`.
+
+    Raises:
+        OSError: after it, `final` may hold the new folder, or what it held before.
+    """
     replaced = _with_suffix(final, REPLACED)
-    if final.exists():
+    replaces = final.exists()
+    if replaces:
         remove(replaced)
         os.rename(final, replaced)
-    os.rename(fresh, final)
+    try:
+        os.rename(fresh, final)
+    except OSError:
+        if replaces:
+            with contextlib.suppress(
+                OSError
+            ):  # readers find it under either name, and `tidy` renames it later
+                os.rename(replaced, final)
+        raise
     sync_folder(final.parent)
 
 
@@ -157,8 +180,12 @@ def tidy(root: Path) -> list[str]:
 
     Returns what went wrong: it takes room, and harms nothing else.
     """
-    troubles = []
-    for entry in sorted(root.iterdir()):
+    troubles: list[str] = []
+    try:
+        entries = sorted(root.iterdir())
+    except OSError as error:
+        return [f"{root} could not be cleared up: {error}"]
+    for entry in entries:
         if not entry.name.startswith("global_step"):
             continue
         try:
@@ -184,7 +211,9 @@ def remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
-    if not folder.name.endswith((UNFINISHED, DELETING, REPLACED)):
+    if not folder.name.endswith(
+        (UNFINISHED, DELETING)
+    ):  # `tidy` gives what is left of a replaced one its name back
         going, number = _with_suffix(folder, DELETING), 1
         while going.exists():  # of an earlier one that could not be removed
             number += 1

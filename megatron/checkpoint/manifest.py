@@ -14,7 +14,11 @@ from typing import Any
 from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest_of_text
 from megatron.errors import CheckpointError, DamagedError
 
-FORMAT = 2
+FORMAT = 3
+"""Since format 3, the state and the entries of `course` have the number of applied steps."""
+_READABLE = (2, FORMAT)
+APPLIED_STEPS = "applied_steps"
+"""Key of `Manifest.state` that retention reads."""
 MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
 
 
@@ -32,7 +36,8 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """name -> {"bytes", "xxh128"} of every other file."""
     course: list[list[Any]]
-    """[iteration, digest, keep] of the checkpoints that the run came through before, see `course.py`."""
+    """[iteration, digest, keep, applied steps] of the checkpoints that the run came through before,
+    see `course.py`."""
     keep: bool
     """For ever, see `course.Ancestor`."""
     format: int = FORMAT
@@ -68,12 +73,54 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     agrees = digest == _digest_of(record)
-    if isinstance(found, int) and found != FORMAT and (agrees or digest is None):  # else a flipped bit may have made the number
+    if (
+        isinstance(found, int) and found not in _READABLE and (agrees or digest is None)
+    ):  # else a flipped bit may have made the number
         way_out = "update this installation" if found > FORMAT else "load it with the version that wrote it"
-        raise CheckpointError(f"{folder} has format {found}; this version reads format {FORMAT}: {way_out}")
+        raise CheckpointError(
+            f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
+            f"{way_out}"
+        )
     if not agrees:
         raise DamagedError(f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}", MANIFEST)
+    _check_names(record)
     return Manifest(**record)
+
+
+def _check_names(record: Mapping[str, Any]) -> None:
+    """Check what leads to files and folders. The digest proves nothing here: whoever writes a manifest can write its digest.
+
+    Raises:
+        DamagedError: a file's name is not plain, or an iteration is no number.
+    """
+    files, course = record.get("files"), record.get("course")
+    if not isinstance(files, dict) or not isinstance(course, list):
+        raise DamagedError(f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST)
+    for name, facts in files.items():
+        if not is_plain_name(name):
+            raise DamagedError(
+                f"{MANIFEST} names the file {name!a}; a checkpoint holds plain file names only, without separators or control "
+                "characters: it was not written by this program, and nothing of it is read",
+                MANIFEST,
+            )
+        if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("xxh128"), str):
+            raise DamagedError(f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST)
+    iterations = [record.get("iteration"), *(entry[0] if isinstance(entry, list) and len(entry) == 3 else None for entry in course)]
+    for iteration in iterations:
+        if not is_count(iteration):  # it becomes a part of a folder's name
+            raise DamagedError(f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST)
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether `name` can only be a file of the folder itself, and prints as one line."""
+    if not isinstance(name, str) or name in ("", ".", "..", MANIFEST):
+        return False
+    return name.isprintable() and "/" not in name and "\\" not in name
+
+
+def is_count(value: object) -> bool:
+    """Return whether `value` is a number that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +148,8 @@ def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
     Raises:
         DamagedError: it has not, or is missing.
     """
+    if name not in manifest.files:
+        raise DamagedError(f"{MANIFEST} does not name {name}", name)
     text = read_text(folder, name)
     if digest_of_text(text) != manifest.files[name]["xxh128"]:
         raise DamagedError(f"{name} is not what was written", name)
@@ -158,5 +207,13 @@ def check_size(folder: Path, name: str, size: int) -> None:
 
 
 def digests_of(manifest: Manifest, index: Index) -> dict[str, FileDigest]:
-    """Of the tensor files."""
+    """Return the digests of the tensor files.
+
+    Raises:
+        DamagedError: the index names a file that the manifest does not have, and that may lie anywhere.
+    """
+    named = {box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]} | index.blocks.keys()
+    strangers = sorted(named - manifest.files.keys())
+    if strangers:
+        raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not name", INDEX)
     return {name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b) for name, b in index.blocks.items()}

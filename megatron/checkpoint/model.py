@@ -2,7 +2,9 @@
 
 import torch
 
+from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.ranks import Ranks
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.chunk import Chunk
@@ -14,7 +16,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
     """The model in fp32 and evaluation mode, on the CPU by default.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not whole.
+        CheckpointError: the checkpoint is damaged or not whole; or a weight is not finite.
     """
     device = device or torch.device("cpu")
     config = checkpoint.config()
@@ -28,4 +30,5 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
         for name, parameter in model.named_parameters()
     ]
     checkpoint.load_into(chunks)
+    refuse_not_finite(checkpoint, describe_not_finite(chunks), Ranks())
     return model.eval()

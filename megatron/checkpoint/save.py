@@ -1,7 +1,8 @@
 """Saving: every rank writes the boxes that it owns into a fresh folder; the folder gets its name, then the pointers move.
 
 Invariants: a kill at any instant leaves the pointers at a whole checkpoint, the old or the new one, never at a mixture; nothing is
-removed before a newer checkpoint was read back from the disk; all ranks agree on what became of a save.
+removed before a newer checkpoint was read back from the disk; all ranks agree on what became of a
+save; nothing that is not finite is stored.
 
 A save is a sequence of phases, each the work of all ranks at once: copy and write, read back, finish. A phase runs in a thread; the
 ranks' threads never talk to each other. The loop asks once an iteration (`poll`) whether all ranks are through, and starts the next
@@ -19,16 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.course import Course, course_of, is_there, superfluous, write_course
+from megatron.checkpoint.course import (
+    Ancestor,
+    Course,
+    as_ancestor,
+    course_of,
+    is_there,
+    superfluous,
+    write_course,
+)
 from megatron.checkpoint.digest import FileDigest, digest_of_text
-from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, remove, step_folder, tidy
+from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
+from megatron.checkpoint.folder import (
+    LATEST,
+    UNFINISHED,
+    point_to,
+    put_in_place,
+    remove,
+    step_folder,
+    tidy,
+    unmark_begun,
+)
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, read_manifest, verify_file
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, verify_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file, sync_folder, write_file
-from megatron.errors import CheckpointError, DamagedError
+from megatron.errors import CheckpointError, DamagedError, TrainingError
 from megatron.parallel.chunk import Chunk
 
 _ITEM = 4  # bytes of an fp32
@@ -56,6 +75,17 @@ class Part:
     file: str
     digest: FileDigest
     boxes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that the pointers name."""
+
+    iteration: int
+    course: Course
+    """That led to it, itself last; without what was removed."""
+    lines: list[str]
+    """What there is to say."""
 
 
 class _Work:
@@ -127,6 +157,9 @@ class Saver:
         self.saved_iteration: int | None = None
         """The newest checkpoint that this process has written and that is safe."""
         self._course = course
+        self._unpointed: Manifest | None = None
+        """Rank 0: a checkpoint that may have its name, and that the pointers do not name, because
+        of an I/O error."""
         self._keep = False
         self._ending = False
 
@@ -166,6 +199,8 @@ class Saver:
         """Start a save. When this returns, what `chunks` hold may be read but must not change before `wait_for_copy`.
 
         Raises:
+            TrainingError: on every rank; a number that would be stored is not finite. Nothing was
+                written.
             CheckpointError: this was the last failure in a row that is allowed; or another run took the folder over.
         """
         if self._save is not None:
@@ -174,11 +209,23 @@ class Saver:
                 f"{contents.iteration}'s waits for it. Is --save-interval too short for this file system?"
             )
             self.complete()
+        self._refuse_not_finite(contents, chunks)
         own = {_key(chunk): chunk for chunk in chunks if chunk.owner}
         size = self._total_bytes(chunks)
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
+        finished = _Work(
+            lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=False
+        )
+        earlier = self._outcome(finished, contents, fresh)
+        if earlier is None:
+            return
+        if earlier[0] is not None:
+            self._succeed(earlier[0])
+            if self.saved_iteration == contents.iteration:
+                self._keep = False
+                return
         prepared = _Work(lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=False)
         if self._outcome(prepared, contents, fresh) is None:
             return
@@ -189,6 +236,29 @@ class Saver:
         if self._config.keep_latest_checkpoints is not None:
             phases.insert(0, lambda parts: self._read_back(fresh, parts))
         self._set(_Save(contents, fresh, work, copied, phases, keep))
+
+    def _refuse_not_finite(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
+        """
+        Raises:
+            TrainingError: on every rank; names what is not finite, its rank, and how many numbers.
+        """
+        mine = describe_not_finite(chunks)
+        if self._ranks.rank == 0:  # the others have the same counters
+            for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
+                mine += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
+        found = gather_not_finite(mine, self._ranks)
+        if not found:
+            return
+        raise TrainingError(
+            f"after iteration {contents.iteration}, the state of this run holds numbers that are "
+            "not finite:\n  " + "\n  ".join(found) + "\nno step from here can be right, so the run "
+            f"ends, and no checkpoint of it is written to {self._root}. Older ones are untouched, "
+            f"the last: {self._last()}. Start again with the same command to go on from that one; "
+            "if it happens again, skip the data with --skip-train-iteration-range or lower --lr"
+        )
+
+    def _last(self) -> str:
+        return f"global_step{self._course[-1].iteration}" if self._course else "there is none"
 
     def _set(self, save: _Save | None) -> None:
         self._save = save
@@ -236,11 +306,14 @@ class Saver:
             save.work = _Work(lambda: phase(parts), in_thread=True)
             self._set(save)
             return
+        self._succeed(results[0])
+
+    def _succeed(self, published: Published) -> None:
         self._failures = 0
-        self.saved_iteration = save.contents.iteration
-        self._saved(save.contents.iteration)
-        self._course, lines = results[0]
-        for line in lines:
+        self.saved_iteration = published.iteration
+        self._saved(published.iteration)
+        self._course = published.course
+        for line in published.lines:
             self._say(line)
 
     def _outcome(self, work: _Work, contents: Contents, fresh: Path) -> list[Any] | None:
@@ -260,29 +333,31 @@ class Saver:
         outcomes = self._ranks.gather((work.result, failure, fatal))
         for _, _, reason in outcomes:
             if reason is not None:
-                raise CheckpointError(reason)
+                raise CheckpointError(reason) from work.error
         failures = [failed for _, failed, _ in outcomes if failed]
         if not failures:
             return [result for result, _, _ in outcomes]
-        if self._ranks.rank == 0 and fresh.exists():
+        if self._ranks.rank == 0:
             try:
-                remove(fresh)  # makes room
+                if fresh.exists():
+                    remove(fresh)  # makes room
             except OSError as error:
                 failures.append(f"{fresh} could not be removed: {error}")
-        self._count_failure(contents.iteration, failures)
+        self._count_failure(contents.iteration, failures, work.error)
         return None
 
-    def _count_failure(self, iteration: int, failures: list[str]) -> None:
+    def _count_failure(self, iteration: int, failures: list[str], cause: BaseException | None) -> None:
+        """`cause`: what failed on this rank; None where it was another rank."""
         self._failures += 1
         allowed = self._config.max_save_failures
-        last = f"it is global_step{self._course[-1].iteration}" if self._course else "there is none"
+        last = f"it is {self._last()}" if self._course else "there is none"
         head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
         told = "\n  ".join([head, *failures])
         if self._failures >= allowed:
             raise CheckpointError(
                 f"{told}\nthe run ends here, so as not to train what cannot be kept; its last checkpoint is untouched: {last}. "
                 "Make room or mend the file system, and start again with the same command"
-            )
+            ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
         again = "at once" if self._ending else f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
@@ -339,40 +414,124 @@ class Saver:
         for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
             verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
 
-    def _finish(self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool) -> tuple[Course, list[str]] | None:
-        """Rank 0: small files, name, pointers; then what is superfluous goes. Returns the course, and what there is to say."""
+    def _finish(
+        self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool
+    ) -> Published | None:
+        """Rank 0: write the small files, name the folder, move the pointers, and remove what is
+        superfluous."""
         if self._ranks.rank != 0:
             return None
         before = tuple(ancestor for ancestor in self._course if ancestor.iteration != contents.iteration)
         manifest = write_small_files(fresh, contents, parts, before, keep=keep)
         for name in (INDEX, CONFIG):
             verify_file(fresh, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
-        read_manifest(fresh)
+        text = manifest.to_text()
+        verify_file(fresh, MANIFEST, len(text.encode()), digest_of_text(text))
         self._confirm_lease()
-        put_in_place(fresh, step_folder(self._root, contents.iteration))
-        write_course(self._root, manifest, self._confirm_lease)
-        point_to(self._root, contents.iteration, self._confirm_lease)
+        return self._publish(manifest, fresh)
+
+    def _finish_earlier(self) -> Published | None:
+        """Rank 0: move the pointers to the checkpoint that an earlier attempt has left without
+        them; None where there is none."""
+        manifest = self._unpointed
+        if manifest is None:
+            return None
         self._confirm_lease()
-        return self._clean_up(course_of(manifest))
+        if not is_there(self._root, as_ancestor(manifest)):
+            self._unpointed = None
+            return None
+        return self._publish(manifest, None)
+
+    def _publish(self, manifest: Manifest, fresh: Path | None) -> Published:
+        """Name the folder `fresh` (None: it has its name) and move the pointers.
+
+        After an I/O error, what is on the disk decides. The save has succeeded if `latest` names
+        the checkpoint. Else it has failed; the checkpoint stays if it has its name, and the next
+        attempt begins with its pointers.
+
+        Raises:
+            OSError: `latest` does not name the checkpoint. CheckpointError: another run took the
+                folder over.
+        """
+        iteration, course = manifest.iteration, course_of(manifest)
+        self._unpointed = manifest
+        try:
+            if fresh is not None:
+                put_in_place(fresh, step_folder(self._root, iteration))
+            write_course(self._root, manifest, self._confirm_lease)
+            point_to(self._root, iteration, self._confirm_lease)
+            self._confirm_lease()
+        except OSError as error:
+            if not self._is_there(manifest):
+                raise
+            if not self._is_pointed_to(iteration):
+                raise OSError(
+                    f"{error}; global_step{iteration} is whole and stays, but "
+                    f"{self._root / LATEST} does not name it: the next attempt begins with that, or "
+                    f"write global_step{iteration} there by hand"
+                ) from error
+            self._unpointed = None
+            said = f"global_step{iteration} is saved, although: {error}"
+            return Published(
+                iteration, course, [f"warning: {said}; nothing is removed before the next save"]
+            )
+        self._unpointed = None
+        return self._clean_up(iteration, course)
+
+    def _is_there(self, manifest: Manifest) -> bool:
+        """Whether the checkpoint has its name; False where that cannot be read."""
+        try:
+            return is_there(self._root, as_ancestor(manifest))
+        except OSError:
+            return False
+
+    def _is_pointed_to(self, iteration: int) -> bool:
+        """Whether `latest` names the iteration; False where that cannot be read."""
+        try:
+            text = (self._root / LATEST).read_text(errors="replace")
+        except OSError:
+            return False
+        return text.strip() == f"global_step{iteration}"
 
     def _confirm_lease(self) -> None:
         """Before each act that others would suffer from: this process may have stood still since the one before."""
         if self._lease is not None:
             self._lease.confirm()
 
-    def _clean_up(self, course: Course) -> tuple[Course, list[str]]:
-        """The course that is left, and what there is to say. No failure here harms the checkpoint, or stops the next removal."""
-        gone, said = [], [f"warning: {trouble}" for trouble in tidy(self._root)]
-        for ancestor in superfluous(course, self._config):
-            if is_there(self._root, ancestor):
-                try:
+    def _clean_up(self, iteration: int, course: Course) -> Published:
+        """Remove what the checkpoint of `iteration`, the last of `course`, makes superfluous.
+
+        A failure here does not harm the checkpoint, and does not stop the next removal; the next
+        save tries again.
+        """
+        said = [f"warning: {trouble}" for trouble in tidy(self._root)]
+        try:
+            unmark_begun(self._root)
+        except OSError as error:
+            said.append(f"warning: {error}; the next save tries again to remove it")
+        gone: list[Ancestor] = []
+
+        def there(ancestor: Ancestor) -> bool:
+            try:
+                return ancestor == course[-1] or is_there(self._root, ancestor)
+            except OSError:
+                return False  # it is not counted, so one more of the others stays
+
+        for ancestor in superfluous(course, self._config, there):
+            try:
+                if is_there(self._root, ancestor):
                     remove(step_folder(self._root, ancestor.iteration))
-                except OSError as error:
-                    said.append(f"warning: global_step{ancestor.iteration} could not be removed: {error}")
-                    continue
-                said.append(f"removed by --keep-latest-checkpoints: global_step{ancestor.iteration}")
-            gone.append(ancestor)
-        return tuple(ancestor for ancestor in course if ancestor not in gone), said
+                    said.append(
+                        f"removed by --keep-latest-checkpoints: global_step{ancestor.iteration}"
+                    )
+                gone.append(ancestor)
+            except OSError as error:
+                said.append(
+                    f"warning: global_step{ancestor.iteration} could not be removed: {error}"
+                )
+        return Published(
+            iteration, tuple(ancestor for ancestor in course if ancestor not in gone), said
+        )
 
 
 def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
@@ -399,7 +558,10 @@ def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part], co
     for name, text in ((INDEX, index.to_text()), (CONFIG, contents.config_yaml)):
         write_file(fresh / name, text)
         files[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    entries = [[ancestor.iteration, ancestor.digest, ancestor.keep] for ancestor in course]
+    entries = [
+        [ancestor.iteration, ancestor.digest, ancestor.keep, ancestor.applied]
+        for ancestor in course
+    ]
     manifest = Manifest(
         contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files, entries, keep
     )

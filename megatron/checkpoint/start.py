@@ -183,6 +183,7 @@ def agree_on_start(
         CheckpointError: on every rank, as `find_start`; or a rank does not see what rank 0 sees.
     """
     start, problem = Start(None), None
+    cause: Exception | None = None
     if ranks.rank == 0:
         try:
             root = Path(str(config.load))
@@ -191,12 +192,12 @@ def agree_on_start(
             start = find_start(config, known_damage)
             _report(start, config, own_folder=own_folder, say=say)
         except CheckpointError as error:
-            problem = str(error)
+            problem, cause = str(error), error
         except OSError as error:
-            problem = f"{config.load} cannot be read or written: {error}"
+            problem, cause = f"{config.load} cannot be read or written: {error}", error
     start, problem = ranks.gather((start, problem))[0]
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from cause
     return start
 
 
@@ -225,6 +226,7 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
         return None
     rank, what, file = found[0]
     verdict: tuple[str | None, str | None] = (None, None)
+    cause: Exception | None = None
     if ranks.rank == 0:
         try:
             if rank != 0:
@@ -242,7 +244,8 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
             verdict = f"{checkpoint.folder} is damaged: {damage}", None
         except (CheckpointError, OSError) as error:
             verdict = None, f"{checkpoint.folder / file} cannot be read: {error}"
+            cause = error
     damaged, problem = ranks.gather(verdict)[0]
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from cause
     return damaged

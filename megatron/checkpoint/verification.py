@@ -1,6 +1,8 @@
-"""Is a checkpoint whole? All damage, not the first: digests of files and their blocks, boxes, kinds, what safetensors finds.
+"""Is a checkpoint whole, and are all its numbers finite?
 
-Writes nothing, and needs one block of memory. Where the manifest is damaged, nothing else can be checked.
+All damage, not the first: digests of files and their blocks, boxes, kinds, what safetensors finds.
+Writes nothing, and needs some blocks of memory. Where the manifest is damaged, nothing else can be
+checked.
 """
 
 import json
@@ -16,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
+from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import iteration_of
 from megatron.checkpoint.manifest import INDEX, MANIFEST, Index, Manifest, read_index, read_manifest
 from megatron.checkpoint.tensor_file import Box, intersect
@@ -36,6 +39,20 @@ class Damage:
 
 
 @dataclass(frozen=True)
+class NotFinite:
+    """A tensor with NaN or infinities: it is what was written, and a run cannot be trained from
+    it."""
+
+    tensor: str
+    """kind/name; or the dotted name of a number in the manifest."""
+    nan: int
+    """How many numbers are NaN."""
+    inf: int
+    numbers: int
+    """How many it has."""
+
+
+@dataclass(frozen=True)
 class Verification:
     """What was looked at, and what is wrong with it."""
 
@@ -48,6 +65,8 @@ class Verification:
     """Empty: the checkpoint is whole."""
     notes: tuple[str, ...]
     """What is no damage: what could not be checked, and files that are not the checkpoint's."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """In files that are what was written."""
 
 
 def verify(folder: Path) -> Verification:
@@ -67,9 +86,13 @@ def verify(folder: Path) -> Verification:
     if INDEX not in manifest.files:
         damage.append(Damage(INDEX, f"{MANIFEST} does not name it"))
     index = _believable_index(folder, manifest)
+    counter = FiniteCounter(index)
     with tqdm(total=manifest.bytes, unit="B", unit_scale=True, desc="verify", disable=None, dynamic_ncols=True) as bar:
         for name in manifest.files:
-            damage += check_file(folder, name, manifest, index, bar.update)
+            wrong = list(check_file(folder, name, manifest, index, bar.update, counter.look_at))
+            damage += wrong
+            if wrong:
+                counter.forget(name)  # numbers that were never written
     if index is None:
         notes.append(f"which tensors are concerned cannot be told, nor whether all are there: that stands in {INDEX}")
     else:
@@ -77,8 +100,67 @@ def verify(folder: Path) -> Verification:
     strangers = sorted({entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST})
     if strangers:
         notes.append(f"not part of it: {', '.join(strangers)}")
-    tensors = 0 if index is None else len(index.tensors)
-    return Verification(manifest.iteration, manifest.bytes, len(manifest.files) + 1, tensors, tuple(damage), tuple(notes))
+    return Verification(
+        manifest.iteration,
+        manifest.bytes,
+        len(manifest.files) + 1,
+        0 if index is None else len(index.tensors),
+        tuple(damage),
+        tuple(notes),
+        (*counter.found(), *_values_not_finite(manifest)),
+    )
+
+
+def _values_not_finite(manifest: Manifest) -> Iterator[NotFinite]:
+    for name, record in (("optimizer", manifest.optimizer), ("state", manifest.state)):
+        for key, value in values_not_finite(record, name):
+            yield NotFinite(key, int(math.isnan(value)), int(math.isinf(value)), 1)
+
+
+class FiniteCounter:
+    """Counts numbers that are not finite while a file is read for its digest, so that no byte is
+    read twice."""
+
+    def __init__(self, index: Index | None) -> None:
+        self._spans: dict[str, list[tuple[int, int, str]]] = {}
+        """file -> (first byte, byte after the last, kind/name) of each box."""
+        self._counts: dict[str, dict[str, tuple[int, int]]] = {}
+        """file -> kind/name -> (NaN, infinities)."""
+        self._index = index
+        for key, tensor in ({} if index is None else index.tensors).items():
+            for box in tensor["boxes"]:
+                end = box["begin"] + _ITEM * math.prod(box["shape"])
+                self._spans.setdefault(box["file"], []).append((box["begin"], end, key))
+
+    def look_at(self, file: str, position: int, data: bytes) -> None:
+        """Count in the bytes of `file` from `position` on. Positions and boxes are multiples of 4
+        bytes."""
+        end = position + len(data)
+        for first, last, key in self._spans.get(file, ()):
+            low = max(first, position)
+            high = min(last, end)
+            if low >= high or (low - position) % _ITEM or (high - low) % _ITEM:
+                continue  # a box that is not aligned is reported as damage of the index
+            values = np.frombuffer(data, "<f4", (high - low) // _ITEM, low - position)
+            finite = int(np.count_nonzero(np.isfinite(values)))
+            if finite < len(values):
+                counts = self._counts.setdefault(file, {})
+                nan = int(np.count_nonzero(np.isnan(values)))
+                nan_before, inf_before = counts.get(key, (0, 0))
+                counts[key] = nan_before + nan, inf_before + len(values) - finite - nan
+
+    def forget(self, file: str) -> None:
+        """Drop what was counted in a file."""
+        self._counts.pop(file, None)
+
+    def found(self) -> Iterator[NotFinite]:
+        """Yield each tensor that holds numbers that are not finite, in the order of the index."""
+        for key, tensor in ({} if self._index is None else self._index.tensors).items():
+            counts = [counts[key] for counts in self._counts.values() if key in counts]
+            if counts:
+                nan = sum(count for count, _ in counts)
+                inf = sum(count for _, count in counts)
+                yield NotFinite(key, nan, inf, math.prod(tensor["shape"]))
 
 
 @contextmanager
@@ -114,15 +196,30 @@ def _believable_index(folder: Path, manifest: Manifest) -> Index | None:
 
 
 def check_file(
-    folder: Path, name: str, manifest: Manifest, index: Index | None, progress: Callable[[int], object]
+    folder: Path,
+    name: str,
+    manifest: Manifest,
+    index: Index | None,
+    progress: Callable[[int], object],
+    look_at: Callable[[str, int, bytes], object],
 ) -> Iterator[Damage]:
-    """One file against its digests: which bytes differ, and which tensors lie in them. `progress` is told of bytes read."""
+    """One file against its digests: which bytes differ, and which tensors lie in them.
+
+    Args:
+        progress: Called with the number of bytes of each block.
+        look_at: Called with (name, position, bytes) of each block.
+    """
     size, xxh128 = manifest.files[name]["bytes"], manifest.files[name]["xxh128"]
     digester, missing = Digester(), False
     try:
-        with open(folder / name, "rb", buffering=0) as file:
+        with open(
+            folder / name, "rb"
+        ) as file:  # buffered: only the last block is shorter than asked for
+            position = 0
             while data := file.read(BLOCK):
                 digester.update(data)
+                look_at(name, position, data)
+                position += len(data)
                 progress(len(data))
     except FileNotFoundError:
         missing = True

@@ -11,8 +11,10 @@ class BatchConfig:
     """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: begin with START, add INCREMENT at even steps over SAMPLES samples, up to the global batch size."""
-    step_batch_size_schedule: str | None = None
-    """'0:768 250B:1536': batch size from each threshold on; thresholds in samples, or in tokens with suffix B or T."""
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """'0:768 250B:1536': batch size from each threshold on. Thresholds are tokens with a suffix K, M, B
+    or T, rounded down to samples; 61035156250tokens and 30_000_000samples name their unit. A bare
+    threshold above 0 is an error: it means tokens in Megatron-LM, and meant samples in earlier versions."""
     train_iters: int | None = None
     """Iterations to train; give this or --train-samples."""
     train_samples: int | None = None

@@ -21,7 +21,8 @@ class CheckpointConfig:
     save_retry_interval: int = 10
     """A save that failed is tried again after so many iterations; one at the end of the run at once."""
     keep_latest_checkpoints: int | None = None
-    """Keep only so many of the newest checkpoints; an older one is removed once a newer one was read back from the disk. Default:
+    """Keep only so many of the newest checkpoints; an older one is removed once a newer one was
+    read back from the disk. One without an applied step since the one before it does not count. Default:
     keep all."""
     keep_every: int | None = None
     """With --keep-latest-checkpoints, keep those of iterations divisible by this for ever."""

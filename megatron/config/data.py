@@ -53,4 +53,5 @@ class TokenizerConfig:
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this x tensor-parallel size."""
     pad_vocab_size_to: int | None = None
-    """Pad the vocabulary to exactly this size."""
+    """Pad the vocabulary to exactly this size, a multiple of --make-vocab-size-divisible-by and of the
+    tensor-parallel size."""

@@ -20,7 +20,8 @@ class ParallelConfig:
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): optimizer states (1), gradients (2), parameters (3)."""
     check_invariants_interval: int = 1000
-    """Every so many iterations, and at each start, check that copies of a parameter are equal on all ranks; 0 turns it off."""
+    """Every so many iterations, at each start, and before each save, check that copies of a
+    parameter are equal on all ranks; 0 turns all of these checks off."""
     sync_tp_duplicated_parameters: bool = False
     """Repair copies that drifted apart, instead of stopping: those of the first rank hold."""
     distributed_backend: Literal["nccl", "gloo"] | None = None

@@ -9,7 +9,8 @@ class RecomputeConfig:
     checkpoint_activations: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass (https://arxiv.org/abs/1604.06174)."""
     checkpoint_fraction: str = "1"
-    """Part of the layers that --checkpoint-activations is for, evenly spread: 1 for all, 1/3 for every third."""
+    """Part of the layers that --checkpoint-activations is for, evenly spread over the whole model:
+    1 for all, 1/3 for the second of every three. They are the layers of fms-fsdp's rule."""
     recompute_attention_core: bool = False
     """Recompute scores and their product with the values only; saves memory where attention has no flash kernel
     (https://arxiv.org/abs/2205.05198, section 5)."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.index_numpy import check_range
 
 SURPLUS = 1.005  # each data set of a mixture is asked for a little more than its share, as the rounding of shares may need
 
@@ -41,8 +42,10 @@ def blend(weights: Sequence[float], size: int, cache: IndexCache) -> tuple[NDArr
 
 
 def count_given(dataset_index: NDArray, num_datasets: int) -> list[int]:
-    """How often each data set occurs."""
+    """How often each data set occurs. Raises RuntimeError where one is named that does not exist."""
     counts = np.zeros(num_datasets, np.int64)
     for start in range(0, len(dataset_index), 1 << 24):
-        counts += np.bincount(dataset_index[start : start + (1 << 24)], minlength=num_datasets)
+        named = dataset_index[start : start + (1 << 24)]
+        check_range(named, num_datasets, "data set of a mixture")
+        counts += np.bincount(named, minlength=num_datasets)
     return counts.tolist()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
@@ -72,18 +73,30 @@ class GPTDataset:
         return out[0]
 
     def read(self, samples: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-        """out[rows[i]] = the first out.shape[1] <= s + 1 tokens of samples[i]; samples and rows are [k]. Releases the GIL."""
-        starts = self.sample_idx[self.shuffle_idx[samples]].astype(np.int64)
+        """out[rows[i]] = the first out.shape[1] <= s + 1 tokens of samples[i]; samples and rows are [k]. Releases the GIL.
+
+        Raises RuntimeError where index or data name what does not exist: a file has changed since it was opened.
+        """
+        numbers = self.shuffle_idx[samples]
+        check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
+        starts = self.sample_idx[numbers].astype(np.int64)
         data = self.indexed
         index_helpers.gather_tokens(data.tokens, data.pointers, data.sizes, self.doc_idx, starts, rows, out)
 
     def locate(self, sample: int, column: int) -> tuple[int, int]:
-        """(document, offset in it) of one token of a sample."""
-        index, offset = (int(value) for value in self.sample_idx[self.shuffle_idx[sample]])
+        """(document, offset in it) of one token of a sample. Raises RuntimeError as `read`."""
+        numbers = self.shuffle_idx[sample : sample + 1]
+        check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
+        index, offset = (int(value) for value in self.sample_idx[numbers[0]])
         place = offset + column
-        while place >= (size := int(self.indexed.sizes[self.doc_idx[index]])):
+        while True:
+            check_range(np.array([index]), len(self.doc_idx), "place in doc_idx")
+            document = self.doc_idx[index : index + 1]
+            check_range(document, len(self.indexed), "document")
+            size = int(self.indexed.sizes[document[0]])
+            if place < size:
+                return int(document[0]), place
             index, place = index + 1, place - size
-        return int(self.doc_idx[index]), place
 
     def _key(self) -> dict:
         return {

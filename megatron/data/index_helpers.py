@@ -13,6 +13,12 @@ def _choose() -> tuple[ModuleType, str]:
         from megatron.data import _index_helpers  # type: ignore[attr-defined]
     except ImportError as error:
         return index_numpy, f"NumPy (slower: {error}; a C++ compiler and `pip install -e .` bring the fast one)"
+    found = getattr(_index_helpers, "REVISION", 1)
+    if found != index_numpy.REVISION:  # an older build may not check ranges
+        return index_numpy, (
+            f"NumPy (slower: the C++ build has revision {found}, this version needs {index_numpy.REVISION}; "
+            "`pip install -e .` builds it again)"
+        )
     return _index_helpers, "C++"
 
 

@@ -184,7 +184,7 @@ class IndexedDatasetWriter:
         self._code = codes[0]
         self._limits = (int(np.iinfo(self.dtype).min), int(np.iinfo(self.dtype).max))
         self._partial = {part: Path(f"{self.prefix}.{part}.partial") for part in ("bin", "idx", "sizes", "documents")}
-        self._files: dict[str, BinaryIO] = {part: open(path, "wb") for part, path in self._partial.items()}  # noqa: SIM115
+        self._files: dict[str, BinaryIO] = {part: _create(path) for part, path in self._partial.items()}
         self._files["documents"].write(struct.pack("<q", 0))
         self.num_sequences = 0
         self.num_documents = 0
@@ -292,6 +292,12 @@ class IndexedDatasetWriter:
         for file in self._files.values():
             file.close()
         self._files = {}
+
+
+def _create(path: Path) -> BinaryIO:
+    """Open a fresh file. What stands there is removed: through a link, writing would empty another file."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
 
 def _blocks(path: Path) -> Iterable[bytes]:

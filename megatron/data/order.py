@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_numpy import check_range
 
 Tree = dict[str, Any]
 Places = tuple[NDArray[np.int64], NDArray[np.int64]]  # (leaf [k], sample of that leaf [k])
@@ -30,7 +31,10 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def lookup(self, positions: NDArray[np.int64]) -> Places:
-        """Leaf and sample of each position; 0 <= position < len."""
+        """Leaf and sample of each position; 0 <= position < len.
+
+        Raises RuntimeError where a stored order names what does not exist: its file has changed since it was opened.
+        """
         ...
 
 
@@ -77,7 +81,9 @@ class Permuted:
         return len(self._of)
 
     def lookup(self, positions: NDArray[np.int64]) -> Places:
-        return self._of.lookup(self._order[positions].astype(np.int64))
+        chosen = self._order[positions].astype(np.int64)
+        check_range(chosen, len(self._of), "position in a permutation")
+        return self._of.lookup(chosen)
 
 
 class _Several:
@@ -92,6 +98,7 @@ class _Several:
         leaves, samples = np.empty_like(within), np.empty_like(within)
         for number in np.unique(which):
             here = np.flatnonzero(which == number)
+            check_range(within[here], len(self._orders[number]), "sample of a data set")
             leaf, samples[here] = self._orders[number].lookup(within[here])
             leaves[here] = leaf + self._first_leaf[number]
         return leaves, samples
@@ -123,6 +130,7 @@ class Blended(_Several):
         lengths = np.array([len(order) for order in orders])
         for start in range(0, self._length, 1 << 22):
             stop = start + (1 << 22)
+            check_range(dataset_index[start:stop], len(lengths), "data set of a mixture")
             missing = np.flatnonzero(dataset_sample_index[start:stop] >= lengths[dataset_index[start:stop]])
             if len(missing):
                 self._length = start + int(missing[0])
@@ -132,7 +140,9 @@ class Blended(_Several):
         return self._length
 
     def lookup(self, positions: NDArray[np.int64]) -> Places:
-        return self._gather(self.dataset_index[positions], self._sample[positions])
+        which = self.dataset_index[positions]
+        check_range(which, len(self._orders), "data set of a mixture")
+        return self._gather(which, self._sample[positions])
 
 
 def index_tree(seed: int, num_samples: int) -> Tree:

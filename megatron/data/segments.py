@@ -11,14 +11,20 @@ on a resume. Rules:
 - another sequence length: samples are cut anew, so that nothing can go on; all data sets begin.
 """
 
+import contextlib
 import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data import blend, order
-from megatron.data.cache import IndexCache
+from megatron.data.background import Background
+from megatron.data.building import Say
+from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry, say_to_stderr
 from megatron.data.gpt_dataset import GPTDataset, check_large_enough, count_tokens
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import NamedMixture
@@ -83,10 +89,23 @@ class Wanted:
 class Library:
     """The data sets of a run, each opened once, found by content: a recorded segment finds its data at a new path too."""
 
-    def __init__(self, data_cache_path: str | None) -> None:
+    def __init__(
+        self, data_cache_path: str | None, *, say: Say = say_to_stderr, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
+        """`say` and `wait_seconds`: see `IndexCache`."""
         self.notes: list[str] = []
+        self.background = Background()
+        """Verifies what is too large to be read before the first step."""
         self._data_cache_path = data_cache_path
+        self._say = say
+        self._wait_seconds = wait_seconds
         self._by_prefix: dict[str, IndexedDataset] = {}
+        self._caches: dict[str, IndexCache] = {}
+
+    @property
+    def datasets(self) -> dict[str, IndexedDataset]:
+        """The data sets that were opened, by their paths."""
+        return dict(self._by_prefix)
 
     def open(self, prefix: str) -> IndexedDataset:
         """Raises DataError where it is missing or damaged."""
@@ -115,8 +134,34 @@ class Library:
 
     def cache(self, prefix: str) -> IndexCache:
         """The caches in --data-cache-path, or beside the data set."""
-        folder = self._data_cache_path if self._data_cache_path is not None else f"{prefix}.index-cache"
-        return IndexCache(folder, self.notes)
+        folder = str(self.cache_folder(prefix))
+        if folder not in self._caches:
+            self._caches[folder] = IndexCache(
+                folder, self.notes, background=self.background, say=self._say, wait_seconds=self._wait_seconds
+            )
+        return self._caches[folder]
+
+    def cache_folder(self, prefix: str | os.PathLike) -> Path:
+        """Where what was derived from a data set is kept."""
+        return Path(self._data_cache_path if self._data_cache_path is not None else f"{os.fspath(prefix)}.index-cache")
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn the RuntimeError of an index that is out of range into a DataError, and have all indices built again.
+
+        Raises:
+            DataError: an index, or the .idx of a data set, is not what it was when it was opened.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            manifests = [manifest for cache in self._caches.values() for manifest in cache.manifests]
+            failed = [told for told in map(discard_entry, dict.fromkeys(manifests)) if told.startswith("Remove")]
+            raise DataError(
+                f"an index of the data is damaged ({error}): a file of the index cache, or the .idx of a data set, has changed "
+                "since it was opened. Start again from the last checkpoint: the index caches of this run are built again. "
+                + " ".join(failed)
+            ) from error
 
 
 class OpenSegment:
@@ -156,7 +201,8 @@ class OpenSegment:
         """How many of its first `samples` each part gave."""
         if len(self.segment.parts) == 1:
             return [samples]
-        return blend.count_given(self._blend()[0][:samples], len(self.segment.parts))
+        with self._library.guarded():
+            return blend.count_given(self._blend()[0][:samples], len(self.segment.parts))
 
     def _blend(self) -> tuple[NDArray, NDArray[np.int64]]:
         cache = self._library.cache(self.segment.parts[0].prefix)
@@ -212,21 +258,24 @@ class History:
 
     def prepare(self, consumed: int) -> None:
         """Build or open the orders of all samples from `consumed` on; what lies behind is opened only if it is read."""
-        for opened in self._open[self._open.index(self._holding(consumed)) :]:
-            assert len(opened.order) > 0, "a segment without samples"
+        with self._library.guarded():
+            for opened in self._open[self._open.index(self._holding(consumed)) :]:
+                assert len(opened.order) > 0, "a segment without samples"
 
     def read(self, positions: NDArray[np.int64], out: NDArray[np.int64]) -> None:
         """out[i] = the first out.shape[1] tokens of the sample at positions[i]; positions are [k]."""
         starts = np.array([opened.segment.start_sample for opened in self._open])
         which = np.searchsorted(starts, positions, side="right") - 1
-        for number in np.unique(which):
-            rows = np.flatnonzero(which == number)
-            order.read(self._open[number].order, positions[rows] - starts[number], rows, out)
+        with self._library.guarded():
+            for number in np.unique(which):
+                rows = np.flatnonzero(which == number)
+                order.read(self._open[number].order, positions[rows] - starts[number], rows, out)
 
     def locate(self, position: int) -> tuple[GPTDataset, int]:
         """Data set and sample at one position."""
         opened = self._holding(position)
-        return order.locate(opened.order, position - opened.segment.start_sample)
+        with self._library.guarded():
+            return order.locate(opened.order, position - opened.segment.start_sample)
 
     def extended(self, wanted: Wanted) -> tuple["History", list[str]]:
         """With further segments, until what is wanted is covered; and what was done, in words."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.batches import Microbatch, cut_microbatches, sample_positions
+from megatron.data.building import Say
+from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import DocumentRules, require_ends
 from megatron.data.indexed import IndexedDataset
 from megatron.data.prefetch import Prefetcher
@@ -133,8 +135,9 @@ class _Source(abc.ABC):
         unsigned = samples.view(np.uint64)  # a negative id becomes a huge one
         if int(unsigned.max()) >= vocab_size:
             row, column = (int(value) for value in np.argwhere(unsigned >= vocab_size)[0])
-            dataset, sample = self.history.locate(int(positions[row]))
-            document, _ = dataset.locate(sample, column)
+            with self._library.guarded():
+                dataset, sample = self.history.locate(int(positions[row]))
+                document, _ = dataset.locate(sample, column)
             raise beyond_vocabulary(dataset.indexed.prefix, document, int(samples[row, column]), vocab_size)
 
     def _opened(self, result: tuple[History, list[str]]) -> History:
@@ -221,6 +224,8 @@ class Sources:
                     source.load(state[kind][name])
 
     def close(self) -> None:
+        """End all threads, those of the background checks too."""
+        self.library.background.close()
         for source in self.all:
             source.close()
 
@@ -239,13 +244,16 @@ def build_sources(
     valid_samples: int,
     test_samples: int,
     place: Place,
+    say: Say = say_to_stderr,
+    wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
     """Open the data sets and check them; indices are built by `prepare`, or at the first use.
 
+    `say` takes what must be known while an index is built; `wait_seconds` is the longest time to wait for another builder.
     Raises ConfigError for a wrong grammar or no data at all, DataError for data that is missing, damaged, too small, or not of
     this vocabulary.
     """
-    library = Library(data.data_cache_path)
+    library = Library(data.data_cache_path, say=say, wait_seconds=wait_seconds)
 
     def source(kind: Callable[..., Any], mixture: NamedMixture, num_samples: int, threads: int) -> Any:
         wanted = open_mixture(mixture, seed, seq_length, num_samples, library)

@@ -11,6 +11,7 @@ from fractions import Fraction
 import torch
 
 from megatron.config.tree import Config
+from megatron.model import flops
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Execution:
     dtype: torch.dtype | None = None
     """What the blocks compute in, which the residual stream need not have; None: the dtype of both."""
     recomputed_part: Fraction = Fraction(0)
-    """Of all blocks: 1 for every block, 1/3 for every third."""
+    """Share of all blocks: 1 for every block, 1/3 for the second of every three."""
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
     recompute_attention_core: bool = False
@@ -42,5 +43,5 @@ class Execution:
         )
 
     def recomputes(self, layer: int) -> bool:
-        """Whether the block with this number in the whole model is recomputed; the same on every layout."""
-        return (layer + 1) * self.recomputed_part // 1 > layer * self.recomputed_part // 1
+        """Return whether the block with this number in the whole model is recomputed."""
+        return flops.recomputed_layers(range(layer, layer + 1), self.recomputed_part) > 0

@@ -13,6 +13,7 @@ model FLOPs are forward + backward (3 forwards); hardware FLOPs also count what 
 forward of the layers that it is for, not of the logits), and not the attention core's, as flash kernels do that always.
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -129,8 +130,19 @@ def hardware_flops_per_token(shape: ModelShape, seq_length: int | None = None, *
 
 
 def recomputed_layers(layers: range, share: Fraction | float) -> int:
-    """How many of `layers` (global numbers) are recomputed where a `share` of the model's is, evenly spread over it."""
-    return int(layers.stop * share) - int(layers.start * share)
+    """Return how many of `layers` (global numbers) are recomputed.
+
+    `share` is that of the whole model. The rule is fms-fsdp's: the k-th recomputed layer is the first
+    whose number, counted from 1, times `share` reaches k - 1/2. It takes the middle of each run of
+    1 / share layers: of 1/5, layers 3, 8, 13 and so on. All layers of the model count, so every
+    pipeline layout recomputes the same ones.
+    """
+    return _recomputed_before(layers.stop, share) - _recomputed_before(layers.start, share)
+
+
+def _recomputed_before(layer: int, share: Fraction | float) -> int:
+    # The product is a floating one, as in fms-fsdp: at 7/10 its rounding takes layer 46, not 45.
+    return math.floor(Fraction(layer * float(share)) + Fraction(1, 2))
 
 
 def iteration_flops(shape: ModelShape, batch_size: int, seq_length: int | None = None, *, recompute: Fraction | float = 0) -> int:

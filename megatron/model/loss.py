@@ -2,8 +2,12 @@
 
 The output projection is part of it. Logits are made for a few rows at a time and turned into their own gradient while they are in
 the cache: what a step keeps is one [n, v/t] in the compute dtype until the projection's gradient is made, instead of several in
-fp32. Where Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the ranks one after the
-other, each rank here gives its log-sum-exp and its target logit in one all-gather for each chunk of rows.
+fp32. Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over
+the ranks one after the other. Here each rank gives its own maximum, sum and target logit in one
+all-gather for each chunk of rows.
+
+The maximum is subtracted from the target's logit before log(sum) is added. Logits of some thousands
+would otherwise round a loss near 0 to multiples of 2.4e-4, the spacing of fp32 numbers there.
 
 n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal `F.cross_entropy(F.linear(..))`
 over the real vocabulary, whatever the cut and the padding.
@@ -83,19 +87,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + step, n))
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
             if real:
-                target = logits.gather(1, local[part, None])[:, 0] * here[part]
+                target = logits.gather(1, local[part, None])[:, 0].where(here[part], 0.0)
                 top = logits.amax(dim=1)
                 shares = logits.sub_(top[:, None]).exp_()
-                log_sum = shares.sum(dim=1).log_().add_(top)
+                total = shares.sum(dim=1)
             else:  # nothing but padding on this rank
-                target = top = logits.new_zeros(logits.shape[0])
-                shares, log_sum = logits, logits.new_full((logits.shape[0],), float("-inf"))
-            log_sum, target = _combine(log_sum, target, tp)
-            losses = log_sum - target
+                target = total = logits.new_zeros(logits.shape[0])
+                top = logits.new_full((logits.shape[0],), float("-inf"))
+                shares = logits
+            highest, total, target = _combine(top, total, target, tp)
+            losses = total.log() - (target - highest)
             loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
             if grad_logits is None or grad_hidden is None:
                 continue
-            gradient = shares.mul_(torch.exp(top - log_sum)[:, None])  # softmax over the whole vocabulary
+            to_softmax = torch.exp(top - highest) / total  # over the whole vocabulary
+            gradient = shares.mul_(to_softmax[:, None])
             if real:
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:
@@ -116,9 +122,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * factor, grad_weight * factor, None, None, None, None, None
 
 
-def _combine(log_sum: Tensor, target: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Over the ranks: log of the sum of exponentials, and the target's logit, which one rank knows and the others give as 0."""
+def _combine(
+    top: Tensor,
+    total: Tensor,
+    target: Tensor,
+    tp: TensorParallel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the ranks' parts of the vocabulary.
+
+    Args:
+        top: [n'], the highest logit of this rank's part; -inf where it is all padding.
+        total: [n'], this rank's sum of exp(logit - top).
+        target: [n'], the target's logit on the rank that has it, 0 on the others.
+    Returns:
+        [n'] each, over the whole vocabulary: the highest logit, the sum of exp(logit - highest),
+        the target's logit.
+    """
     if tp.size == 1:
-        return log_sum, target
-    everyone = all_gather(torch.stack((log_sum, target)), tp).view(tp.size, 2, -1)
-    return torch.logsumexp(everyone[:, 0], dim=0), everyone[:, 1].sum(dim=0)
+        return top, total, target
+    everyone = all_gather(torch.stack((top, total, target)), tp).view(tp.size, 3, -1)
+    tops, totals, targets = everyone.unbind(dim=1)
+    highest = tops.amax(dim=0)
+    return highest, (totals * torch.exp(tops - highest)).sum(dim=0), targets.sum(dim=0)

@@ -10,6 +10,8 @@ out.
     {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2, "time": "2026-01-31T12:00:00.123+00:00"}
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -27,13 +29,14 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsFile:
     """Appends to `path`, making its folder; use from one rank only.
 
-    Where it cannot be written (disk full, no permission) `say` tells once and training goes on; each further line is tried again.
+    Where it cannot be written (disk full, no permission) `say` reports it once and training goes on. Each further line is attempted
+    again; when that works, `say` reports how many were lost.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, say: Callable[[str], None] = print) -> None:
         self._path = Path(path)
         self._say = say
-        self._complained = False
+        self._lost_lines = 0
         self._at_line_start = False  # not known before the file is open
         self._descriptor: int | None = None
 
@@ -54,23 +57,43 @@ class MetricsFile:
         self._append({"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss})
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the file. A network file system may report here what it could not write."""
+        try:
+            self._close()
+        except OSError as error:
+            self._say(f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be lost")
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _append(self, record: dict[str, Any]) -> None:
         record["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({key: _as_json(value) for key, value in record.items()}).encode() + b"\n"
         try:
-            if self._descriptor is None:
-                self._descriptor = self._open()
-            line = line if self._at_line_start else b"\n" + line
-            self._at_line_start = False
-            self._at_line_start = os.write(self._descriptor, line) == len(line)
+            self._write(line)
         except OSError as error:
-            if not self._complained:
-                self._say(f"cannot write metrics to {self._path}: {error.strerror}; training goes on without them")
-            self._complained = True
+            with contextlib.suppress(OSError):
+                self._close()  # opened again for the next line: the file may have been moved, or its mount have gone stale
+            self._lost_lines += 1
+            if self._lost_lines == 1:
+                self._say(f"cannot write metrics to {self._path}: {error.strerror}; training goes on, each line is attempted again")
+            return
+        if self._lost_lines:
+            self._say(f"metrics are written to {self._path} again; {self._lost_lines} lines were lost")
+            self._lost_lines = 0
+
+    def _write(self, line: bytes) -> None:
+        """Raises OSError: the line is not there, or not whole."""
+        if self._descriptor is None:
+            self._descriptor = self._open()
+        line = line if self._at_line_start else b"\n" + line
+        self._at_line_start = False
+        written = os.write(self._descriptor, line)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, "only a part of a line could be written")
+        self._at_line_start = True
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)

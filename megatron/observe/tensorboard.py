@@ -2,12 +2,19 @@
 
 Invariant: one event file for each launch. A tag that ends in ' vs samples', ' vs tokens' or ' vs gigaflos (without embeddings)'
 has that quantity as its step axis, others the iteration. The package is optional: without it one line says so.
+
+The file is written here and not by TensorBoard's own writer, whose thread ends at the first error of the disk and cannot be
+started again. The records are TensorBoard's.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.logging import LoggingConfig
@@ -16,7 +23,15 @@ from megatron.observe.log_line import perplexity
 from megatron.observe.report import Axes, IterationReport
 
 if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.compat.proto.event_pb2 import Event
+
+
+_SECONDS = 120.0
+"""Events wait no longer than this in memory."""
+_MEMORY_BYTES = 64 << 20
+"""Of events that the disk does not take; about 300,000."""
+_RETRY_SECONDS = 10.0
+"""Between two attempts at a disk that does not take them."""
 
 
 class TensorBoard:
@@ -65,18 +80,14 @@ class TensorBoard:
             self._versus(at, f"{tag} ppl", perplexity(lm_loss), gigaflops=True)
 
     def flush(self) -> None:
+        """Write what is in memory."""
         if self._file is not None:
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._give_up(error)
+            self._file.flush()
 
     def close(self) -> None:
+        """Write what is in memory, and end the file."""
         if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self._give_up(error)
+            self._file.close()
             self._file = None
 
     def _counters(self, at: Axes) -> None:
@@ -104,24 +115,119 @@ class TensorBoard:
 
         # `simple_value`, not the newer tensor form: scripts read these with EventAccumulator.Scalars.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
+        self._file.add(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+class EventFile:
+    """An event file that a full disk does not end: what could not be written stays in memory and is written later.
+
+    Records are written at the offset behind the last whole one, so that a record that was cut off is written again. A reader
+    finds nothing behind a damaged record.
+    """
+
+    def __init__(self, folder: Path, queue_size: int, say: Callable[[str], None]) -> None:
+        """Make the folder and the file.
+
+        Args:
+            queue_size: number of events in memory after which they are written.
+
+        Raises:
+            OSError: the folder or the file cannot be written.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._folder, self._queue_size, self._say = folder, queue_size, say
+        self._pending = io.BytesIO()
+        self._events = 0
+        """In memory."""
+        self._lost_events = 0
+        self._failing = False
+        self._offset = 0
+        """Bytes of whole records in the file."""
+        self._write_at = time.monotonic() + _SECONDS
+        folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = _create(folder)
+        self._record(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write()
+
+    def add(self, event: Event) -> None:
+        """Keep an event, and write all that are kept when it is time."""
+        if self._pending.tell() > _MEMORY_BYTES:  # the disk has been full for long
+            self._lost_events += self._events
+            self._forget()
+        self._record(event)
+        full = self._events >= self._queue_size and not self._failing
+        if full or time.monotonic() >= self._write_at:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the events in memory. Where that fails it is reported once, and tried again later."""
         try:
-            self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+            self._write()
         except OSError as error:
-            self._give_up(error)
+            self._write_at = time.monotonic() + _RETRY_SECONDS
+            if not self._failing:
+                way_on = "training goes on without them until it can"
+                self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; {way_on}")
+            self._failing = True
+            return
+        if self._failing:
+            self._say(f"TensorBoard events are written to {self._folder} again; {self._lost_events} were lost")
+            self._failing, self._lost_events = False, 0
 
-    def _give_up(self, error: OSError) -> None:
-        """Training is worth more than its charts; the writer cannot be used again after an error of its thread."""
-        self._file = None
-        self._say(f"cannot write TensorBoard events to {self._logging.tensorboard_dir}: {error}; training goes on without them")
+    def close(self) -> None:
+        """Write the events in memory a last time, and close the file."""
+        self.flush()
+        try:
+            os.close(self._descriptor)
+        except OSError as error:  # a network file system may report here what it could not write
+            self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last ones may be lost")
+        if self._failing:
+            self._say(f"{self._lost_events + self._events} TensorBoard events were lost")
+
+    def _record(self, event: Event) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        RecordWriter(self._pending).write(event.SerializeToString())
+        self._events += 1
+
+    def _write(self) -> None:
+        """Raises OSError: not all is on the disk; all of it stays in memory."""
+        left = self._pending.getbuffer()[: self._pending.tell()]
+        at = self._offset
+        while left:
+            written = os.pwrite(self._descriptor, left, at)
+            left, at = left[written:], at + written
+        del left  # the buffer cannot be emptied while it is looked at
+        self._offset = at
+        self._forget()
+        self._write_at = time.monotonic() + _SECONDS
+
+    def _forget(self) -> None:
+        self._pending = io.BytesIO()
+        self._events = 0
 
 
-def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFileWriter | None:
+def _create(folder: Path) -> int:
+    """Create an event file of a name that is free. Returns its descriptor. Raises OSError."""
+    stem, number = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}", 0
+    while True:
+        try:
+            return os.open(folder / f"{stem}.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:  # an earlier file of this process and second
+            number += 1
+
+
+def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile | None:
     try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        import tensorboard.summary.writer.record_writer  # noqa: F401
     except ImportError:
         say("--tensorboard-dir is given, but the package tensorboard is not installed: no TensorBoard (pip install tensorboard)")
         return None
+    folder = str(logging.tensorboard_dir)
+    if "://" in folder:
+        raise ConfigError(f"--tensorboard-dir {folder} must be a folder of a file system; sync it from there (tools/hub_sync.py)")
     try:
-        return EventFileWriter(logging.tensorboard_dir, max_queue_size=logging.tensorboard_queue_size)
+        return EventFile(Path(folder), logging.tensorboard_queue_size, say)
     except OSError as error:
-        raise ConfigError(f"--tensorboard-dir {logging.tensorboard_dir} cannot be written: {error}; give another folder") from error
+        raise ConfigError(f"--tensorboard-dir {folder} cannot be written: {error}; give another folder") from error

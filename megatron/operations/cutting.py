@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.durable import sync_folder
+from megatron.durable import sync_folder, without_links
 from megatron.errors import OperationsError
 from megatron.observe.log_line import parse_log_line, parse_validation_log_line
 from megatron.observe.report import Axes
@@ -394,7 +394,7 @@ def _refuse_changed(path: Path, cut: Cut) -> None:
 
 def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
     fresh = part.with_name("part.new")
-    with open(fresh, "wb") as file:
+    with open(fresh, "wb", opener=without_links) as file:
         _copy(source, spans, file)
         file.flush()
         os.fsync(file.fileno())
@@ -411,7 +411,7 @@ def replace_by(
 ) -> None:
     """Replace a file by pieces of files (itself) and bytes, whole or not at all, its permissions kept. `confirm` is asked last."""
     fresh = path.with_name(temporary)
-    with open(fresh, "wb") as file:
+    with open(fresh, "wb", opener=without_links) as file:
         for piece in pieces:
             if isinstance(piece, bytes):
                 file.write(piece)

@@ -5,7 +5,6 @@ are started by one srun, which writes to the one main log; an element that stops
 """
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.durable import append_lines
+from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
 from megatron.errors import OperationsError
 from megatron.observe.log_line import training_complete_line
 from megatron.operations import attempts, node_report
@@ -93,7 +93,7 @@ def run_element(element: Element) -> Outcome:
         if outcome is None and element.nodes is not None:
             outcome, bad = _check_nodes(element, element.nodes, signals)
         if outcome is None:
-            outcome = _train(element, signals)
+            outcome, bad = _train(element, signals)
     except (OperationsError, OSError) as error:
         element.alert(f"element {_name()} cannot run: {error}")
         outcome = Outcome.NEEDS_PEOPLE
@@ -154,28 +154,54 @@ def _check_nodes(element: Element, limits: node_report.Limits, signals: "_Signal
     return (Outcome.BAD_NODES if bad else None), bad
 
 
-def _train(element: Element, signals: "_Signals") -> Outcome:
+def _train(element: Element, signals: "_Signals") -> tuple[Outcome, dict[str, str]]:
+    """Train. Returns how it ended, and the hosts whose own I/O errors ended it, with the reasons."""
     where = element.main_log.stat().st_size if element.main_log.exists() else 0
     _say(element, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
-    told = element.save / f".error-{os.environ['SLURM_JOB_ID']}.json"
-    told.unlink(missing_ok=True)
-    # Where a rank says what a person must mend.
-    code = _srun(element, ["--kill-on-bad-exit=1"], ["-u", *element.command], variables={"TORCHELASTIC_ERROR_FILE": str(told)})
-    message = _error(told)
-    told.unlink(missing_ok=True)
-    if message is not None:
-        element.alert(f"training needs a person: {message}")
-        return Outcome.NEEDS_PEOPLE
+    folder = element.save / f".errors-{os.environ['SLURM_JOB_ID']}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start that was killed
+    folder.mkdir()
+    try:
+        variables = {FOLDER_VARIABLE: str(folder.absolute())}
+        code = _srun(element, ["--kill-on-bad-exit=1"], ["-u", *element.command], variables=variables)
+        reports, unreadable = read_reports(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if unreadable:
+        _say(element, f"error reports that cannot be read, for their ranks were killed: {', '.join(unreadable[:10])}")
+    if reports:
+        return _follow_reports(element, reports, signals)
     if code == 0:
         if training_complete_line() in _behind(element.main_log, where):
-            return Outcome.COMPLETE
+            return Outcome.COMPLETE, {}
         stopped = element.kill_switch is not None and element.kill_switch.exists()
-        return Outcome.KILL_SWITCH if stopped else Outcome.LEFT
+        return (Outcome.KILL_SWITCH if stopped else Outcome.LEFT), {}
     if signals.received:
         _say(element, f"Slurm ended the job before the training could save (code {code})")
-        return Outcome.ENDED_BY_SLURM
+        return Outcome.ENDED_BY_SLURM, {}
     _say(element, f"the training ended with code {code}, and no rank could say why")
-    return Outcome.CRASHED
+    return Outcome.CRASHED, {}
+
+
+def _follow_reports(element: Element, reports: list[ErrorReport], signals: "_Signals") -> tuple[Outcome, dict[str, str]]:
+    """Decide by what the ranks reported: hosts with I/O errors of their own are left out, all else needs a person."""
+    bad = hosts_at_fault(reports, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    if not bad:
+        io_hosts = sorted({report.host for report in reports if report.io_error is not None})
+        shared = f" (I/O errors on {len(io_hosts)} hosts: {', '.join(io_hosts[:10])})" if len(io_hosts) > 1 else ""
+        first = next((report for report in reports if report.io_error is None), reports[0])
+        element.alert(f"training needs a person: {first.describe()}{shared}")
+        return Outcome.NEEDS_PEOPLE, {}
+    if signals.received:
+        element.alert(f"Slurm ended the job, and {_in_words(bad)}")
+        return Outcome.ENDED_BY_SLURM, {}
+    for host, reason in bad.items():
+        element.alert(f"node {host} is not used any more: {reason}")
+    return Outcome.BAD_NODES, bad
+
+
+def _in_words(bad: Mapping[str, str]) -> str:
+    return "; ".join(f"node {host} had an I/O error: {reason}" for host, reason in bad.items())
 
 
 def _srun(
@@ -239,13 +265,6 @@ def _excluded(job: str) -> list[str]:
 
 def _exclude(job: str, hosts: Sequence[str]) -> bool:
     return _try("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(hosts)}") is not None
-
-
-def _error(told: Path) -> str | None:
-    try:
-        return str(json.loads(told.read_text())["message"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _behind(log: Path, where: int) -> str:

@@ -3,10 +3,11 @@
 A branch gets its files in one commit, the manifest with them: one that has a manifest is whole, whenever a push was cut off.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron.checkpoint.folder import saved_iterations, stored_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
@@ -14,6 +15,7 @@ from megatron.errors import CheckpointError, OperationsError
 from megatron.operations.hub import Hub, HubUnavailable, Patience, Say
 from megatron.operations.hub_push import IN_MEMORY_BYTES, in_words
 from megatron.operations.hub_queue import State, digest, read_state
+from megatron.operations.inside import OutsideError, open_inside, real_name
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -54,6 +56,9 @@ def push_checkpoints(
                 continue
             _push(checkpoint, state, hub, patience, say)
             state.write(state_path)
+        except OutsideError as error:
+            left_out.append(f"global_step{iteration} is left out: {error.strerror}")
+            warn(left_out[-1])
         except (CheckpointError, FileNotFoundError) as error:
             left_out.append(f"global_step{iteration} is left out: {error}")
             warn(left_out[-1])
@@ -61,14 +66,17 @@ def push_checkpoints(
 
 
 def _finished(run: Path, iteration: int) -> Finished:
-    """
+    """Look at a checkpoint; its folder may be reached through links that stay in `run`.
+
     Raises:
-        CheckpointError: it is damaged. FileNotFoundError: it is being deleted.
+        CheckpointError: it is damaged. OutsideError: it lies outside of `run`. FileNotFoundError: it is being deleted.
     """
     folder = stored_folder(run, iteration)
+    real_name(run, folder.name)
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         check_size(folder, name, facts["bytes"])
+        open_inside(folder, name).close()  # before a branch is made: it may be sent
     return Finished(f"global_step{iteration}", folder, manifest)
 
 
@@ -82,40 +90,80 @@ def _branches(hub: Hub, patience: Patience) -> Mapping[str, str]:
 
 def _push(checkpoint: Finished, state: State, hub: Hub, patience: Patience, say: Say) -> None:
     branch, manifest = checkpoint.branch, checkpoint.manifest
-    additions = None
-    while True:
-        try:
-            branches = hub.branches()
-            there = hub.listing(branches[branch]) if branch in branches else {}
-            if digest(checkpoint.folder / MANIFEST, rotated=False).blobs[0].has(there.get(MANIFEST)):
-                break
-            additions = _additions(checkpoint) if additions is None else additions
-            if branch not in branches:
-                hub.create_branch(branch)
+    contents = _Contents(checkpoint.folder)
+    with contents:
+        while True:
+            try:
                 branches = hub.branches()
-            for addition in additions:
-                if ignored := hub.upload(branch, [addition]):
-                    raise OperationsError(f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; change that there")
-                patience.progress()
-            if read_manifest(checkpoint.folder).digest != manifest.digest:
-                raise CheckpointError(f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one")
-            _commit(hub, checkpoint, branches[branch], additions, there)
-            say(f"sent {branch} ({in_words(manifest.bytes)}) to the branch {branch}")
-            break
-        except HubUnavailable as trouble:
-            patience.wait(trouble)
+                there = hub.listing(branches[branch]) if branch in branches else {}
+                if digest(checkpoint.folder / MANIFEST, rotated=False).blobs[0].has(there.get(MANIFEST)):
+                    break
+                if branch not in branches:
+                    hub.create_branch(branch)
+                    branches = hub.branches()
+                for name in [*sorted(manifest.files), MANIFEST]:
+                    if ignored := hub.upload(branch, [contents.addition(name)]):
+                        raise OperationsError(
+                            f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; change that there"
+                        )
+                    contents.release(name)
+                    patience.progress()
+                if read_manifest(checkpoint.folder).digest != manifest.digest:
+                    raise CheckpointError(f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one")
+                _commit(hub, checkpoint, branches[branch], contents.additions, there)
+                say(f"sent {branch} ({in_words(manifest.bytes)}) to the branch {branch}")
+                break
+            except HubUnavailable as trouble:
+                patience.wait(trouble)
     state.checkpoints[branch] = manifest.digest
 
 
-def _additions(checkpoint: Finished) -> list["CommitOperationAdd"]:
-    """Nothing writes to a finished checkpoint: its large files are sent from where they are."""
-    from huggingface_hub import CommitOperationAdd
+class _Contents:
+    """What is sent of a checkpoint. Nothing writes to a finished one: its large files are sent from where they are.
 
-    additions = []
-    for name in [*sorted(checkpoint.manifest.files), MANIFEST]:
-        path = checkpoint.folder / name
-        additions.append(CommitOperationAdd(name, path if path.stat().st_size > IN_MEMORY_BYTES else path.read_bytes()))
-    return additions
+    The client reads a file more than once. It is given the opened file and not its name, so that it sends what was looked at,
+    whatever has its name by then. A file is closed as soon as its content is on the Hub: a checkpoint may have thousands.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, CommitOperationAdd] = {}
+        self._open: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> "_Contents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+    @property
+    def additions(self) -> list["CommitOperationAdd"]:
+        """Return those made so far."""
+        return list(self._made.values())
+
+    def addition(self, name: str) -> "CommitOperationAdd":
+        """Return the addition of a file, the same one each time: it knows whether its content is on the Hub.
+
+        Raises:
+            OutsideError: the name leads out of the checkpoint's folder. OSError: it cannot be read.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        if name not in self._made:
+            file = open_inside(self._folder, name)
+            if os.fstat(file.fileno()).st_size > IN_MEMORY_BYTES:
+                self._open[name] = file
+                self._made[name] = CommitOperationAdd(name, file)
+            else:
+                with file:
+                    self._made[name] = CommitOperationAdd(name, file.read())
+        return self._made[name]
+
+    def release(self, name: str) -> None:
+        """Close a file whose content is in the Hub's large storage: a commit only names it."""
+        if self._made[name]._is_uploaded and name in self._open:
+            self._open.pop(name).close()
 
 
 def _commit(hub: Hub, checkpoint: Finished, parent: str, additions: list["CommitOperationAdd"], there: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.durable import without_links
 from megatron.errors import OperationsError
 from megatron.operations.hub import MAIN, Hub, HubMoved, HubUnavailable, Patience, Say, UnknownRepository
 from megatron.operations.hub_queue import (
@@ -28,6 +29,7 @@ from megatron.operations.hub_queue import (
     pieces_of,
     read_state,
 )
+from megatron.operations.inside import open_inside
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -82,7 +84,7 @@ def only_sync(state: Path, say: Say) -> Iterator[None]:
     lock = state.with_name(state.name + ".lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "w")  # noqa: SIM115 (closed below)
+        file = open(lock, "w", opener=without_links)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise OperationsError(f"{lock} cannot be written ({error.strerror}); give a --state in a folder that can") from error
     with file:
@@ -266,7 +268,7 @@ class Push:
 
         content: bytes | Path
         sha256 = hashlib.sha256()
-        with open(self._request.folder / piece.local, "rb") as file:
+        with open_inside(self._request.folder, piece.local) as file:
             file.seek(piece.offset)
             if piece.blob.size <= IN_MEMORY_BYTES:
                 content = file.read(piece.blob.size)
@@ -287,6 +289,8 @@ class Push:
     def _aside(self) -> Iterator[Path]:
         """A folder for copies, empty: what a killed sync left in it goes."""
         folder = self._request.state.with_name(self._request.state.name + ".copies")
+        if folder.is_symlink():
+            raise OperationsError(f"{folder} is a link; what lies in it would be deleted: remove the link")
         folder.mkdir(exist_ok=True)
         try:
             for copy in folder.iterdir():

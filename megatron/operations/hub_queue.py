@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.durable import replace_file
+from megatron.operations.inside import OutsideError, open_inside, real_name
 
 PART_BYTES = 1 << 20
 ROTATED = (".txt", ".log", ".out", ".err", ".jsonl")
@@ -174,7 +174,10 @@ def pattern_to_regex(pattern: str) -> str:
 
 
 def _names(folder: Path, tops: Sequence[str], unlisted: Callable[[OSError], None]) -> Iterator[str]:
-    """Files that lie in or on the way to one of the folders `tops`; through links to folders too, each real folder once."""
+    """Files that lie in or on the way to one of the folders `tops`; through links to folders too, each real folder once.
+
+    A link to a folder outside is not followed. What was sent through it cannot be known, so it counts as one that is unlisted.
+    """
     seen: set[str] = set()
 
     def leads_on(name: str) -> bool:
@@ -183,24 +186,31 @@ def _names(folder: Path, tops: Sequence[str], unlisted: Callable[[OSError], None
     for root, folders, files in os.walk(folder, onerror=unlisted, followlinks=True):
         real = os.path.realpath(root)
         below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
-        folders[:] = [] if real in seen else sorted(name for name in folders if leads_on(below + name))
+        wanted = [] if real in seen else sorted(name for name in folders if leads_on(below + name))
+        folders[:] = []
+        for name in wanted:
+            try:
+                real_name(folder, below + name)
+                folders.append(name)
+            except OutsideError as error:
+                unlisted(OSError(0, error.strerror, os.path.join(root, name)))
         if real not in seen:
             yield from (below + name for name in files)
         seen.add(real)
 
 
 def _take(folder: Path, name: str, known: LocalFile | None, found: Found) -> None:
-    path = folder / name
     found.present.add(name)
     try:
         name.encode()
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            found.complaints.append(f"{name} is no regular file; left out")
-        elif known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+        with open_inside(folder, name) as file:
+            status = os.fstat(file.fileno())
+        if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
             found.files[name] = known
         else:
-            found.files[name] = digest(path, rotated=is_rotated(name))
+            found.files[name] = digest(folder / name, rotated=is_rotated(name), folder=folder)
+    except OutsideError as error:
+        found.complaints.append(f"{name} {error.strerror}; left out")
     except FileNotFoundError:
         found.complaints.append(f"{name} vanished while we looked; left out")
     except UnicodeEncodeError:
@@ -225,13 +235,14 @@ def part_of(remote: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match and is_rotated(match[1]) else None
 
 
-def digest(path: Path, *, rotated: bool, part_bytes: int = PART_BYTES) -> LocalFile:
-    """Read a file up to the size that it has when we open it.
+def digest(path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: Path | None = None) -> LocalFile:
+    """Read a file up to the size that it has when we open it. It must lie in `folder`, by default its own.
 
     Raises:
-        OSError: it cannot be read, or got shorter meanwhile (`InterruptedError`).
+        OSError: it cannot be read, lies elsewhere (`OutsideError`), or got shorter meanwhile (`InterruptedError`).
     """
-    with open(path, "rb") as file:
+    top = path.parent if folder is None else folder
+    with open_inside(top, os.fspath(path.relative_to(top))) as file:
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
         blobs = (

@@ -122,8 +122,16 @@ class Plan:
 
     @classmethod
     def from_text(cls, text: str) -> "Plan":
+        """
+        Raises:
+            ValueError, TypeError, KeyError: it is none, or would write outside of the rollback's folder.
+        """
         record = json.loads(text)
-        return cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
+        plan = cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
+        for name in (plan.name, *(file.part for file in plan.files)):
+            if not name or os.path.isabs(name) or ".." in Path(name).parts or not name.isprintable():
+                raise ValueError(f"{name!r} leads out of the rollback's folder")
+        return plan
 
 
 def by_hand(root: Path) -> str:
@@ -324,8 +332,12 @@ def _records(root: Path, request: Request, configs: list[Config]) -> tuple[list[
     notes: list[str] = []
     metrics = [config.logging.metrics_file for config in configs]
     for path in _paths(root, "--tensorboard-dir", request.tensorboard_dir, configs, notes):
-        events = sorted(entry for entry in path.iterdir() if "tfevents" in entry.name and entry.is_file())
-        found += [("tensorboard", Path(os.path.realpath(entry))) for entry in events]
+        for entry in sorted(entry for entry in path.iterdir() if "tfevents" in entry.name and entry.is_file()):
+            real = Path(os.path.realpath(entry))
+            if real.is_relative_to(path):
+                found.append(("tensorboard", real))
+            else:  # linked to be compared with, or moved away: not ours to rewrite
+                notes.append(f"{entry} is a link to {real}, outside of the run's folder of events: nothing was cut of it")
     for path in _paths(root, "--metrics-file", request.metrics_file, configs, notes):
         found.append(("metrics", path))
     usual = root / "metrics.jsonl"

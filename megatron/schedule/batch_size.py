@@ -5,8 +5,11 @@ uninterrupted one. It is evaluated before each step, on what has been consumed u
 Source: Megatron-LM's --rampup-batch-size and --step-batch-size-schedule.
 """
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
@@ -14,7 +17,12 @@ from megatron.errors import ConfigError
 
 Unit = Literal["samples", "tokens"]
 
-TOKENS_PER_SUFFIX = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_AMOUNT = r"(?P<number>[\d_]*\.?[\d_]+(?:E\+?\d\d?)?)(?P<suffix>[KMBT]?)"
+_SIZE = re.compile(_AMOUNT, re.IGNORECASE)
+_THRESHOLD = re.compile(f"{_AMOUNT}(?P<unit>TOKENS|SAMPLES)?", re.IGNORECASE)
+_BARE_STEP = re.compile(r"(?P<number>[\d_]*[1-9][\d_]*):(?P<size>.*)")
+"""A threshold above 0 without suffix or unit, which earlier versions took for samples."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +97,17 @@ class RampupBatchSize:
 
 @dataclass(frozen=True)
 class StepBatchSize:
-    """Batch sizes that hold from a threshold on: `steps` of (threshold, unit of the threshold, size in samples), in order."""
+    """Batch sizes that hold from a threshold on.
+
+    `steps`: (threshold, its unit, size in samples), in order. `parse_step_schedule` checks the order,
+    which depends on the sequence length.
+    """
 
     steps: tuple[tuple[int, Unit, int], ...]
 
     def __post_init__(self) -> None:
         if not self.steps or self.steps[0][0] != 0:
             raise ConfigError("--step-batch-size-schedule must begin with the threshold 0, as in '0:768 250B:1536'.")
-        for (threshold, unit, size), (after, after_unit, _) in pairwise(self.steps):
-            if (unit == after_unit or threshold == 0) and after <= threshold:
-                raise ConfigError(
-                    f"--step-batch-size-schedule: thresholds must rise, but {after} {after_unit} follows {threshold} {unit}; "
-                    f"sort them, and give each threshold one batch size (here {size} would never be used)."
-                )
         if any(size < 1 for _, _, size in self.steps):
             raise ConfigError(f"--step-batch-size-schedule: each batch size must be at least 1; given {self.sizes}.")
 
@@ -147,27 +153,78 @@ class StepBatchSize:
 BatchSizeSchedule = ConstantBatchSize | RampupBatchSize | StepBatchSize
 
 
-def parse_step_schedule(text: str) -> StepBatchSize:
-    """Read '0:768 250B:1536': thresholds in samples or, with suffix K, M, B (10^9) or T, in tokens.
+def parse_step_schedule(words: Sequence[str], seq_length: int) -> StepBatchSize:
+    """Read '0:768 250B:1536', in one text or in several.
 
-    Raises ConfigError on anything else.
+    A threshold with a suffix K, M, B (10^9) or T is in tokens, as in Megatron-LM. It is rounded down
+    to whole samples of `seq_length` tokens. 30_000_000samples and 61035156250tokens name a unit.
+
+    Raises:
+        ConfigError: an entry cannot be read, has no unit, or is not above the one before it.
     """
-    return StepBatchSize(tuple(_parse_step(entry, text) for entry in text.split()))
+    text = " ".join(words)
+    steps = [_parse_step(entry, text, seq_length) for entry in step_entries(words)]
+    for (threshold, unit, size), (after, after_unit, _) in pairwise(steps):
+        if _in_tokens(after, after_unit, seq_length) <= _in_tokens(threshold, unit, seq_length):
+            raise ConfigError(
+                f"--step-batch-size-schedule '{text}': thresholds must rise, but {after} "
+                f"{after_unit} follows {threshold} {unit} (tokens are rounded down to samples of {seq_length}). "
+                f"Sort them, and give each one batch size; here {size} would never be used."
+            )
+    return StepBatchSize(tuple(steps))
 
 
-def _parse_step(entry: str, text: str) -> tuple[int, Unit, int]:
+def step_entries(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the THRESHOLD:SIZE entries of a schedule, which commas or spaces separate."""
+    return tuple(" ".join(words).replace(",", " ").split())
+
+
+def bare_thresholds_as_samples(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a schedule's entries with 'samples' after each threshold that has no unit.
+
+    Earlier versions took such thresholds for samples. Megatron-LM takes them for tokens.
+    """
+    spelled = r"\g<number>samples:\g<size>"
+    return tuple(_BARE_STEP.sub(spelled, entry) for entry in step_entries(words))
+
+
+def _parse_step(entry: str, text: str, seq_length: int) -> tuple[int, Unit, int]:
     threshold_text, _, size_text = entry.partition(":")
-    suffix = threshold_text[-1:].upper()
+    threshold, size = _THRESHOLD.fullmatch(threshold_text), _SIZE.fullmatch(size_text)
     try:
-        if suffix in TOKENS_PER_SUFFIX:
-            tokens = float(threshold_text[:-1]) * TOKENS_PER_SUFFIX[suffix]
-            return round(tokens), "tokens", int(size_text)
-        return int(threshold_text), "samples", int(size_text)
+        if threshold is None or size is None:
+            raise ValueError
+        at, samples = _amount(threshold), _amount(size)
+        if samples.denominator != 1:
+            raise ValueError
     except ValueError:
         raise ConfigError(
-            f"--step-batch-size-schedule '{text}': '{entry}' is not THRESHOLD:SIZE with a threshold in samples (1000000) "
-            "or in tokens (250B, 1.5T), as in '0:768 250B:1536'."
+            f"--step-batch-size-schedule '{text}': '{entry}' is not THRESHOLD:SIZE with a "
+            "threshold in tokens (250B, 1.5T) or samples (30_000_000samples), as in '0:768 250B:1536'."
         ) from None
+    unit = (threshold["unit"] or "").lower()
+    if unit == "samples" or at == 0:
+        return math.floor(at), "samples", int(samples)
+    if not unit and not threshold["suffix"]:
+        raise ConfigError(
+            f"--step-batch-size-schedule '{text}': the threshold of '{entry}' has no unit. "
+            "Megatron-LM reads it as tokens, and earlier versions read it as samples. Write "
+            f"{threshold_text}tokens (or with a suffix K, M, B or T) or {threshold_text}samples."
+        )
+    return math.floor(at) // seq_length * seq_length, "tokens", int(samples)
+
+
+def _amount(match: re.Match[str]) -> Fraction:
+    """Return the number that `match` spells, its suffix included.
+
+    Raises:
+        ValueError: it spells none.
+    """
+    return Fraction(match["number"]) * FACTORS[match["suffix"].upper()]
+
+
+def _in_tokens(threshold: int, unit: Unit, seq_length: int) -> int:
+    return threshold if unit == "tokens" else threshold * seq_length
 
 
 def iterations_for_samples(

@@ -5,6 +5,7 @@ token appends `Tokenizer.eod` once, and nobody else does.
 """
 
 from megatron.tokenizer.build import HFTokenizer, Tokenizer, TransformersTokenizer, build_tokenizer, special_token_ids
+from megatron.tokenizer.files import tokenizer_digests, tokenizer_files
 from megatron.tokenizer.vocabulary import padded_vocab_size, vocab_size_of
 
 __all__ = [
@@ -14,5 +15,7 @@ __all__ = [
     "build_tokenizer",
     "padded_vocab_size",
     "special_token_ids",
+    "tokenizer_digests",
+    "tokenizer_files",
     "vocab_size_of",
 ]

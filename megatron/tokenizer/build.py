@@ -154,7 +154,7 @@ def _from_hf(config: TokenizerConfig) -> Tokenizer:
         return _from_transformers(name)
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    token = _end_token(found.parent)
+    token = end_token(found.parent)
     if token is None and END_OF_DOCUMENT in vocabulary:
         token = END_OF_DOCUMENT
     if token is None or token not in vocabulary:
@@ -165,7 +165,8 @@ def _from_hf(config: TokenizerConfig) -> Tokenizer:
     return HFTokenizer(backend, vocabulary[token])
 
 
-def _end_token(folder: Path) -> str | None:
+def end_token(folder: Path) -> str | None:
+    """Return the end-of-document token that a folder's files name. Raises ConfigError where they are damaged."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             token = _read_json(str(folder / name), f"--tokenizer-name-or-path: {folder / name}").get("eos_token")
@@ -200,7 +201,7 @@ def _from_transformers(name: str) -> TransformersTokenizer:
 def _read_json(file: str, named: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{named} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{named} must be a JSON object; it is {type(content).__name__}.")

@@ -4,6 +4,7 @@ Invariant: the padded size is divisible by the tensor-parallel size and never sm
 Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
 """
 
+import math
 from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
@@ -16,9 +17,14 @@ GPT2_VOCAB_SIZE = 50257
 def padded_vocab_size(
     vocab_size: int, make_divisible_by: int = 128, tensor_model_parallel_size: int = 1, pad_to: int | None = None
 ) -> int:
-    """Rows of the word embedding: the next multiple of make_divisible_by x tensor-parallel size, or exactly `pad_to`.
+    """Return the rows of the word embedding.
 
-    Raises ConfigError where `pad_to` is smaller than the vocabulary or cannot be cut into equal parts.
+    They are the next multiple of make_divisible_by x tensor-parallel size, or exactly `pad_to`. As in
+    Megatron-DeepSpeed, `pad_to` must be divisible by make_divisible_by, but not by its product with
+    the tensor-parallel size: equal parts for the ranks are enough.
+
+    Raises:
+        ConfigError: `pad_to` is smaller than the vocabulary, or does not divide.
     """
     if vocab_size < 1 or make_divisible_by < 1:
         raise ConfigError(
@@ -29,13 +35,19 @@ def padded_vocab_size(
         return -(-vocab_size // multiple) * multiple
     if pad_to < vocab_size:
         raise ConfigError(
-            f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}; raise it or leave it out."
+            f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}. Raise it, or leave it out."
+        )
+    multiple = math.lcm(make_divisible_by, tensor_model_parallel_size)
+    fitting = -(-pad_to // multiple) * multiple
+    if pad_to % make_divisible_by:
+        raise ConfigError(
+            f"--pad-vocab-size-to {pad_to} must be divisible by --make-vocab-size-divisible-by "
+            f"{make_divisible_by}. Use {fitting}, or a --make-vocab-size-divisible-by that divides it."
         )
     if pad_to % tensor_model_parallel_size:
-        above = -(-pad_to // tensor_model_parallel_size) * tensor_model_parallel_size
         raise ConfigError(
-            f"--pad-vocab-size-to {pad_to} must be divisible by --tensor-model-parallel-size {tensor_model_parallel_size}. "
-            f"Use {above}."
+            f"--pad-vocab-size-to {pad_to} must be divisible by --tensor-model-parallel-size "
+            f"{tensor_model_parallel_size}. Use {fitting}."
         )
     return pad_to
 

@@ -26,12 +26,42 @@ def train(run: Run) -> Stop:
     """Train until the end or until a reason to stop, which is returned; saves when due and at the end.
 
     Raises:
-        TrainingError: too many iterations in a row were not finite, or copies of a parameter are not equal any more.
+        TrainingError: too many iterations in a row were not finite, copies of a parameter are not
+            equal any more, or a number that a save would store is not finite.
         CheckpointError: a checkpoint could not be written.
     """
+    plan, state, first = run.plan, run.state, run.state.iteration
+    try:
+        stop, evaluated_at = train_until_stop(run)
+        if state.iteration != first:
+            save_at_end(run)
+    except TrainingError:
+        if run.saver is not None:
+            run.saver.complete()  # what is being written was checked before
+        raise
+    if stop != Stop.NO:
+        run.reporter.say(run.exits.line(stop, state.iteration))
+        if finished(plan, state):
+            run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
+        return stop
+    if evaluated_at != state.iteration:
+        evaluate_validation(
+            run
+        )  # after the save: a run that goes on from here later is not moved by it
+    evaluate_test(run)
+    run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
+    return stop
+
+
+def train_until_stop(run: Run) -> tuple[Stop, int]:
+    """Iterate, and save when due. Return the reason to stop, and the last iteration that was
+    evaluated (-1: none).
+
+    Raises:
+        As `train`.
+    """
     plan, state = run.plan, run.state
-    stop, first, evaluated_at = Stop.NO, state.iteration, -1
-    checked_at = state.iteration  # by build_run
+    stop, evaluated_at = Stop.NO, -1
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
     while stop == Stop.NO and not finished(plan, state):
@@ -42,32 +72,17 @@ def train(run: Run) -> Stop:
         else:
             train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
-        try:
-            check_finite(plan, state)
-            if skipped is None and is_due(plan.config.parallel.check_invariants_interval, before, state.iteration):
-                check_invariants(run, last_good=checked_at)  # before the save: nothing that drifted is stored
-                checked_at = state.iteration
-        except TrainingError:
-            if run.saver is not None:
-                run.saver.complete()  # what is being written was good
-            raise
+        check_finite(plan, state)
+        if skipped is None and is_due(
+            plan.config.parallel.check_invariants_interval, before, state.iteration
+        ):
+            check_invariants(run)
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
             evaluated_at = state.iteration
         stop = run.exits.decide(before, state.iteration)
         save_when_due(run, before)
-    if state.iteration != first:
-        save_at_end(run)
-    if stop != Stop.NO:
-        run.reporter.say(run.exits.line(stop, state.iteration))
-        if finished(plan, state):
-            run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
-        return stop
-    if evaluated_at != state.iteration:
-        evaluate_validation(run)  # after the save: a run that goes on from here later is not moved by it
-    evaluate_test(run)
-    run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
-    return stop
+    return stop, evaluated_at
 
 
 def finished(plan: Plan, state: TrainState) -> bool:
@@ -162,22 +177,30 @@ def check_finite(plan: Plan, state: TrainState) -> None:
         )
 
 
-def check_invariants(run: Run, *, last_good: int | None) -> None:
-    """Compare what ranks hold alike; `last_good` is the iteration after which it was equal.
+def check_invariants(run: Run) -> None:
+    """Compare what ranks hold alike, unless --check-invariants-interval 0 turns that off or this
+    iteration was checked already.
 
     Raises:
-        TrainingError: it is not, and --sync-tp-duplicated-parameters was not given or cannot mend it.
+        TrainingError: it differs, and --sync-tp-duplicated-parameters was not given or cannot
+            repair it.
     """
-    repair, iteration = run.plan.config.parallel.sync_tp_duplicated_parameters, run.state.iteration
-    for line in run.engine.check_invariants(repair=repair, iteration=iteration, last_good=last_good):
+    parallel, iteration = run.plan.config.parallel, run.state.iteration
+    if not parallel.check_invariants_interval or run.checked_at == iteration:
+        return
+    repair = parallel.sync_tp_duplicated_parameters
+    for line in run.engine.check_invariants(
+        repair=repair, iteration=iteration, last_good=run.checked_at
+    ):
         run.reporter.say(f"warning: made equal to the first rank's after iteration {iteration}: {line}")
+    run.checked_at = iteration
 
 
 def save_when_due(run: Run, before: int) -> None:
     """Go on with a save that is being written in the background, and begin one where it is time.
 
     Raises:
-        CheckpointError: too many saves in a row have failed.
+        As `begin_save`.
     """
     saver = run.saver
     if saver is None:
@@ -194,10 +217,11 @@ def save_at_end(run: Run) -> None:
     """The last iteration is safe when this returns; there is no later chance, so a failure is tried again at once.
 
     Raises:
-        CheckpointError: too many saves in a row have failed.
+        As `begin_save`.
     """
     saver = run.saver
     if saver is None:
+        run.data_files.check()
         return
     saver.end_of_run()
     with run.timers(SAVE):
@@ -211,9 +235,22 @@ def save_at_end(run: Run) -> None:
 
 
 def begin_save(run: Run, saver: Saver) -> None:
-    """Hand the state as it is now to the saver."""
+    """Hand the state as it is now to the saver.
+
+    Copies are compared first: only the first rank's copy is stored, so a later start could not find
+    that it was wrong.
+
+    Raises:
+        TrainingError: copies differ, or a number that would be stored is not finite; nothing was
+            written.
+        DataError: a file of the data, or an index, has changed since the start.
+        CheckpointError: too many saves in a row have failed.
+    """
     plan, state = run.plan, run.state
+    check_invariants(run)
+    run.data_files.check()  # what was trained on files that changed is not saved
     state.data = run.sources.state()
+    state.data_digests = run.data_files.record()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = Contents(
         state.iteration,

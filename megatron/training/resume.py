@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron.checkpoint.finite import describe_not_finite
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
@@ -12,8 +13,10 @@ from megatron.engine.support import refuse_unsupported
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import kill_switch_line
 from megatron.plan import Plan, curriculum_of, resolve
+from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, differences
+from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
 
@@ -38,7 +41,8 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     if loaded.config.batch.eval_only and checkpoint is None:
         raise CheckpointError(f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate")
     state = starting_state(checkpoint, loaded.config)
-    config, about_curriculum = choose_curriculum(loaded.config, checkpoint)
+    config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
+    config, about_curriculum = choose_curriculum(config, checkpoint)
     plan = resolve(
         config,
         world_size,
@@ -50,7 +54,16 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     check_runnable(plan)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
-    notes = [*loaded.warnings, *plan.warnings, *about_curriculum, *about_schedule, *about_ranges]
+    about_tokenizer = check_tokenizer(plan.config, state)
+    notes = [
+        *loaded.warnings,
+        *plan.warnings,
+        *about_steps,
+        *about_curriculum,
+        *about_schedule,
+        *about_ranges,
+        *about_tokenizer,
+    ]
     return Job(plan, state, checkpoint, notes)
 
 
@@ -109,6 +122,32 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     )
 
 
+def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
+    """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint was trained so.
+
+    Returns the configuration with the unit spelled out, and what to report. A schedule that is not
+    the checkpoint's stays as it is: the plan refuses its bare thresholds.
+
+    Raises:
+        CheckpointError: the checkpoint's configuration is damaged.
+    """
+    asked = config.batch.step_batch_size_schedule
+    if asked is None or checkpoint is None or config.checkpoint.finetune:
+        return config, []
+    spelled = bare_thresholds_as_samples(asked)
+    if spelled == step_entries(asked):
+        return config, []
+    saved = checkpoint.config().batch.step_batch_size_schedule
+    if saved is None or bare_thresholds_as_samples(saved) != spelled:
+        return config, []
+    note = (
+        f"--step-batch-size-schedule '{' '.join(asked)}' is read as '{' '.join(spelled)}': the "
+        "checkpoint was trained with thresholds in samples. Megatron-LM reads a bare threshold as "
+        "tokens; write the unit."
+    )
+    return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
+
+
 def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
     """Settle whose curriculum holds on resume, by the same flags as the learning rate's schedule; the configuration with it, and
     what to say of it. Only lengths that are still to come count: a curriculum that is over need not be given any more.
@@ -156,8 +195,46 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     return replace(plan, skip_ranges=saved), [f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"]
 
 
-def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
-    """Fill the engine from a checkpoint of any layout.
+def check_tokenizer(config: Config, state: TrainState) -> list[str]:
+    """Compare the tokenizer's files with those of the checkpoint, by content; return what could not be compared.
+
+    Raises:
+        ConfigError: they differ; or a file cannot be read.
+    """
+    if state.iteration == 0:
+        return []
+    try:
+        here = tokenizer_digests(config.tokenizer)
+    except OSError as error:
+        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
+    there = state.tokenizer
+    if not there:
+        return ["the checkpoint has no digests of the tokenizer's files, so they were not compared with it"] if here else []
+    if not here:
+        return ["no file of the tokenizer is given or found, so it was not compared with the checkpoint's"]
+    paths = tokenizer_files(config.tokenizer)
+    common = [part for part in there if part in here]
+    differing = [
+        f"{part} {paths.get(part, '')} is {here[part]}, the checkpoint's is {there[part]}".replace("  ", " ")
+        for part in common
+        if here[part] != there[part]
+    ]
+    if not common:
+        differing = [f"it consists of {', '.join(here)}, the checkpoint's of {', '.join(there)}"]
+    if differing:
+        raise ConfigError(
+            "the tokenizer is not the one that the checkpoint was trained with (xxh3_128 of the files):\n  "
+            + "\n  ".join(differing)
+            + "\nA run keeps its tokenizer, because its data consists of that tokenizer's ids. Give the original files, under any "
+            "path; or start a new run from these weights with --finetune and another --save"
+        )
+    missing = [part for part in there if part not in here]
+    return [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"] if missing else []
+
+
+def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> list[str]:
+    """Fill the engine from a checkpoint of any layout. Return what is not finite of this rank's
+    part, a line for each tensor.
 
     Raises:
         CheckpointError: it does not fit, or has no optimizer state although that is wanted.
@@ -167,11 +244,15 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, config: Config) -> None:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
         )
-    checkpoint.load_into(engine.chunks(optimizer=with_optimizer), config.model)
+    chunks = engine.chunks(optimizer=with_optimizer)
+    checkpoint.load_into(chunks, config.model)
+    not_finite = describe_not_finite(chunks)
     engine.loaded(checkpoint.optimizer if with_optimizer else None)
+    return not_finite
 
 
 def remember(state: TrainState, plan: Plan) -> None:
     """Put into the state what a resume will be compared with."""
     state.lr_schedule = asdict(plan.lr_schedule)
     state.skip_ranges = [list(r) for r in plan.skip_ranges]
+    state.tokenizer = tokenizer_digests(plan.config.tokenizer) or state.tokenizer

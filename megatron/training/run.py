@@ -8,6 +8,7 @@ from megatron.engine.base import Engine
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
+from megatron.training.data_files import DataFiles
 from megatron.training.exits import Exits
 from megatron.training.report import Reporter
 from megatron.training.state import TrainState
@@ -19,9 +20,13 @@ class Run:
     mesh: Mesh
     engine: Engine
     sources: Sources
+    data_files: DataFiles
     state: TrainState
     reporter: Reporter
     timers: Timers
     exits: Exits
     saver: Saver | None
     """None: nothing is saved."""
+    checked_at: int | None = None
+    """The iteration after which copies of parameters were last compared, and equal; None before the
+    first time."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.course import Course, course_of
+from megatron.checkpoint.finite import refuse_not_finite
 from megatron.checkpoint.folder import mark_begun, traces
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.ranks import Ranks
@@ -26,7 +27,9 @@ from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, regards_documents
 from megatron.data.index_helpers import implementation
 from megatron.data.source import Place, Sources, build_sources, evaluation_samples
+from megatron.durable import replace_file
 from megatron.engine.base import Engine
+from megatron.error_report import FOLDER_VARIABLE, report_of, write_report
 from megatron.errors import CheckpointError, DamagedError, MegatronError
 from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
 from megatron.observe.startup import start_table
@@ -37,6 +40,7 @@ from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_proces
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.agreement import check_agreement
+from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
@@ -79,6 +83,7 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         yield None
         return
     lease, problem, root = None, None, Path(config.checkpoint.save)
+    cause: Exception | None = None
     if mesh.rank == 0:
         try:
             check_writable(root)
@@ -86,12 +91,12 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             if not traces(root):
                 mark_begun(root)
         except CheckpointError as error:
-            problem = str(error)
+            problem, cause = str(error), error
         except OSError as error:
-            problem = f"--save {root} cannot be written: {error}"
+            problem, cause = f"--save {root} cannot be written: {error}", error
     problem = ranks_of(mesh).gather(problem)[0]
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from cause
     try:
         yield lease
     finally:
@@ -115,6 +120,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         start = agree_on_start(where_to_start(config), ranks, damage, own_folder=own, say=say)
         job = settle(loaded, mesh.grid.world_size, start.checkpoint)
         check_agreement(job.plan.config, job.state.iteration, mesh)
+        check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
@@ -146,16 +152,19 @@ def load_together(engine: Engine, job: Job, ranks: Ranks) -> str | None:
     """Fill the engine from the job's checkpoint. Returns what is damaged of it, the same on all ranks; None where nothing is.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: it does not fit; or it holds numbers that are not finite.
     """
     if job.checkpoint is None:
         return None
-    damage = None
+    damage, lines = None, list[str]()
     try:
-        load_engine(engine, job.checkpoint, job.plan.config)
+        lines = load_engine(engine, job.checkpoint, job.plan.config)
     except DamagedError as error:
         damage = error
-    return agree_on_damage(job.checkpoint, damage, ranks)
+    damaged = agree_on_damage(job.checkpoint, damage, ranks)
+    if damaged is None:
+        refuse_not_finite(job.checkpoint, lines, ranks)
+    return damaged
 
 
 def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
@@ -166,7 +175,9 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         TrainingError: copies of a parameter are not equal.
     """
     plan, state, config = job.plan, job.state, job.plan.config
-    sources = open_data(plan, mesh, state)
+    sources = open_data(plan, mesh, state, speaker(mesh))
+    data_files = DataFiles(sources.library, state, ranks_of(mesh), mesh.describe(), speaker(mesh))
+    data_files.check()  # before anything is trained on a small file that has changed
     reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
@@ -188,9 +199,8 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
     for note in sources.take_notes():
         reporter.say(note)
     remember(state, plan)
-    run = Run(plan, mesh, engine, sources, state, reporter, timers, exits, saver)
-    if config.parallel.check_invariants_interval:
-        check_invariants(run, last_good=None)
+    run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
+    check_invariants(run)
     timers.take()  # what building took is no iteration's
     return run
 
@@ -205,19 +215,32 @@ def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease:
     return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, course=course)
 
 
-def open_data(plan: Plan, mesh: Mesh, state: TrainState) -> Sources:
-    """The sources at the state's position."""
+def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None) -> Sources:
+    """Open the sources at the state's position, with the same data on all ranks, and build their indices.
+
+    `say` takes what must be known while an index is built.
+
+    Raises:
+        DataError: see `build_run`. LayoutError: ranks read different data. CheckpointError: the state contradicts itself.
+    """
     config, batch = plan.config, plan.config.batch
     valid_samples, test_samples = evaluation_samples(plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final)
-    sources = build_sources(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=batch.seed,
-        train_samples=plan.train_samples,
-        valid_samples=valid_samples,
-        test_samples=test_samples,
-        place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
-    )
+
+    def build() -> Sources:
+        return build_sources(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=batch.seed,
+            train_samples=plan.train_samples,
+            valid_samples=valid_samples,
+            test_samples=test_samples,
+            place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
+            say=say,
+            # Ranks that need not wait are in a collective by then, which waits as long and not longer.
+            wait_seconds=60 * config.parallel.distributed_timeout_minutes,
+        )
+
+    sources = open_same(build, ranks_of(mesh), mesh.describe())
     if state.data:
         sources.load(state.data)
         position = sources.train.consumed_samples if sources.train is not None else state.consumed_samples
@@ -259,25 +282,31 @@ def describe_index_helpers() -> tuple[str, str]:
 def leave_with_error(error: MegatronError) -> NoReturn:
     """Print one clear message and end the process at once: ranks that wait for this one in a collective must not wait long."""
     rank = int(os.environ.get("RANK", "0"))
+    prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
+    message = f"{prefix}{type(error).__name__}: {error}"
+    report_error(error, message)  # before the wait, in which the launcher may end this process
     if rank > 0:
         # Most errors are every rank's. Rank 0 tells; if it is the same error, the launcher ends this process meanwhile.
         time.sleep(3)
-    prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
-    message = f"{prefix}{type(error).__name__}: {error}"
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    tell_torchrun(message)
+    if rank == 0 and FOLDER_VARIABLE in os.environ:
+        time.sleep(1)  # srun ends all ranks when this one ends: let the others write their reports first
     # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
     os._exit(2)
 
 
-def tell_torchrun(message: str) -> None:
-    """Have torchrun's own report name the error as the root cause; it reads this file of each rank that failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": record}))
+def report_error(error: BaseException, message: str) -> None:
+    """Leave the error where the launcher looks for it: torchrun in a file of each rank, the array task in a folder of all."""
+    path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
+    try:
+        if path:
+            record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+            replace_file(Path(path), json.dumps({"message": record}))
+        if folder:
+            write_report(Path(folder), report_of(error))
+    except OSError as trouble:
+        print(f"warning: the error could not be reported to the launcher: {trouble}", file=sys.stderr, flush=True)
 
 
 def leave() -> None:

@@ -6,8 +6,12 @@ Counters differ on purpose: a step that is dropped or skipped consumes its sampl
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from megatron.checkpoint.manifest import APPLIED_STEPS
 from megatron.errors import CheckpointError
 from megatron.schedule.lr import LRSchedule
+
+_ADDED_LATER = {APPLIED_STEPS, "data_digests", "tokenizer"}
+"""Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
 
 @dataclass
@@ -23,6 +27,8 @@ class TrainState:
     """`lr_tokens` at the end of warm-up, for decay by tokens."""
     consumed_valid_samples: int = 0
     nan_iterations_in_a_row: int = 0
+    applied_steps: int = 0
+    """Steps that changed the weights; 0 at a checkpoint of format 2, which does not say."""
     elapsed_seconds: float = 0.0
     """Time in training over all launches."""
     gigaflops_without_embeddings: float = 0.0
@@ -30,6 +36,10 @@ class TrainState:
     skip_ranges: list[list[int]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     """The training source's state: position and segments."""
+    data_digests: dict[str, str | None] = field(default_factory=dict)
+    """Sampled fingerprint of a data set -> xxh3_128 of its whole .bin; None where it was not computed yet."""
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    """Part that a file plays in the tokenizer -> xxh3_128 of its content."""
 
     def advance(self, samples: int, tokens: int) -> None:
         """One iteration went by, whatever became of it."""
@@ -39,6 +49,7 @@ class TrainState:
 
     def advance_lr(self, schedule: LRSchedule, samples: int, tokens: int) -> None:
         """Its step was applied."""
+        self.applied_steps += 1
         self.lr_samples += samples
         self.lr_tokens += tokens
         self.warmup_tokens = schedule.warmup_tokens_after(self.lr_samples, self.lr_tokens, self.warmup_tokens)
@@ -57,7 +68,7 @@ class TrainState:
             CheckpointError: counters are missing: the run could not be continued exactly.
         """
         names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys())
+        missing = sorted(names - _ADDED_LATER - values.keys())
         if missing:
             raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version")
         return cls(**{name: value for name, value in values.items() if name in names})

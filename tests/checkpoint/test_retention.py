@@ -1,15 +1,19 @@
 """What may be removed, and that nothing else is."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_damage import make_format_2
 
-from megatron.checkpoint.course import Ancestor, superfluous
-from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, saved_iterations
+from megatron.checkpoint.course import Ancestor, course_of, superfluous
+from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, saved_iterations, set_aside
+from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Contents, Saver
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.errors import TrainingError
 from megatron.parallel.chunk import Chunk
 
 
@@ -86,3 +90,108 @@ def test_nothing_is_removed_for_a_checkpoint_that_the_disk_holds_wrongly(tmp_pat
     saver.begin(Contents(3, None, {}, ""), [chunk])
     saver.complete()
     assert saved_iterations(tmp_path) == [3]
+
+
+def applied(*entries: tuple[int, int | None]) -> list[Ancestor]:
+    return [
+        Ancestor(iteration, f"digest of {iteration}", False, steps) for iteration, steps in entries
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "entries", "going"),
+    [
+        (
+            2,
+            [(2, 2), (4, 4), (6, 4), (8, 4), (10, 4)],
+            [6, 8],
+        ),  # the newest one stays: the pointers name it
+        (1, [(2, 2), (4, 4), (6, 4)], [2]),
+        (2, [(2, 2), (4, 4), (6, 4), (8, 5)], [2, 6]),
+        (3, [(2, 0), (4, 0), (6, 0)], [4]),  # the first one has no other before it
+        (2, [(2, None), (4, None), (6, None)], [2]),  # format 2
+        (2, [(2, None), (4, None), (6, 0), (8, 0)], [6]),  # resumed from it, and every step dropped
+        (2, [(2, None), (4, None), (6, 2), (8, 4)], [2, 4]),
+    ],
+)
+def test_weights_that_did_not_change_count_once(
+    keep: int, entries: list[tuple[int, int | None]], going: list[int]
+) -> None:
+    found = superfluous(applied(*entries), CheckpointConfig(keep_latest_checkpoints=keep))
+    assert [ancestor.iteration for ancestor in found] == going
+
+
+def test_what_is_not_there_does_not_count() -> None:
+    entries = applied((2, 2), (4, 4), (6, 6), (8, 8))
+    asked: list[int] = []
+
+    def there(ancestor: Ancestor) -> bool:
+        asked.append(ancestor.iteration)
+        return ancestor.iteration != 6
+
+    found = superfluous(entries, CheckpointConfig(keep_latest_checkpoints=2), there)
+    assert [ancestor.iteration for ancestor in found] == [2, 6]
+    assert asked == [8, 6, 4, 2]  # the one before tells whether it counts
+    assert (
+        superfluous(entries[:3], CheckpointConfig(keep_latest_checkpoints=1), lambda ancestor: True)
+        == entries[:2]
+    )
+
+
+class Steps:
+    """Saves after each iteration, as a run does that applies some steps and drops the others."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root, self.applied = root, 0
+        self.saver = Saver(root, CheckpointConfig(keep_latest_checkpoints=keep))
+        self.tensor = torch.ones(4)
+
+    def save(self, iteration: int, *, applies: bool = True) -> list[int]:
+        self.applied += applies
+        chunks = [Chunk("weight", "w", (4,), (0,), self.tensor, owner=True)]
+        self.saver.begin(Contents(iteration, None, {"applied_steps": self.applied}, ""), chunks)
+        self.saver.complete()
+        return saved_iterations(self.root)
+
+
+def test_dropped_steps_do_not_push_out_good_checkpoints(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, keep=2)
+    assert [steps.save(iteration) for iteration in (1, 2, 3)][-1] == [2, 3]
+    for iteration in (4, 5, 6):
+        assert steps.save(iteration, applies=False) == [2, 3, iteration]
+    assert steps.save(7) == [3, 7]
+    assert steps.save(8) == [7, 8]
+    steps.tensor[1] = math.nan
+    with pytest.raises(TrainingError):
+        steps.save(9)
+    assert saved_iterations(tmp_path) == [7, 8]
+
+
+def test_a_checkpoint_that_was_set_aside_or_removed_is_not_counted(tmp_path: Path) -> None:
+    """Else the last good ones would be removed for folders that no run can start from."""
+    steps = Steps(tmp_path, keep=3)
+    assert [steps.save(iteration) for iteration in (1, 2, 3)][-1] == [1, 2, 3]
+    set_aside(tmp_path, 3)
+    (tmp_path / "global_step2" / "manifest.json").write_text("{")
+    assert steps.save(4) == [1, 2, 4]
+    assert steps.save(5) == [1, 2, 4, 5]
+    assert steps.save(6) == [2, 4, 5, 6]  # what cannot be read is left alone
+
+
+def test_a_checkpoint_of_format_2_is_read_and_counted(tmp_path: Path) -> None:
+    steps = Steps(tmp_path, keep=2)
+    for iteration in (1, 2):
+        steps.save(iteration)
+    for iteration in (1, 2):
+        make_format_2(tmp_path / f"global_step{iteration}")
+    old = open_checkpoint(tmp_path, 2)
+    assert old.manifest.format == 2
+    fresh = Steps(tmp_path, keep=2)
+    first = Ancestor(1, open_checkpoint(tmp_path, 1).manifest.digest, False)
+    fresh.saver._course = (
+        first,
+        *course_of(old.manifest)[1:],
+    )  # rewriting the first one changed its digest
+    assert [ancestor.applied for ancestor in fresh.saver._course] == [None, None]
+    assert fresh.save(3, applies=False) == [1, 2, 3]
+    assert fresh.save(4) == [2, 4]

@@ -38,7 +38,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"save": ""}, "--save is given an empty text; is a shell variable unset?"),
     ({"data_path": ("1", "", "1", "b")}, "--data-path is given an empty text"),
     (
-        {"rampup_batch_size": (1, 1, 5), "step_batch_size_schedule": "0:1"},
+        {"rampup_batch_size": (1, 1, 5), "step_batch_size_schedule": ("0:1",)},
         "--rampup-batch-size 1 1 5 and --step-batch-size-schedule 0:1 exclude each other",
     ),
     (
@@ -138,7 +138,7 @@ REMARKS: list[tuple[dict[str, object], str]] = [
         "--recompute-attention-core has no effect beside --checkpoint-activations, which recomputes whole layers; with",
     ),
     ({"rampup_batch_size": (1, 1, 5)}, "--rampup-batch-size 1 1 5 with --train-iters 10: an iteration of the learning rate's"),
-    ({"step_batch_size_schedule": "0:1 5:2"}, "--step-batch-size-schedule 0:1 5:2 with --train-iters 10"),
+    ({"step_batch_size_schedule": ("0:1 5K:2",)}, "--step-batch-size-schedule 0:1 5K:2 with --train-iters 10"),
     (
         {"lr_decay_tokens": 99, "lr_decay_iters": 5},
         "--lr-decay-iters 5 has no effect beside --lr-decay-tokens 99",

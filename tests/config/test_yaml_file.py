@@ -28,7 +28,17 @@ def load(tmp_path: Path, text: str | bytes) -> Config:
         ("optimizer: {lr: 1}", "optimizer.lr", 1.0),
         ("batch: {train_samples: 6_000_000}", "batch.train_samples", 6_000_000),
         ("batch: {seed: 010}", "batch.seed", 10),  # 8 to YAML 1.1
-        ("batch: {step_batch_size_schedule: 1:30}", "batch.step_batch_size_schedule", "1:30"),  # 90 to YAML 1.1
+        ("batch: {step_batch_size_schedule: 1:30}", "batch.step_batch_size_schedule", ("1:30",)),  # 90 to YAML 1.1
+        (
+            "batch: {step_batch_size_schedule: [0:8, 1M:1K]}",
+            "batch.step_batch_size_schedule",
+            ("0:8", "1M:1K"),
+        ),
+        (
+            "batch: {step_batch_size_schedule: '0:8 1M:1K'}",
+            "batch.step_batch_size_schedule",
+            ("0:8 1M:1K",),
+        ),
         ("logging: {codecarbon_country_iso_code: NO}", "logging.codecarbon_country_iso_code", "NO"),  # false to YAML 1.1
         ("data:\n  split: 949,50,1", "data.split", "949,50,1"),
         ("data: {data_path: [0.5, a, 0.5, b]}", "data.data_path", ("0.5", "a", "0.5", "b")),

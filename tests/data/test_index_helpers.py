@@ -129,3 +129,84 @@ def test_the_slow_choice_is_said():
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.startswith("NumPy (slower: ")
+
+
+def gather_arguments(**changed):
+    """Two documents of 3 and 4 tokens, one sample of 7."""
+    arguments = {
+        "tokens": np.arange(7, dtype=np.uint16),
+        "pointers": np.array([0, 6]),
+        "sizes": np.array([3, 4], np.int32),
+        "doc_idx": np.array([1, 0], np.int32),
+        "starts": np.array([[0, 0]]),
+        "rows": np.array([0]),
+        "out": np.full((1, 7), -1, np.int64),
+    }
+    return list({**arguments, **changed}.values())
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+@pytest.mark.parametrize(
+    "changed",
+    [{"doc_idx": np.array([value, 0], np.int32)} for value in (-1, 2, HUGE, -HUGE)]
+    + [{"doc_idx": np.array([value, 0], np.int64)} for value in (2**62, -(2**62))]
+    + [
+        {"starts": np.array([[index, offset]])}
+        for index, offset in [(-1, 0), (2, 0), (2**62, 0), (0, -1), (0, 5), (0, 2**62), (0, -(2**62))]
+    ]
+    + [{"pointers": np.array([0, value])} for value in (-2, 8, 2**62, -(2**63), 2**63 - 1)]
+    + [{"sizes": np.array([3, value], np.int32)} for value in (-1, 5, HUGE, -HUGE - 1)]
+    + [{"rows": np.array([value])} for value in (-1, 1, 2**62)]
+    + [
+        {"tokens": np.arange(6, dtype=np.uint16)},
+        {"pointers": np.array([0])},
+    ],
+    ids=str,
+)
+def test_an_index_out_of_range_is_an_error_not_a_crash(module, changed):
+    module.gather_tokens(*gather_arguments())
+    with pytest.raises(RuntimeError):
+        module.gather_tokens(*gather_arguments(**changed))
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+@pytest.mark.parametrize("document", [-1, 2, HUGE, -HUGE])
+def test_a_document_that_does_not_exist_has_no_samples(module, document):
+    with pytest.raises(RuntimeError, match=f"document {document} is out of range"):
+        module.sample_index(np.array([3, 4], np.int32), np.array([0, document], np.int32), 2, np.zeros((4, 2), np.int32))
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+def test_sizes_and_outputs_that_cannot_be(module):
+    documents = np.array([0, 1], np.int32)
+    with pytest.raises(RuntimeError, match="size -5"):
+        module.sample_index(np.array([3, -5], np.int32), documents, 2, np.zeros((4, 2), np.int32))
+    with pytest.raises(RuntimeError, match="sequence length"):
+        module.sample_index(np.array([3, 4], np.int32), documents, 0, np.zeros((4, 2), np.int32))
+    with pytest.raises(RuntimeError, match="at least one weight"):
+        module.blending_indices(np.array([]), np.zeros(3, np.uint8), np.zeros(3, np.int64))
+    with pytest.raises(RuntimeError, match="both outputs"):
+        module.blending_indices(np.array([1.0]), np.zeros(3, np.uint8), np.zeros(2, np.int64))
+
+
+def test_an_output_of_another_shape_is_not_written_beyond_its_end():
+    sizes, documents = np.array([3, 4], np.int32), np.array([0, 1], np.int32)
+    for out in (np.zeros(4, np.int32), np.zeros((4, 1), np.int32), np.zeros((0, 2), np.int32)):
+        with pytest.raises(RuntimeError, match=r"\[samples \+ 1, 2\]"):
+            cpp.sample_index(sizes, documents, 2, out)
+    with pytest.raises(RuntimeError, match="cannot number"):
+        cpp.blending_indices(np.full(300, 1 / 300), np.zeros(600, np.uint8), np.zeros(600, np.int64))
+
+
+def test_an_older_build_without_range_checks_is_not_used():
+    program = (
+        "import sys, types; sys.modules['megatron.data._index_helpers'] = types.ModuleType('old')\n"
+        "from megatron.data import index_helpers, index_numpy\n"
+        "assert index_helpers.gather_tokens is index_numpy.gather_tokens\n"
+        "print(index_helpers.implementation())"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("NumPy (slower: the C++ build has revision 1")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_calls import FailingCalls
 from process_pool import _free_port
 from training.runs import SIZES
 
@@ -33,7 +34,12 @@ CRASHED, ERROR = 1, 2
 
 
 def _rank(
-    argv: Sequence[str], environment: Mapping[str, str], log: str, constants: Mapping[str, Any], largest_file: int | None
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: str,
+    constants: Mapping[str, Any],
+    largest_file: int | None,
+    io_error: tuple[str, str] | None,
 ) -> None:
     from megatron.training.orphans import die_with_launcher
 
@@ -55,7 +61,16 @@ def _rank(
     import pretrain_gpt
 
     torch.set_num_threads(1)
-    pretrain_gpt.main(list(argv))
+    with contextlib.nullcontext() if io_error is None else _failing_once(*io_error):
+        pretrain_gpt.main(list(argv))
+
+
+def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[None]:
+    """The first call of this kind ("replace latest.new") under the folder fails with EIO."""
+    failing = FailingCalls(
+        Path(folder), lambda number, name: name == call and failing.calls.count(call) == 1
+    )
+    return failing.installed()
 
 
 class Launch:
@@ -70,7 +85,9 @@ class Launch:
         environment: Mapping[str, str] | None = None,
         constants: Mapping[str, Any] | None = None,
         largest_file: Mapping[int, int] | None = None,
+        io_error: tuple[str, str] | None = None,
     ) -> None:
+        """`io_error`: the folder and the call that fails once on rank 0."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup"])
         logs.mkdir(parents=True)
@@ -81,7 +98,16 @@ class Launch:
             self._logs[rank].touch()
             # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
             own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", **(environment or {})}
-            arguments = (list(argv), own, str(self._logs[rank]), dict(constants or {}), (largest_file or {}).get(rank))
+            error = io_error if rank == 0 else None
+            largest = (largest_file or {}).get(rank)
+            arguments = (
+                list(argv),
+                own,
+                str(self._logs[rank]),
+                dict(constants or {}),
+                largest,
+                error,
+            )
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)

@@ -77,7 +77,7 @@ def test_checkpoints_that_a_jump_moved_are_kept(new_job: NewJob) -> None:
     job.succeed()
     assert saved_iterations(job.folder) == [7, 12]
     manifest = json.loads((job.folder / "global_step12" / "manifest.json").read_text())
-    assert [[iteration, keep] for iteration, _, keep in manifest["course"]] == [[7, True], [9, False]]
+    assert [[iteration, keep] for iteration, _, keep, _ in manifest["course"]] == [[7, True], [9, False]]
 
 
 def test_finetuning_over_its_source_is_refused(new_job: NewJob) -> None:

@@ -2,11 +2,21 @@
 
 import gc
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
+from builders import VOCAB, tiny_config
 from process_pool import ProcessPool, succeed
 from torch import Tensor
+
+from megatron.config.parallel import ParallelConfig
+from megatron.model.execution import Execution
+from megatron.model.gpt import GPT
+from megatron.model.partition import partition
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import RandomStreams
 
 
 def keeps(partition: bool) -> tuple[Tensor, Tensor, bool]:
@@ -42,6 +52,44 @@ def test_a_part_is_kept_and_the_whole_comes_back(pool: ProcessPool) -> None:
         assert not other.value[2]
         assert torch.equal(one.value[0], other.value[0])
         assert torch.equal(one.value[1], other.value[1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "per_virtual"),
+    [
+        (1, "uniform", None),
+        (5, "uniform", None),
+        (4, "type:transformer|embedding", None),
+        (4, None, 1),
+        (2, None, 3),
+    ],
+)
+@pytest.mark.parametrize(
+    ("share", "recomputed"),
+    [
+        ("1/5", [3, 8]),
+        ("1/2", [1, 3, 5, 7, 9, 11]),
+        ("1/4", [2, 6, 10]),
+    ],
+)
+def test_the_recomputed_layers_do_not_depend_on_the_stages(
+    ranks: int, method: str | None, per_virtual: int | None, share: str, recomputed: list[int]
+) -> None:
+    """fms-fsdp's rule counts the layers of the whole model, whichever stage holds them."""
+    shape = ModelShape(tiny_config(num_layers=12), VOCAB, 128)
+    execution = Execution(recomputed_part=Fraction(share))
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        pp_partition_method=method,
+        num_layers_per_virtual_pipeline_stage=per_virtual,
+    )
+    streams = RandomStreams(7, torch.device("cpu"))
+    found = []
+    with torch.device("meta"):
+        for stage in partition(shape, parallel):
+            blocks = GPT(shape, TensorParallel(), streams, stage, execution).blocks
+            found += [int(name) + 1 for name, block in blocks.items() if block._recompute]
+    assert found == recomputed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")

@@ -11,6 +11,8 @@ import pytest
 
 from megatron.observe.emissions import Emissions
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_off_without_a_folder() -> None:
     emissions = Emissions(None, "FRA")
@@ -78,3 +80,27 @@ def test_our_own_logging_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     emissions = Emissions(str(tmp_path / "a" / "b"), "FRA")
     emissions.stop()
     assert logging.getLogger().level == level
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """The real codecarbon, whose calls swallow the error of the disk: reported once, tried again, and no row is torn."""
+    code = (
+        "import os, resource, signal, sys\n"
+        "from megatron.observe.emissions import Emissions\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "emissions = Emissions(sys.argv[1], 'FRA'); emissions.flush()\n"
+        "size = os.stat(sys.argv[1] + '/emissions.csv').st_size\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard)); emissions.flush(); emissions.flush()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); emissions.flush()\n"
+        "assert emissions.enabled; assert emissions.stop() is not None"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert "cannot write emissions" in first
+    assert "again; 2 rows were lost" in second
+    rows = list(csv.DictReader((tmp_path / "emissions.csv").open()))
+    assert [row["country_iso_code"] == "FRA" for row in rows] == [True, False, True, True]

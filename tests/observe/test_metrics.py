@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_what_cannot_be_written_is_said_once_and_never_fatal(tmp_path: Path) -> 
     (tmp_path / "file").unlink()  # the obstacle goes, as a disk is freed
     metrics.train(report(3))
     assert list(losses(tmp_path / "file" / "metrics.jsonl")) == [3]
+    assert len(said) == 2
+    assert "again; 2 lines were lost" in said[1]
     metrics.close()
 
 
@@ -114,3 +117,21 @@ def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     metrics.train(report(2))
     assert len(said) == 1
     assert "No space left" in said[0]
+
+
+def test_a_line_of_which_a_part_was_written_counts_as_lost(tmp_path: Path) -> None:
+    """The kernel's limit on a file's size takes a part of a line, as a disk that is nearly full does."""
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, say=said.append)
+    metrics.train(report(1))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, limit[1]))
+    try:
+        metrics.train(report(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    metrics.train(report(3))
+    assert losses(path) == {1: 1.0, 3: 1.0}
+    assert len(said) == 2
+    assert "again; 1 lines were lost" in said[1]

@@ -1,5 +1,7 @@
 """TensorBoard's tags and their step axes, read back with its own reader."""
 
+import resource
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,8 @@ from reports import full_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.logging import LoggingConfig
+from megatron.errors import ConfigError
+from megatron.observe import tensorboard
 from megatron.observe.tensorboard import TensorBoard
 
 ALL = LoggingConfig(log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)
@@ -98,7 +102,7 @@ def test_off_without_a_folder(tmp_path: Path) -> None:
 
 
 def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     said: list[str] = []
     board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=said.append)
     board.train(REPORT)
@@ -106,3 +110,63 @@ def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pyte
     assert not board.enabled
     assert len(said) == 1
     assert "tensorboard is not installed" in said[0]
+
+
+def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> None:
+    """The kernel's limit on a file's size cuts a record off; without the limit, all events are there, and no reader sees a gap."""
+    said: list[str] = []
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=said.append)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        board.train(replace(REPORT, iteration=1))
+        board.flush()
+        (file,) = tmp_path.iterdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 1000, limit[1]))
+        for iteration in (2, 3):
+            board.train(replace(REPORT, iteration=iteration))
+            board.flush()
+        whole_and_a_part = file.stat().st_size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(said) == 1
+    assert "cannot write TensorBoard events" in said[0]
+    board.train(replace(REPORT, iteration=4))
+    board.close()
+    assert file.stat().st_size > whole_and_a_part
+    assert "again; 0 were lost" in said[1]
+    assert [scalar.step for scalar in read(tmp_path).Scalars("lm-loss-training/lm loss")] == [1, 2, 3, 4]
+
+
+def test_events_that_memory_cannot_hold_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "_MEMORY_BYTES", 3000)
+    said: list[str] = []
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=said.append)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        (file,) = tmp_path.iterdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limit[1]))
+        for iteration in range(1, 9):
+            board.train(replace(REPORT, iteration=iteration))
+            board.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    board.train(replace(REPORT, iteration=9))
+    board.close()
+    lost = int(said[-1].rpartition("; ")[2].split()[0])
+    events = read(tmp_path)
+    kept = sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])
+    whole = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "whole")))
+    whole.train(REPORT)
+    whole.close()
+    assert lost > 0
+    assert lost + kept == 9 * len(read(tmp_path / "whole").Tags()["scalars"])
+    assert events.Scalars("data-wait-time")[-1].step == 9  # the last event of an iteration
+
+
+def test_an_address_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a folder"):
+        TensorBoard(LoggingConfig(tensorboard_dir="s3://bucket/run"))

@@ -9,6 +9,7 @@ from megatron.schedule.batch_size import (
     ConstantBatchSize,
     RampupBatchSize,
     StepBatchSize,
+    bare_thresholds_as_samples,
     iterations_for_samples,
     parse_step_schedule,
     samples_of_iterations,
@@ -107,18 +108,50 @@ def test_constant_size():
 
 
 def test_step_schedule_in_tokens():
-    schedule = parse_step_schedule("0:768 250B:1536")
-    assert schedule == StepBatchSize(((0, "samples", 768), (250 * 10**9, "tokens", 1536)))
-    assert schedule.at(10**9, 250 * 10**9 - 1) == 768
-    assert schedule.at(0, 250 * 10**9) == schedule.final == 1536
+    schedule = parse_step_schedule(["0:768 250B:1536"], 2048)
+    assert schedule == StepBatchSize(((0, "samples", 768), (122_070_312 * 2048, "tokens", 1536)))
+    assert schedule.at(10**9, 122_070_312 * 2048 - 1) == 768
+    assert schedule.at(0, 122_070_312 * 2048) == schedule.final == 1536
     assert list(schedule.upcoming(0, 0, 2048)) == [768, 1536]
     assert list(schedule.upcoming(0, 10**12, 2048)) == [1536]
 
 
 def test_step_schedule_in_samples_and_mixed():
-    schedule = parse_step_schedule("0:8 100:16 1.5B:32")
+    schedule = parse_step_schedule(["0:8 100samples:16 1.5B:32"], 1)
     assert [schedule.at(99, 0), schedule.at(100, 0), schedule.at(100, 1_500_000_000)] == [8, 16, 32]
-    assert parse_step_schedule("0:1 1_000:2 2T:4").steps[1:] == ((1000, "samples", 2), (2 * 10**12, "tokens", 4))
+    mixed = parse_step_schedule(["0:1 1_000samples:2 2T:4"], 2)
+    assert mixed.steps[1:] == ((1000, "samples", 2), (2 * 10**12, "tokens", 4))
+
+
+def test_step_schedule_of_megatron_lm_changes_at_its_samples():
+    """Its trainer makes samples of 61,035,156,250 tokens: 29,802,322 of 2048, rounded down."""
+    schedule = parse_step_schedule(["0:768 61035156250tokens:1536"], 2048)
+    assert schedule.at(29_802_321, 29_802_321 * 2048) == 768
+    assert schedule.at(29_802_322, 29_802_322 * 2048) == 1536
+    assert schedule.at(30_000_000, 30_000_000 * 2048) == 1536
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["0:1K"], [(0, "samples", 1000)]),
+        (["0:1.5k"], [(0, "samples", 1500)]),
+        (["0:8,1M:16,2M:32"], [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)]),
+        (["0:8", "1M:16, 2M:32"], [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)]),
+        (["0:8", "1_010tokens:16"], [(0, "samples", 8), (1000, "tokens", 16)]),
+        (["0:8", "2.5e4tokens:16"], [(0, "samples", 8), (25_000, "tokens", 16)]),
+        (["0:8", "3Msamples:16"], [(0, "samples", 8), (3 * 10**6, "samples", 16)]),
+        (["0:8", "0.29Ktokens:16"], [(0, "samples", 8), (200, "tokens", 16)]),
+    ],
+    ids=str,
+)
+def test_spellings_of_a_step_schedule(words, steps):
+    assert parse_step_schedule(words, 100).steps == tuple(steps)
+
+
+def test_bare_thresholds_are_spelled_out_as_samples():
+    spelled = bare_thresholds_as_samples(["0:8 1_000:16", "2000:1K,3M:64 5samples:7 x:9"])
+    assert spelled == ("0:8", "1_000samples:16", "2000samples:1K", "3M:64", "5samples:7", "x:9")
 
 
 @given(
@@ -144,14 +177,23 @@ def test_counting_iterations_equals_walking_them(steps, first, seq_length, train
     ("text", "message"),
     [
         ("", "must begin with the threshold 0"),
-        ("10:8", "must begin with the threshold 0"),
+        ("10M:8", "must begin with the threshold 0"),
+        ("0:8 10:16", "'10:16' has no unit.*10tokens .*10samples"),
+        ("0:768 61035156250:1536", "'61035156250:1536' has no unit.*61035156250tokens .*61035156250samples"),
+        ("0:8 1e5:16", "'1e5:16' has no unit.*1e5tokens"),
+        ("0:8 10tokens:1.5", "'10tokens:1.5' is not THRESHOLD:SIZE"),
+        ("0:8 1.2.3K:16", "is not THRESHOLD:SIZE"),
+        ("0:8 _M:16", "is not THRESHOLD:SIZE"),
+        ("0:8 -1M:16", "is not THRESHOLD:SIZE"),
+        ("0:8 1K:16", "thresholds must rise, but 0 tokens follows 0 samples .*samples of 2048"),
+        ("0:8 100samples:16 100K:32", "thresholds must rise, but 98304 tokens follows 100 samples"),
         ("0:8 x:16", "'x:16' is not THRESHOLD:SIZE"),
         ("0:8 250G:16", "'250G:16' is not THRESHOLD:SIZE"),
         ("0:8 100", "'100' is not THRESHOLD:SIZE"),
-        ("0:8 200:16 100:32", "thresholds must rise, but 100 samples follows 200 samples"),
+        ("0:8 200samples:16 100samples:32", "thresholds must rise, but 100 samples follows 200 samples"),
         ("0:0", "at least 1"),
     ],
 )
 def test_unreadable_step_schedules_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        parse_step_schedule(text)
+        parse_step_schedule([text], 2048)

@@ -32,9 +32,34 @@ def test_padding_errors() -> None:
     with pytest.raises(ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"):
         padded_vocab_size(101, 128, 1, pad_to=100)
     with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104"):
-        padded_vocab_size(101, 128, 4, pad_to=102)
+        padded_vocab_size(101, 2, 4, pad_to=102)
     with pytest.raises(ConfigError, match="must both be at least 1"):
         padded_vocab_size(101, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "divisor", "tensor_parallel"),
+    [(250_880, 128, 4), (5120, 128, 2), (50_304, 128, 2), (129, 1, 3)],
+)
+def test_a_size_to_pad_to_that_divides(pad_to: int, divisor: int, tensor_parallel: int) -> None:
+    """As in Megatron-DeepSpeed, 50,304 = 128 x 393 is taken at TP 2, although 256 does not divide it."""
+    assert padded_vocab_size(pad_to - 1, divisor, tensor_parallel, pad_to) == pad_to
+
+
+@pytest.mark.parametrize(
+    ("pad_to", "divisor", "tensor_parallel", "fitting"),
+    [(1100, 128, 1, 1152), (1100, 128, 4, 1152), (130, 128, 3, 384), (50_257, 2, 1, 50_258)],
+)
+def test_a_size_to_pad_to_that_does_not_divide_is_refused(
+    pad_to: int,
+    divisor: int,
+    tensor_parallel: int,
+    fitting: int,
+) -> None:
+    rule = f"--pad-vocab-size-to {pad_to} must be divisible by --make-vocab-size-divisible-by {divisor}"
+    with pytest.raises(ConfigError, match=f"{rule}. Use {fitting}, or a --make-vocab-size-divisible"):
+        padded_vocab_size(100, divisor, tensor_parallel, pad_to)
+    assert padded_vocab_size(100, divisor, tensor_parallel, fitting) == fitting
 
 
 def test_size_for_planning(tmp_path: Path) -> None:

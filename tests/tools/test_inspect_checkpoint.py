@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_damage import flip, resign
+from checkpoint_damage import flip, resign, save_unchecked
 from process_pool import ProcessPool
 from torch import Tensor
 from training.runs import Runner
@@ -53,9 +53,20 @@ def cut(state: dict[tuple[str, str], Tensor]) -> list[Chunk]:
     return chunks
 
 
-def save(root: Path, chunks: list[Chunk], iteration: int = 3, *, optimizer: bool = True, config: str = CONFIG) -> Path:
+def described(iteration: int, *, optimizer: bool = True, config: str = CONFIG) -> Contents:
     scalars = {"optimizer_step": iteration} if optimizer else None
-    return save_checkpoint(root, Contents(iteration, scalars, {"iteration": iteration}, config), chunks)
+    return Contents(iteration, scalars, {"iteration": iteration}, config)
+
+
+def save(
+    root: Path,
+    chunks: list[Chunk],
+    iteration: int = 3,
+    *,
+    optimizer: bool = True,
+    config: str = CONFIG,
+) -> Path:
+    return save_checkpoint(root, described(iteration, optimizer=optimizer, config=config), chunks)
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
@@ -210,6 +221,48 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(tmp_path:
     assert 2 in outcomes, "nothing was replaced under its eyes"
 
 
+# Numbers that are not finite
+
+
+def test_verify_counts_what_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In boxes of every cut, and in those that lie in several blocks of the file."""
+    state = state_of()
+    state["weight", "blocks.0.qkv"][3, 5:8] = math.nan
+    state["weight", "blocks.0.qkv"][639, 639] = -math.inf
+    state["exp_avg", "embedding.word.weight"].fill_(math.inf)
+    assert state["exp_avg", "embedding.word.weight"].numel() * 4 > BLOCK // 4
+    contents = described(3)
+    contents.scalars["loss_scale"] = {"scale": math.inf}
+    folder = save_unchecked(tmp_path, contents, cut(state))
+    found = inspect_json(capsys, folder, "--verify", code=1)
+    assert found["damage"] == []
+    assert {
+        entry["tensor"]: (entry["nan"], entry["inf"], entry["numbers"])
+        for entry in found["not_finite"]
+    } == {
+        "weight/blocks.0.qkv": (3, 1, 640 * 640),
+        "exp_avg/embedding.word.weight": (0, 700 * 640, 700 * 640),
+        "optimizer.loss_scale.scale": (0, 1, 1),
+    }
+    text = inspect(capsys, folder, "--verify", code=1)
+    assert "is whole" in text
+    assert "weight/blocks.0.qkv: 3 NaN and 1 infinite of 409,600 numbers" in text
+
+
+def test_numbers_of_a_damaged_file_are_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = state_of()
+    state["weight", "blocks.0.qkv"][0, 0] = math.nan
+    folder = save_unchecked(tmp_path, described(3), whole(state))
+    flip(folder / "rank_00000.safetensors")
+    found = inspect_json(capsys, folder, "--verify", code=1)
+    assert len(found["damage"]) == 1
+    assert found["not_finite"] == []
+
+
 # Statistics and differences
 
 
@@ -218,7 +271,7 @@ def test_statistics_leave_out_what_is_not_finite(tmp_path: Path, capsys: pytest.
     bad = state["weight", "blocks.0.qkv"]
     bad[3, 5], bad[3, 6], bad[100, 0] = math.nan, math.inf, -math.inf
     state["exp_avg", "blocks.2.norm"].fill_(math.nan)
-    save(tmp_path, cut(state))
+    save_unchecked(tmp_path, described(3), cut(state))
     rows = inspect_json(capsys, tmp_path, "--parameters")["tensors"]
     assert list(dict.fromkeys(row["name"] for row in rows)) == [
         "blocks.0.qkv",
@@ -242,8 +295,9 @@ def test_statistics_leave_out_what_is_not_finite(tmp_path: Path, capsys: pytest.
 def test_equal_however_it_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = state_of()
     state["weight", "blocks.2.norm"][0] = math.nan  # the same NaN is no difference
-    save(tmp_path / "a", whole(state))
-    save(tmp_path / "b", cut(state), config=CONFIG.replace("micro_batch_size: 1", "micro_batch_size: 2"))
+    save_unchecked(tmp_path / "a", described(3), whole(state))
+    config = CONFIG.replace("micro_batch_size: 1", "micro_batch_size: 2")
+    save_unchecked(tmp_path / "b", described(3, config=config), cut(state))
     found = inspect_json(capsys, tmp_path / "a", "--compare", tmp_path / "b")
     assert (found["equal"], found["config"], found["state"]) == (True, ["batch.micro_batch_size: 1 and 2"], [])
     text = inspect(capsys, tmp_path / "a", "--compare", tmp_path / "b")
@@ -259,7 +313,7 @@ def test_differences_of_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[st
     del other["exp_avg", "blocks.10.norm"]
     other["exp_avg", "new"] = torch.zeros(2)
     save(tmp_path / "a", whole(state))
-    save(tmp_path / "b", whole(other), 4)
+    save_unchecked(tmp_path / "b", described(4), whole(other))
     found = inspect_json(capsys, tmp_path / "a", "--compare", tmp_path / "b", code=1)
     assert found["only_in_first"] == ["exp_avg/blocks.10.norm"]
     assert found["only_in_second"] == ["exp_avg/new"]

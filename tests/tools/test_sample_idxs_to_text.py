@@ -98,6 +98,17 @@ def test_a_batch_size_that_changed_in_mid_run(capsys, run, tmp_path):
     assert "records 15" in said
 
 
+def test_a_run_with_bare_thresholds_of_the_batch_size(capsys, run, tmp_path):
+    """Its checkpoint stored them as earlier versions did, which read samples."""
+    at = run.index("--rampup-batch-size")
+    steps = [*run[:at], "--step-batch-size-schedule", "0:2 8:4", *run[at + 4 :]]
+    save(tmp_path / "save", steps, consumed=16, iteration=6)
+    assert tool.main(["--iterations", "5", "--checkpoint", str(tmp_path / "save")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("=== ") == 4
+    assert "'0:2 8:4' is read as '0:2 8samples:4'" in printed.err
+
+
 def test_mistakes(capsys, run, tmp_path):
     assert "nothing is asked for" in fails(capsys, "--", *run)
     for word in ("3-1", "x", "0-3"):

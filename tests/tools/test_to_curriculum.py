@@ -137,9 +137,9 @@ def test_more_samples_than_twice_as_many_where_the_tokens_need_them(capsys):
 
 def test_steps_of_the_batch_size_go_out(capsys):
     old = [word for word in SMALL if word not in ("--global-batch-size", "16")]
-    old += ["--train-samples", "4000", "--step-batch-size-schedule", "0:8 1000:16"]
+    old += ["--train-samples", "4000", "--step-batch-size-schedule", "0:8 1000samples:16"]
     found = translated(capsys, "--", *old)
-    assert found["take out"] == ["--step-batch-size-schedule 0:8 1000:16"]
+    assert found["take out"] == ["--step-batch-size-schedule 0:8 1000samples:16"]
     assert "--global-batch-size 16" in found["put in"]
 
 

@@ -3,13 +3,17 @@
 //
 // Invariant: byte for byte the results of index_numpy.py. Compile with -ffp-contract=off, or the mixture may differ in ties.
 // All outputs are allocated by the caller (they may be memory-mapped files); the GIL is released while a loop runs.
+// Inputs are memory-mapped files that may decay or change at any time. Every index that is read from them is checked before
+// it is used, and std::runtime_error (Python's RuntimeError) says which one is out of range.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace py = pybind11;
@@ -25,11 +29,29 @@ static inline T load(const T* base, int64_t index) {
     return value;
 }
 
+[[noreturn]] static void fail(const std::string& what) { throw std::runtime_error(what); }
+
+static void require(bool holds, const char* what) {
+    if (!holds) fail(what);
+}
+
+// Return `index` if it lies in [0, count), else throw.
+static inline int64_t checked(int64_t index, int64_t count, const char* name) {
+    if (index < 0 || index >= count) {
+        fail(std::string(name) + " " + std::to_string(index) + " is out of range: there are " + std::to_string(count));
+    }
+    return index;
+}
+
 // out[k] = (index into doc_idx, offset in that document) at which sample k begins; neighbours share one token.
 template <typename Doc, typename Out>
 static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx, int64_t seq_length, Array<Out>& out) {
+    require(sizes.ndim() == 1 && doc_idx.ndim() == 1, "sizes and doc_idx must have one dimension");
+    require(out.ndim() == 2 && out.shape(0) >= 1 && out.shape(1) == 2, "the output must be [samples + 1, 2]");
+    require(seq_length >= 1, "the sequence length must be at least 1");
     const int32_t* size_of = sizes.data();
     const Doc* documents = doc_idx.data();
+    const int64_t num_sizes = sizes.shape(0);
     const int64_t num_documents = doc_idx.shape(0);
     const int64_t num_samples = out.shape(0) - 1;
     Out* row = out.mutable_data();
@@ -42,8 +64,10 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
     for (int64_t sample = 1; sample <= num_samples; ++sample) {
         int64_t remaining = seq_length + 1;
         while (remaining != 0) {
-            if (document >= num_documents) throw std::runtime_error("the documents end before the last sample");
-            const int64_t length = load(size_of, documents[document]) - offset;
+            if (document >= num_documents) fail("the documents end before the last sample");
+            const int64_t size = load(size_of, checked(documents[document], num_sizes, "document"));
+            if (size < offset) fail("document " + std::to_string(documents[document]) + " has size " + std::to_string(size));
+            const int64_t length = size - offset;
             remaining -= length;
             if (remaining <= 0) {
                 offset += remaining + length - 1;
@@ -61,6 +85,12 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
 // At step k the data set whose share of max(k, 1) samples lags most behind its weight gives its next sample.
 template <typename Which>
 static void blending_indices(const Array<double>& weights, Array<Which>& dataset_index, Array<int64_t>& dataset_sample_index) {
+    require(weights.ndim() == 1 && weights.shape(0) >= 1, "a mixture needs at least one weight");
+    require(dataset_index.ndim() == 1 && dataset_sample_index.ndim() == 1 &&
+                dataset_index.shape(0) == dataset_sample_index.shape(0),
+            "both outputs must be [samples]");
+    require(weights.shape(0) - 1 <= static_cast<int64_t>(std::numeric_limits<Which>::max()),
+            "the output's type cannot number that many data sets");
     const double* weight = weights.data();
     const int64_t num_datasets = weights.shape(0);
     const int64_t size = dataset_index.shape(0);
@@ -89,7 +119,14 @@ static void blending_indices(const Array<double>& weights, Array<Which>& dataset
 template <typename Token, typename Doc>
 static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& pointers, const Array<int32_t>& sizes,
                           const Array<Doc>& doc_idx, const Array<int64_t>& starts, const Array<int64_t>& rows, Array<int64_t>& out) {
+    require(tokens.ndim() == 1 && pointers.ndim() == 1 && sizes.ndim() == 1 && doc_idx.ndim() == 1 && rows.ndim() == 1,
+            "tokens, pointers, sizes, doc_idx and rows must have one dimension");
+    require(pointers.shape(0) == sizes.shape(0), "pointers and sizes must be of the same documents");
+    require(starts.ndim() == 2 && starts.shape(1) == 2 && starts.shape(0) == rows.shape(0), "starts must be [rows, 2]");
+    require(out.ndim() == 2, "the output must be [rows, tokens]");
     const Token* token = tokens.data();
+    const int64_t num_tokens = tokens.shape(0);
+    const int64_t num_sizes = sizes.shape(0);
     const int64_t* pointer_of = pointers.data();
     const int32_t* size_of = sizes.data();
     const Doc* documents = doc_idx.data();
@@ -103,19 +140,28 @@ static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& poin
 
     py::gil_scoped_release unlocked;
     for (int64_t k = 0; k < count; ++k) {
-        if (row[k] < 0 || row[k] >= num_rows) throw std::runtime_error("row outside the output");
+        if (row[k] < 0 || row[k] >= num_rows) fail("row outside the output");
         int64_t* to = base + row[k] * length;
         int64_t* const end = to + length;
         int64_t index = start[2 * k];
         int64_t offset = start[2 * k + 1];
         while (to < end) {
-            if (index >= num_documents) throw std::runtime_error("a sample reaches past the last document");
-            const int64_t document = documents[index];
-            const Token* from = token + load(pointer_of, document) / static_cast<int64_t>(sizeof(Token)) + offset;
-            int64_t part = load(size_of, document) - offset;
+            if (index >= num_documents) fail("a sample reaches past the last document");
+            const int64_t document = checked(documents[checked(index, num_documents, "place in doc_idx")], num_sizes, "document");
+            const int64_t size = load(size_of, document);
+            // A size is an int32 and offset lies within it, so that none of these sums can overflow.
+            if (offset < 0 || offset > size) {
+                fail("offset " + std::to_string(offset) + " is outside document " + std::to_string(document));
+            }
+            const int64_t begin = load(pointer_of, document) / static_cast<int64_t>(sizeof(Token));
+            if (begin < 0 || begin > num_tokens - size) {
+                fail("document " + std::to_string(document) + " lies outside the tokens");
+            }
+            const Token* from = token + begin + offset;
+            int64_t part = size - offset;
             if (part > end - to) part = end - to;
             for (int64_t i = 0; i < part; ++i) to[i] = static_cast<int64_t>(from[i]);
-            to += part > 0 ? part : 0;
+            to += part;
             ++index;
             offset = 0;
         }
@@ -152,6 +198,7 @@ static void define_blending(py::module_& module) {
 
 PYBIND11_MODULE(_index_helpers, module) {
     module.doc() = "Sample index, blending indices and token gathering; see index_helpers.py.";
+    module.attr("REVISION") = 2;  // index_helpers.py refuses an older build; raise both together
     define_for_documents<int32_t>(module);
     define_for_documents<int64_t>(module);
     define_blending<uint8_t>(module);

@@ -1,0 +1,107 @@
+"""Files that change while they are in use: an error that says so, wherever a bit flips, and never a
+crash or a wrong index."""
+
+import numpy as np
+import pytest
+from corpora import write_numbered
+
+from megatron.config.data import DataConfig
+from megatron.data import index_helpers, index_numpy
+from megatron.data.source import Place, build_sources
+from megatron.errors import DataError
+
+
+@pytest.fixture(params=["C++", "NumPy"])
+def sources(request, tmp_path, monkeypatch):
+    """A mixture of two data sets, resumed with another seed, so that every kind of cached array is
+    in use."""
+    if request.param == "NumPy":
+        monkeypatch.setattr(index_helpers, "gather_tokens", index_numpy.gather_tokens)
+    paths = (write_numbered(tmp_path / "x", 40, 30), write_numbered(tmp_path / "y", 40, 30, 5000))
+    config = DataConfig(
+        data_path=("0.7", paths[0], "0.3", paths[1]),
+        split="100,0,0",
+        data_cache_path=str(tmp_path / "cache"),
+        num_workers=0,
+    )
+
+    def build(seed):
+        return build_sources(
+            config,
+            seq_length=16,
+            seed=seed,
+            train_samples=120,
+            valid_samples=0,
+            test_samples=0,
+            place=Place(4),
+        )
+
+    first = build(1)
+    first.train.advance(8)
+    second = build(2)
+    second.load(first.state())
+    second.prepare()
+    yield second
+    for opened in (first, second):
+        opened.close()
+
+
+def read_all(sources):
+    """All samples; the error, if there is one."""
+    train = sources.train
+    start = train.consumed_samples
+    try:
+        return np.concatenate([train.next(4)[0].tokens.numpy() for _ in range(28)]), None
+    except DataError as error:
+        return None, str(error)
+    finally:
+        train.advance(start - train.consumed_samples)
+
+
+@pytest.mark.parametrize("bit", [0, 30, 31])
+def test_a_flipped_bit_of_a_mapped_array_is_an_error_or_another_valid_sample(
+    sources, bit, tmp_path
+):
+    """Written through the file, as decay or another program would, into arrays that are mapped
+    already."""
+    whole, error = read_all(sources)
+    assert error is None
+    files = sorted((tmp_path / "cache").glob("*.npy"))
+    assert {file.name.split("-")[0] for file in files} == {"samples", "permutation", "blend"}
+    errors = 0
+    for file in files:
+        header = 128
+        for at in range(header + bit // 8, file.stat().st_size, 4 * 17):
+            flip(file, at, bit % 8)
+            read, error = read_all(sources)
+            flip(file, at, bit % 8)
+            if error is None:
+                assert read.shape == whole.shape
+                assert ((read >= 0) & (read < 6200)).all(), "tokens of the corpora"
+            else:
+                assert "an index of the data is damaged" in error
+                assert "Start again from the last checkpoint" in error
+                errors += 1
+    assert errors > (0 if bit == 0 else 10)
+    assert read_all(sources)[0].tobytes() == whole.tobytes()
+    assert not list((tmp_path / "cache").glob("samples-*.json")), "the next start builds them again"
+
+
+@pytest.mark.parametrize("bit", [0, 30, 31])
+def test_a_flipped_bit_of_a_mapped_idx_is_an_error_or_another_valid_sample(sources, bit, tmp_path):
+    errors = 0
+    for at in range(34 + bit // 8, 34 + 40 * 12, 4 * 5):
+        flip(tmp_path / "x.idx", at, bit % 8)
+        read, error = read_all(sources)
+        flip(tmp_path / "x.idx", at, bit % 8)
+        errors += error is not None
+        assert error is not None or ((read >= 0) & (read < 6200)).all()
+    assert errors > 0
+
+
+def flip(file, at, bit):
+    with open(file, "rb+") as raw:
+        raw.seek(at)
+        (value,) = raw.read(1)
+        raw.seek(at)
+        raw.write(bytes([value ^ (1 << bit)]))

@@ -1,0 +1,392 @@
+"""What links and manifests lead to: nothing outside of the named folder is published, rewritten or removed."""
+
+# ruff: noqa: F811 (fixtures are imported by their names)
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from operations.hub_fixtures import (  # noqa: F401
+    REPO,
+    Sync,
+    assert_in_step,
+    environment,
+    hub,
+    log_lines,
+    run,
+    sync,
+)
+from operations.hub_server import HubServer
+from operations.run_folder import FakeRun
+from operations.test_hub_sync import save_checkpoint
+
+from megatron.checkpoint.digest import digest_of_file
+from megatron.checkpoint.folder import point_to
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.manifest import Manifest, digests_of, is_plain_name, read_manifest
+from megatron.checkpoint.verification import verify
+from megatron.durable import replace_file
+from megatron.errors import DamagedError
+from megatron.operations import hub_push, hub_queue
+from megatron.operations.inside import OutsideError, open_inside
+from megatron.operations.rollback import roll_back
+from megatron.operations.rollback_plan import Plan, Request, make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file beside the run's folder that nobody may see."""
+    (tmp_path / "home" / ".ssh").mkdir(parents=True)
+    path = tmp_path / "home" / ".ssh" / "id_ed25519"
+    path.write_bytes(SECRET)
+    return path
+
+
+def published(server: HubServer) -> bytes:
+    """Everything that the Hub was given, on any branch or in its large storage."""
+    repository = server.repositories[REPO]
+    trees = [commit.tree for branch in repository.branches for commit in server.history(REPO, branch)]
+    return b"".join([*(stored.content for tree in trees for stored in tree.values()), *repository.objects.values()])
+
+
+# What is sent
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "chain", "relative"])
+def test_a_link_out_of_the_folder_is_not_published(
+    kind: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "file":
+        (run / "logs" / "key.txt").symlink_to(secret)
+    elif kind == "folder":
+        (run / "logs" / "home").symlink_to(secret.parent)
+    elif kind == "chain":
+        (run / "hop").symlink_to(secret)
+        (run / "logs" / "key.txt").symlink_to("../hop")
+    else:
+        (run / "logs" / "key.txt").symlink_to(f"../../{secret.parent.parent.name}/.ssh/{secret.name}")
+    assert sync() == 1
+    assert SECRET not in published(hub)
+    assert "logs/main_log.txt.000000" in hub.files(REPO)
+    told = capsys.readouterr().err
+    assert f"outside of {run}" in told
+    assert "name the folder that holds it" in told
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link(hub: HubServer, run: Path, sync: Sync) -> None:
+    """The usual arrangement: the run's folder is a link to another mount."""
+    real = run.with_name("another-mount")
+    run.rename(real)
+    run.symlink_to(real)
+    (run / "elsewhere").mkdir()
+    log_lines(run / "elsewhere" / "a.txt", 0, 5)
+    (run / "logs" / "deeper").symlink_to("../elsewhere")
+    (run / "logs" / "same.txt").symlink_to("main_log.txt")
+    assert sync() == 0
+    assert hub.files(REPO)["logs/deeper/a.txt.000000"] == (real / "elsewhere" / "a.txt").read_bytes()
+    assert hub.files(REPO)["logs/same.txt.000000"] == (real / "logs" / "main_log.txt").read_bytes()
+
+
+def test_a_link_put_in_place_between_the_look_and_the_sending(
+    hub: HubServer, run: Path, sync: Sync, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same size, so that only where it leads tells it from the file that was looked at."""
+    (run / "logs" / "key.txt").write_bytes(SECRET)
+    look = hub_push.look
+
+    def look_then_exchange(*arguments: object) -> hub_queue.Found:
+        found = look(*arguments)  # type: ignore[arg-type]
+        (run / "logs" / "key.txt").unlink()
+        (run / "logs" / "key.txt").symlink_to(secret)
+        (run / "logs").rename(run / "logs-before")
+        (run / "logs").symlink_to(secret.parent)
+        (secret.parent / "key.txt").write_bytes(SECRET)
+        (secret.parent / "main_log.txt").write_bytes((run / "logs-before" / "main_log.txt").read_bytes())
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_push, "look", look_then_exchange)
+        assert sync() == 1
+    assert SECRET not in published(hub)
+    assert "logs/main_log.txt cannot be sent (leads to" in capsys.readouterr().err
+
+
+def test_names_that_are_exchanged_all_the_time(tmp_path: Path, secret: Path) -> None:
+    """A folder on the way becomes a link and a folder again, again and again: what is opened is never the secret."""
+    folder = tmp_path / "folder"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / secret.name).write_bytes(b"mine")
+    (folder / "link").symlink_to(secret.parent)
+    over = threading.Event()
+
+    def exchange() -> None:
+        while not over.is_set():
+            os.rename(folder / "a", folder / "b")
+            os.rename(folder / "link", folder / "a")
+            os.rename(folder / "a", folder / "link")
+            os.rename(folder / "b", folder / "a")
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    opened = refused = 0
+    try:
+        for _ in range(500):
+            try:
+                with open_inside(folder, f"a/{secret.name}") as file:
+                    assert file.read() == b"mine"
+                opened += 1
+            except OSError:
+                refused += 1
+    finally:
+        over.set()
+        thread.join()
+    assert opened > 0
+    assert refused > 0
+
+
+def test_what_is_no_regular_file_neither_hangs_nor_is_published(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(run / "logs" / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.open(run / "logs", os.O_RDONLY)
+        server.bind(f"/proc/self/fd/{folder}/socket.txt")
+        os.close(folder)
+        os.mknod(run / "logs" / "device.txt", 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which has no end
+        assert sync("--timeout", "5") == 1
+    told = capsys.readouterr().err
+    for name in ("pipe.txt", "socket.txt", "device.txt"):
+        assert f"logs/{name} is no regular file" in told
+    assert {"logs/main_log.txt.000000", "codecarbon/emissions.csv"} < hub.files(REPO).keys()
+
+
+def test_a_fifo_that_takes_a_files_place_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutsideError, match="no regular file"):
+        open_inside(tmp_path, "pipe")
+
+
+def test_what_lies_beyond_a_link_stays_on_the_hub(hub: HubServer, run: Path, sync: Sync, secret: Path) -> None:
+    """It cannot be known whether that is still there: nothing is deleted."""
+    (run / "logs" / "deep").mkdir()
+    log_lines(run / "logs" / "deep" / "a.txt", 0, 3)
+    sync()
+    (run / "logs" / "deep").rename(secret.parent / "deep")
+    (run / "logs" / "deep").symlink_to(secret.parent / "deep")
+    assert sync() == 1
+    assert "logs/deep/a.txt.000000" in hub.files(REPO)
+
+
+def test_copies_behind_a_link_are_not_deleted(hub: HubServer, run: Path, sync: Sync, secret: Path) -> None:
+    """The sync's own folder of copies, which it empties."""
+    (run / hub_push.OWN_FOLDER).mkdir()
+    state = hub_push.default_state(run, REPO)
+    state.with_name(f"{state.name}.copies").symlink_to(secret.parent)
+    assert sync() == 2
+    assert secret.read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".new"])
+def test_files_of_our_own_behind_a_link_are_not_overwritten(
+    suffix: str, hub: HubServer, run: Path, sync: Sync, secret: Path
+) -> None:
+    (run / hub_push.OWN_FOLDER).mkdir()
+    state = hub_push.default_state(run, REPO)
+    state.with_name(f"{state.name}{suffix}").symlink_to(secret)
+    assert sync() == 2
+    assert secret.read_bytes() == SECRET
+
+
+# Checkpoints
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Change a manifest, and its digest with it, as anyone can."""
+    text = json.loads((folder / "manifest.json").read_text())
+    text.pop("digest")
+    manifest = replace(Manifest(**text), **changes)  # type: ignore[arg-type]
+    (folder / "manifest.json").write_text(manifest.to_text())
+
+
+@pytest.mark.parametrize("name", ["absolute", "relative"])
+def test_a_manifest_that_names_a_file_elsewhere_publishes_nothing(
+    name: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_checkpoint(run / "checkpoints", 10)
+    facts = {"bytes": (found := digest_of_file(secret)).bytes, "xxh128": found.xxh128}
+    path = str(secret) if name == "absolute" else os.path.relpath(secret, folder)
+    rewrite(folder, files={**read_manifest(folder).files, path: facts})
+    assert sync("--checkpoints", str(run / "checkpoints"), patterns=()) == 1
+    assert SECRET not in published(hub)
+    assert hub.repositories[REPO].branches.keys() == {"main"}
+    assert "plain file names only" in capsys.readouterr().err
+    with pytest.raises(DamagedError, match="plain file names"):
+        open_checkpoint(run / "checkpoints", 10)
+    (damage,) = verify(folder).damage
+    assert "plain file names" in damage.what
+
+
+@pytest.mark.parametrize("kind", ["tensors", "manifest", "folder"])
+def test_a_checkpoint_behind_a_link_is_not_published(
+    kind: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run / "checkpoints"
+    folder = save_checkpoint(root, 10)
+    save_checkpoint(root, 20)
+    if kind == "folder":
+        folder.rename(secret.parent / "global_step10")
+        folder.symlink_to(secret.parent / "global_step10")
+    else:
+        name = {"tensors": "model.safetensors", "manifest": "manifest.json"}[kind]
+        (folder / name).rename(secret.parent / name)
+        (folder / name).symlink_to(secret.parent / name)
+    assert sync("--checkpoints", str(root), patterns=()) == 1
+    assert hub.repositories[REPO].branches.keys() == {"main", "global_step20"}
+    assert "global_step10 is left out: leads to" in capsys.readouterr().err
+
+
+def test_large_files_are_sent_from_what_was_opened(
+    hub: HubServer, run: Path, sync: Sync, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that takes a file's place before each request of the client."""
+    root = run / "checkpoints"
+    folder = save_checkpoint(root, 10, b"weights" * 100)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr("megatron.operations.hub_checkpoints.IN_MEMORY_BYTES", 100)
+    upload = hub_push.Hub.upload
+
+    def exchange_then_upload(self: hub_push.Hub, branch: str, additions: list) -> frozenset[str]:
+        for addition in additions:
+            path = folder / addition.path_in_repo
+            path.rename(f"{path}.before")
+            path.symlink_to(secret)
+        try:
+            return upload(self, branch, additions)
+        finally:
+            for addition in additions:
+                path = folder / addition.path_in_repo
+                Path(f"{path}.before").replace(path)
+
+    monkeypatch.setattr(hub_push.Hub, "upload", exchange_then_upload)
+    assert sync("--checkpoints", str(root), patterns=()) == 0
+    assert hub.files(REPO, "global_step10") == before
+    assert SECRET not in published(hub)
+
+
+@pytest.mark.full
+def test_many_large_files_keep_none_open(hub: HubServer, run: Path, sync: Sync, tmp_path: Path) -> None:
+    """More files than a process may open, in a process of its own that may open few."""
+    root = run / "checkpoints"
+    folder = save_checkpoint(root, 10, others=tuple(f"rank_{rank:05d}.safetensors" for rank in range(80)))
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
+        "from megatron.operations import hub_checkpoints; hub_checkpoints.IN_MEMORY_BYTES = 1\n"
+        "from tools import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, "--repo", REPO, "--folder", str(run), "--checkpoints", str(root)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(hub, tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert hub.files(REPO, "global_step10") == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("rank_00000.safetensors", True),
+        ("index.json", True),
+        ("../x", False),
+        ("..", False),
+        (".", False),
+        ("", False),
+        ("/etc/passwd", False),
+        ("a/b", False),
+        ("a\\b", False),
+        ("a\nb", False),
+        ("a\x1b[2J", False),
+        ("a\0b", False),
+        ("\udcff", False),
+        ("manifest.json", False),
+        (3, False),
+    ],
+)
+def test_plain_names(name: object, plain: bool) -> None:
+    assert is_plain_name(name) == plain
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"course": [["10/../../victim", "digest", False]]},
+        {"course": [[-1, "digest", False]]},
+        {"course": ["10"]},
+        {"iteration": "10/../../victim"},
+        {"iteration": True},
+    ],
+)
+def test_what_becomes_a_folders_name_is_a_number(changes: dict[str, object], tmp_path: Path) -> None:
+    """Retention removes the folders of a course, by their iterations."""
+    folder = save_checkpoint(tmp_path, 10)
+    rewrite(folder, **changes)
+    point_to(tmp_path, 10)
+    with pytest.raises(DamagedError, match=r"iteration|course"):
+        read_manifest(folder)
+
+
+def test_an_index_that_names_another_file_is_damage(tmp_path: Path, secret: Path) -> None:
+    folder = save_checkpoint(tmp_path / "run", 10)
+    box = {"file": str(secret), "begin": 0, "offset": [0], "shape": [1]}
+    index = {"tensors": {"weight/w": {"shape": [1], "boxes": [box]}}, "blocks": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    found = digest_of_file(folder / "index.json")
+    files = {**read_manifest(folder).files, "index.json": {"bytes": found.bytes, "xxh128": found.xxh128}}
+    rewrite(folder, files=files)
+    checkpoint = open_checkpoint(tmp_path / "run", 10)
+    with pytest.raises(DamagedError, match="does not name"):
+        digests_of(checkpoint.manifest, checkpoint.index())
+
+
+# What is rewritten
+
+
+def test_a_small_file_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
+    (tmp_path / "latest.new").symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic links"):
+        replace_file(tmp_path / "latest", "global_step10")
+    assert secret.read_bytes() == SECRET
+
+
+def test_a_rollback_leaves_event_files_of_another_run_alone(tmp_path: Path) -> None:
+    """They are linked into the run's folder, to be compared with in one chart."""
+    mine = FakeRun(tmp_path / "run", tmp_path / "aside")
+    other = FakeRun(tmp_path / "other" / "run", tmp_path / "other" / "aside")
+    for each in (mine, other):
+        each.launch(1, 8)
+    theirs = sorted(Path(other.paths()["tensorboard_dir"]).glob("*tfevents*"))
+    before = [path.read_bytes() for path in theirs]
+    for path in theirs:
+        (Path(mine.paths()["tensorboard_dir"]) / f"other.{path.name}").symlink_to(path)
+    said: list[str] = []
+    roll_back(mine.root, Request(4, **mine.paths()), said.append)
+    assert [path.read_bytes() for path in theirs] == before
+    assert any(f"is a link to {theirs[0]}, outside of the run's folder of events" in line for line in said)
+    assert list((mine.root / "rolled-back").glob("*/tensorboard/*tfevents*"))  # its own were cut
+
+
+@pytest.mark.parametrize("part", ["/tmp/x", "../x", "tensorboard/../../x", "", "a\nb"])
+def test_a_plan_that_writes_elsewhere_is_damaged(part: str, tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", tmp_path / "aside")
+    run.launch(1, 8)
+    plan, _ = make_plan(run.root, Request(4, **run.paths()))
+    assert Plan.from_text(plan.to_text()) == plan
+    changed = replace(plan, files=[replace(plan.files[0], part=part), *plan.files[1:]])
+    with pytest.raises(ValueError, match="leads out of"):
+        Plan.from_text(changed.to_text())

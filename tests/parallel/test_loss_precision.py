@@ -1,0 +1,128 @@
+"""The loss of large logits, against float64 and torch.
+
+The idea is that of Megatron-LM's test of its cross entropy: logits of scale 1000, bound 1e-6. The
+hidden states are the logits and the output matrix is the identity, so the logits are exact in
+every dtype.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from process_pool import ProcessPool, succeed
+from torch import Tensor
+
+from megatron.parallel.mesh import TensorParallel
+
+SEQUENCE = 13
+BATCH = 17
+VOCAB_PER_RANK = 11
+SCALE = 1000.0
+BOUND = 1e-6
+GRADIENT_BOUNDS = {torch.float32: 1e-6, torch.float16: 2e-5, torch.bfloat16: 1e-4}
+"""Gradients are at most 1 / (13 x 17) here, and are kept in the dtype of the logits."""
+
+
+def some_logits(
+    vocab: int,
+    close: bool,
+    dtype: torch.dtype,
+    seed: int = 1234,
+) -> tuple[Tensor, Tensor]:
+    """Return logits [s, b, v] of scale 1000 and targets [s, b].
+
+    `close`: each target's logit is at most 2 below the highest one, so that the loss is small.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(SEQUENCE, BATCH, vocab, generator=generator) * SCALE
+    labels = torch.randint(0, vocab, (SEQUENCE, BATCH), generator=generator)
+    if close:
+        below = torch.rand(SEQUENCE, BATCH, 1, generator=generator) * 2
+        logits.scatter_(2, labels[..., None], logits.amax(dim=2, keepdim=True) - below)
+    return logits.to(dtype), labels
+
+
+def join() -> TensorParallel:
+    """Make one tensor-parallel group of all ranks."""
+    import os
+
+    from megatron.parallel.grid import Grid
+    from megatron.parallel.mesh import build_mesh, start_process_group
+
+    start_process_group("gloo", 1)
+    grid = Grid(1, 1, int(os.environ["WORLD_SIZE"]))
+    return build_mesh(grid, torch.device("cpu")).tensor_parallel
+
+
+def loss_on_ranks(logits: Tensor, labels: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient of the logits [s, b, v], of which each rank has a part."""
+    from megatron.model.loss import VocabSlice, cross_entropy
+    from megatron.parallel.collectives import copy_to_tensor_parallel
+
+    vocab = logits.shape[2]
+    rows = vocab // tp.size
+    first = tp.rank * rows
+    hidden = logits.clone().requires_grad_()
+    weight = torch.eye(vocab, dtype=logits.dtype)[first : first + rows].requires_grad_()
+    entered = copy_to_tensor_parallel(hidden, tp)
+    loss = cross_entropy(entered, weight, labels, VocabSlice(first, rows), tp)
+    loss.backward()
+    assert hidden.grad is not None
+    return loss.detach(), hidden.grad
+
+
+def check_against_float64(chunk_rows: int | None) -> None:
+    from megatron.model import loss as module
+
+    tp = join()
+    vocab = VOCAB_PER_RANK * tp.size
+    limit = module._CHUNK_BYTES_CPU
+    if chunk_rows is not None:
+        module._CHUNK_BYTES_CPU = chunk_rows * 4 * VOCAB_PER_RANK
+    try:
+        for dtype, bound in GRADIENT_BOUNDS.items():
+            logits, labels = some_logits(vocab, True, dtype)
+            loss, gradient = loss_on_ranks(logits, labels, tp)
+            exact = logits.double().requires_grad_()
+            expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten())
+            expected.backward()
+            assert exact.grad is not None
+            assert 0.1 < expected.item() < 10
+            assert abs(loss.double() - expected).item() < BOUND, dtype
+            assert (gradient.double() - exact.grad).abs().max().item() < bound, dtype
+            for row in range(SEQUENCE):  # one position by itself, whose error no mean hides
+                alone, label = logits[row : row + 1, :1], labels[row : row + 1, :1]
+                expected = F.cross_entropy(alone.double().flatten(0, 1), label.flatten())
+                loss, _ = loss_on_ranks(alone, label, tp)
+                assert abs(loss.double() - expected).item() < BOUND, dtype
+    finally:
+        module._CHUNK_BYTES_CPU = limit
+
+
+@pytest.mark.parametrize(("ranks", "chunk_rows"), [(1, None), (4, None), (4, 50)])
+def test_a_small_loss_of_large_logits_is_exact(
+    ranks: int,
+    chunk_rows: int | None,
+    pool: ProcessPool,
+) -> None:
+    """A loss that is computed as a log-sum-exp minus the target's logit is wrong by 1e-4 here."""
+    succeed(pool.run(ranks, check_against_float64, chunk_rows))
+
+
+def check_against_torch() -> None:
+    tp = join()
+    for seed in range(5):
+        logits, labels = some_logits(VOCAB_PER_RANK * tp.size, False, torch.float32, seed)
+        loss, gradient = loss_on_ranks(logits, labels, tp)
+        whole = logits.clone().requires_grad_()
+        expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").mean()
+        expected.backward()
+        assert whole.grad is not None
+        assert expected.item() > SCALE
+        assert abs(loss - expected).item() < BOUND
+        assert (gradient - whole.grad).abs().max().item() < BOUND
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_loss_of_random_targets_is_that_of_torch(ranks: int, pool: ProcessPool) -> None:
+    """Use Megatron-LM's own setting. A loss above 1000 meets the bound only if it is equal."""
+    succeed(pool.run(ranks, check_against_torch))

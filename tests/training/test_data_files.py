@@ -1,0 +1,331 @@
+"""Data and tokenizer files that differ between ranks, or from those of the checkpoint, are refused
+before they do harm."""
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from process_pool import Outcome, PerRank, pretrain
+from runs import Runner
+from tiny_corpus import MERGES, VOCAB
+
+from megatron.checkpoint.folder import step_folder
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.checkpoint.ranks import Ranks
+from megatron.data import array_file, content
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.segments import Library
+from megatron.training.data_files import DataFiles
+from megatron.training.state import TrainState
+
+TOKENIZER = f"--vocab-file {VOCAB} --merge-file {MERGES}"
+
+
+def pretrain_on_host(argv: list[str], folder: str, small_bytes: int = content.SMALL_BYTES) -> None:
+    """Train in a working folder of its own, so that a relative path means another file, as on
+    another host."""
+    before = os.getcwd()
+    os.chdir(folder)
+    content.SMALL_BYTES = small_bytes
+    try:
+        pretrain(argv)
+    finally:
+        content.SMALL_BYTES = 1 << 30
+        os.chdir(before)
+
+
+def unsampled(size: int) -> list[int]:
+    """The even places of a file that the sampled fingerprint does not read."""
+    starts = [(size - 4096) * place // 63 for place in range(64)]
+    sampled = {start + i for start in starts for i in range(4096)}
+    free = [at for at in range(0, size - 1, 2) if at not in sampled and at + 1 not in sampled]
+    assert free, "the samples leave nothing out"
+    return free
+
+
+def alter_between_samples(path: Path) -> None:
+    """Change every token that the sampled fingerprint does not read, and put the time of change
+    back."""
+    before = path.stat()
+    raw = bytearray(path.read_bytes())
+    for at in unsampled(len(raw)):
+        raw[at] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def alter_sizes(path: Path) -> None:
+    """Move one token from the second document of an .idx to the first."""
+    raw = path.read_bytes()
+    count = int.from_bytes(raw[18:26], "little")
+    sizes = np.frombuffer(raw, "<i4", count, 34).copy()
+    pointers = np.frombuffer(raw, "<i8", count, 34 + 4 * count).copy()
+    sizes[0] += 1
+    sizes[1] -= 1
+    pointers[1] += 2
+    path.write_bytes(raw[:34] + sizes.tobytes() + pointers.tobytes() + raw[34 + 12 * count :])
+
+
+def alter_first_token(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[0] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.fixture(scope="module")
+def wide(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with room between the samples of its fingerprint."""
+    folder = tmp_path_factory.mktemp("wide")
+    source = IndexedDataset(corpus)
+    with IndexedDatasetWriter(folder / "data", np.uint16) as writer:
+        for _ in range(4):
+            writer.add_dataset(source)
+    return folder
+
+
+@pytest.fixture
+def hosts(wide: Path, tmp_path: Path) -> list[Path]:
+    """Two folders with copies of the data and of a split file, as on two hosts."""
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in folders:
+        shutil.copytree(wide, folder)
+        (folder / "split.txt").write_text("train: 1.0 0:0.95 data")
+    return folders
+
+
+class OnHosts:
+    """Launches of one run, each rank in the folder of its host."""
+
+    def __init__(self, run: Runner, hosts: list[Path]) -> None:
+        self.run = run
+        self.hosts = hosts
+
+    def __call__(
+        self, flags: str = "", ranks: int = 1, small_bytes: int = content.SMALL_BYTES
+    ) -> list[Outcome]:
+        argv = self.run.argv(flags)
+        argv[argv.index("--data-path") + 1] = "data"
+        if "--train-weighted-split-paths-path" in argv:
+            del argv[argv.index("--data-path") : argv.index("--data-path") + 2]
+        folders = PerRank([str(folder) for folder in self.hosts[:ranks]])
+        return self.run.pool.run(ranks, pretrain_on_host, argv, folders, small_bytes)
+
+    def succeed(self, flags: str = "", ranks: int = 1, **how: int) -> str:
+        outcomes = self(flags, ranks, **how)
+        assert [outcome.error for outcome in outcomes] == [None] * ranks, outcomes[0].output
+        return outcomes[0].output
+
+    def errors(self, flags: str = "", ranks: int = 1, **how: int) -> list[str]:
+        return [f"{outcome.kind}: {outcome.error}" for outcome in self(flags, ranks, **how)]
+
+    def state(self, iteration: int) -> dict:
+        return read_manifest(step_folder(self.run.folder, iteration)).state
+
+    def trained(self) -> list[int]:
+        return self.run.losses_of_training() if (self.run.folder / "metrics.jsonl").exists() else []
+
+
+@pytest.fixture
+def on_hosts(run: Runner, hosts: list[Path]) -> OnHosts:
+    return OnHosts(run, hosts)
+
+
+def test_equal_copies_train_and_are_recorded(on_hosts: OnHosts) -> None:
+    on_hosts.succeed("--train-iters 2 --save-interval 2", ranks=2)
+    digests = on_hosts.state(2)["data_digests"]
+    assert list(digests.values()) == [content.digest_of_file(on_hosts.hosts[0] / "data.bin")]
+
+
+@pytest.mark.parametrize(
+    ("file", "alter", "kind"),
+    [
+        ("data.bin", alter_first_token, "LayoutError"),
+        ("data.idx", alter_sizes, "LayoutError"),
+        ("data.bin", alter_between_samples, "DataError"),
+        ("data.bin", lambda path: path.unlink(), "DataError"),
+    ],
+    ids=["sampled", "index", "between the samples", "missing"],
+)
+def test_a_host_with_other_data_is_named_before_the_first_step(
+    on_hosts: OnHosts, file: str, alter, kind: str
+) -> None:
+    alter(on_hosts.hosts[1] / file)
+    rank_0, rank_1 = on_hosts.errors("--train-iters 2", ranks=2)
+    assert rank_0.startswith(f"{kind}: rank 1 on {os.uname().nodename}")
+    assert "data" in rank_0
+    assert rank_1.startswith(f"{kind}: ")
+    assert on_hosts.trained() == []
+
+
+def test_a_large_copy_that_differs_ends_the_run_before_its_save(on_hosts: OnHosts) -> None:
+    """Above the limit for small files the digests come from the background."""
+    alter_between_samples(on_hosts.hosts[1] / "data.bin")
+    (error, _) = on_hosts.errors("--train-iters 40 --save-interval 20", ranks=2, small_bytes=0)
+    assert error.startswith("DataError: rank 1 on ")
+    assert "xxh3_128" in error
+    assert not step_folder(on_hosts.run.folder, 20).exists()
+
+
+def test_a_host_with_another_split_file_is_named(on_hosts: OnHosts) -> None:
+    (on_hosts.hosts[1] / "split.txt").write_text("train: 1.0 0:0.5 data")
+    for error in on_hosts.errors(
+        "--train-iters 2 --train-weighted-split-paths-path split.txt", ranks=2
+    ):
+        assert error.startswith("LayoutError: rank 1 on ")
+        assert "split file split.txt" in error
+
+
+def test_a_host_with_another_tokenizer_is_named(on_hosts: OnHosts) -> None:
+    for folder, extra in zip(on_hosts.hosts, ("", "\n"), strict=True):
+        shutil.copyfile(VOCAB, folder / "vocab.json")
+        (folder / "merges.txt").write_text(Path(MERGES).read_text() + extra)
+    for error in on_hosts.errors(
+        "--train-iters 2 --vocab-file vocab.json --merge-file merges.txt", ranks=2
+    ):
+        assert error.startswith("LayoutError: rank 1 on ")
+        assert "--merge-file merges.txt" in error
+
+
+@pytest.mark.parametrize("small_bytes", [content.SMALL_BYTES, 0], ids=["small", "large"])
+def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
+    on_hosts: OnHosts, small_bytes: int
+) -> None:
+    on_hosts.succeed("--exit-interval 2")
+    recorded = on_hosts.state(2)["data_digests"]
+    before = IndexedDataset(on_hosts.hosts[0] / "data").fingerprint()
+    alter_between_samples(on_hosts.hosts[0] / "data.bin")
+    assert IndexedDataset(on_hosts.hosts[0] / "data").fingerprint() == before, (
+        "else this shows nothing"
+    )
+    (error,) = on_hosts.errors("--train-iters 40 --save-interval 20", small_bytes=small_bytes)
+    assert "data.bin has changed" in error
+    assert recorded[before] in error
+    assert "--finetune" in error
+    assert on_hosts.trained() == [1, 2] or small_bytes == 0
+    assert not step_folder(on_hosts.run.folder, 20).exists()
+    assert "successfully saved" in on_hosts.succeed(
+        f"--finetune --save {on_hosts.run.folder}-new --train-iters 2"
+    )
+
+
+def test_a_corpus_that_was_moved_goes_on(on_hosts: OnHosts, tmp_path: Path) -> None:
+    on_hosts.succeed("--exit-interval 2")
+    on_hosts.hosts[0] = shutil.copytree(on_hosts.hosts[0], tmp_path / "elsewhere")
+    assert "warning: the checkpoint has no digest" not in on_hosts.succeed("--train-iters 3")
+    assert on_hosts.trained() == [1, 2, 3]
+
+
+def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
+    on_hosts: OnHosts,
+) -> None:
+    held = threading.Event()
+    library = Library(str(on_hosts.run.folder / "cache"))
+    prefix = str(on_hosts.hosts[0] / "data")
+    fingerprint = library.open(prefix).fingerprint()
+    library.background.submit("a check that takes long", lambda: held.wait(30) and None)
+    said: list[str] = []
+    content.SMALL_BYTES = 0
+    try:
+        files = DataFiles(library, TrainState(), Ranks(), "rank 0", said.append)
+        files.check()
+        assert files.record() == {fingerprint: None}
+        held.set()
+        assert library.background.wait(30)
+        files.check()
+        assert files.record() == {fingerprint: content.digest_of_file(Path(f"{prefix}.bin"))}
+    finally:
+        content.SMALL_BYTES = 1 << 30
+        library.background.close()
+
+
+def strip_digests(folder: Path) -> None:
+    """As an older version wrote it."""
+    manifest = read_manifest(folder)
+    state = {
+        name: value
+        for name, value in manifest.state.items()
+        if name not in ("data_digests", "tokenizer")
+    }
+    (folder / MANIFEST).write_text(dataclasses.replace(manifest, state=state).to_text())
+
+
+def test_an_older_checkpoint_resumes_and_it_is_said_what_is_not_compared(on_hosts: OnHosts) -> None:
+    on_hosts.succeed(f"--exit-interval 2 {TOKENIZER}")
+    strip_digests(step_folder(on_hosts.run.folder, 2))
+    output = on_hosts.succeed(f"--train-iters 4 --save-interval 4 {TOKENIZER}")
+    assert "the checkpoint has no digest of all bytes of data" in output
+    assert "the checkpoint has no digests of the tokenizer's files" in output
+    assert len(on_hosts.state(4)["data_digests"]) == 1
+    assert sorted(on_hosts.state(4)["tokenizer"]) == ["--merge-file", "--vocab-file"]
+    output = on_hosts.succeed(f"--train-iters 5 {TOKENIZER}")
+    assert "no digest" not in output
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_on_resume(
+    run: Runner, tmp_path: Path
+) -> None:
+    run(f"--exit-interval 2 {TOKENIZER}")
+    vocabulary = json.loads(Path(VOCAB).read_text())
+    names = list(vocabulary)
+    swapped = vocabulary | {names[300]: vocabulary[names[301]], names[301]: vocabulary[names[300]]}
+    other = tmp_path / "tokB"
+    other.mkdir()
+    (other / "vocab.json").write_text(json.dumps(swapped))
+    shutil.copyfile(MERGES, other / "merges.txt")
+    flags = f"--vocab-file {other}/vocab.json --merge-file {other}/merges.txt"
+    error = run.error(f"--train-iters 4 {flags}")
+    assert error.startswith("ConfigError: ")
+    assert f"--vocab-file {other}/vocab.json is " in error
+    assert "--merge-file" not in error
+    assert "--finetune" in error
+    assert run.losses_of_training() == [1, 2]
+    shutil.copyfile(VOCAB, other / "vocab.json")  # moved, but identical
+    run(f"--exit-interval 3 {flags}")
+    assert "it was not compared with the checkpoint's" in run("--train-iters 4")
+    (other / "vocab.json").write_text(json.dumps(swapped))
+    run(f"--finetune --train-iters 2 --save {tmp_path}/new {flags}")
+
+
+def pretrain_with_large_indices(argv: list[str]) -> None:
+    """Take each cached array for a large one, of which the check at the start reads 64 single
+    bytes."""
+    whole, sample = array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES
+    array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = 0, 1
+    try:
+        pretrain(argv)
+    finally:
+        array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = whole, sample
+
+
+def test_a_large_index_that_decays_ends_the_run_before_its_save_and_is_built_again(
+    run: Runner, other: Runner
+) -> None:
+    def launch(flags: str, ranks: int = 2) -> list[Outcome]:
+        return run.pool.run(ranks, pretrain_with_large_indices, run.argv(flags))
+
+    other("--train-iters 22", ranks=2)
+    assert [outcome.error for outcome in launch("--exit-interval 2 --train-iters 22")] == [
+        None,
+        None,
+    ]
+    (file,) = (run.folder / "cache").glob("samples-*-shuffle_idx.npy")
+    raw = bytearray(file.read_bytes())
+    raw[128 + 4 * 9] ^= 1  # another sample, which exists
+    file.write_bytes(raw)
+    for outcome in launch("--train-iters 22 --save-interval 20"):
+        assert outcome.kind == "DataError"
+        assert outcome.error is not None
+        assert f"rank 0 on {os.uname().nodename}" in outcome.error
+        assert f"{file} is damaged" in outcome.error
+    assert not step_folder(run.folder, 20).exists()
+    assert [outcome.error for outcome in launch("--train-iters 22 --save-interval 20")] == [
+        None,
+        None,
+    ]
+    assert run.losses() == other.losses()

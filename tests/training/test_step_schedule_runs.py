@@ -1,0 +1,53 @@
+"""A batch size in steps: what a launch and a resume make of thresholds without a unit."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from runs import Runner
+
+from megatron.checkpoint.digest import digest_of_file
+from megatron.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
+
+STEPS = "--step-batch-size-schedule 0:2 12samples:4"
+BARE = "--step-batch-size-schedule 0:2 12:4"
+
+
+def make_old(folder: Path) -> None:
+    """Give a checkpoint the schedule that earlier versions stored: one text, thresholds without unit."""
+    config = folder / CONFIG
+    old, count = re.subn(r"(step_batch_size_schedule: ).*", r'\1"0:2 12:4"', config.read_text())
+    assert count == 1
+    config.write_text(old)
+    digest = digest_of_file(config)
+    manifest = read_manifest(folder)
+    facts = {"bytes": digest.bytes, "xxh128": digest.xxh128}
+    manifest = dataclasses.replace(manifest, files={**manifest.files, CONFIG: facts})
+    (folder / MANIFEST).write_text(manifest.to_text())
+
+
+def test_an_old_run_with_bare_thresholds_goes_on_in_samples(run: Runner, other: Runner) -> None:
+    other(STEPS)
+    sizes = [entry["global_batch_size"] for entry in other.metrics()]
+    assert sizes == [2] * 6 + [4] * 4
+    run(f"{STEPS} --exit-interval 4")
+    make_old(run.folder / "global_step4")
+    output = run(f"{BARE} --exit-interval 8")
+    assert "'0:2 12:4' is read as '0:2 12samples:4'" in output
+    output = run(BARE)  # from a checkpoint of this version
+    assert "'0:2 12:4' is read as '0:2 12samples:4'" in output
+    assert run.losses() == other.losses()
+
+
+def test_bare_thresholds_start_nothing(run: Runner) -> None:
+    error = run.error(BARE)
+    assert error.startswith("ConfigError")
+    assert "'12:4' has no unit" in error
+    assert "12tokens" in error
+    assert "12samples" in error
+    assert not (run.folder / "latest").exists()
+
+
+def test_bare_thresholds_that_are_not_the_checkpoints_are_refused(run: Runner) -> None:
+    run(f"{STEPS} --exit-interval 4")
+    assert "'16:4' has no unit" in run.error("--step-batch-size-schedule 0:2 16:4")
