@@ -1,0 +1,260 @@
+"""Measure how the package is written: lines, names, comments, docstrings and the README's sentences.
+
+Run `python .ci/measure_style.py` from the repository's root. It prints one table. With `--check` it
+exits with 1 if a figure misses its target. The targets and the figures before and after the first
+rewrite are in docs/decisions/025-plain-english.md.
+"""
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = ("megatron", "tools", "pretrain_gpt.py")
+MAX_COLUMNS = 100
+
+# Words that begin a function's name and are verbs in this package. A name that begins with one of
+# the prefixes `is_`, `has_` and so on asks a yes-or-no question and counts as well.
+VERBS = frozenset(
+    """
+    accept accumulate acquire add adopt advance agree align all allocate allow analyse answer append
+    apply arrange ask assert assign average avoid await backward balance begin bind blend block
+    broadcast build bump bytes cache calculate call cancel cap cast catch change check choose claim
+    clamp clean clear clip clone close collapse collect combine compare compile complete compute
+    concatenate configure confirm connect consume contain continue convert copy count cover create
+    cut deal decide declare decode decompress decrease delete deliver derive describe detach detect
+    determine die digest disable discard dispatch distribute divide download draw drop dump emit
+    enable encode end enforce enqueue ensure enter enumerate erase escape estimate evaluate examine
+    exclude execute exit expand expect explain export extend extract fail fall feed fetch fill
+    filter find finish fit fix flatten flush fold follow forecast forget fork format forward free
+    freeze gather generate get give go group guard guess halt handle hash have head hide hold host
+    identify ignore import include increase indent index infer inform initialise initialize insert
+    inspect install interleave interpret intersect invert issue iterate join jump keep kill label
+    launch lay learn leave let limit link list listen load lock log look lower main make map mark
+    mask match measure merge migrate mirror mix move multiply name need normalise normalize note
+    notify number obey observe offer open order pack pad parse partition pass paste pause permute
+    pick pin place plan plot point poll pop post predict prefetch prepare pretrain prevent print
+    probe process produce propose prove prune publish pull push put query queue raise rank read
+    rebuild receive recommend recompute record recover reduce refresh refuse register reject
+    release reload remember remove rename render repair repeat replace reply report request
+    require reschedule reserve reset reshape resolve restore restrict resume retry return reverse
+    rewrite roll rotate round run sample save say scale scan scatter schedule score search seed
+    select send serve set settle setup shard share shift show shrink shuffle shut sign simulate
+    skip sleep slice smooth snapshot sort span spawn split spread squeeze stack start state step
+    stop store stream strip submit subtract suggest sum summarise summarize suspend swap sync
+    synchronise synchronize tag take tell test throttle tie time tokenize touch trace track train
+    transform translate transpose traverse trim truncate try tune turn unfold unlink unlock unpack
+    unshard update upload use validate verify view visit wait walk warm warn watch weigh wrap write
+    yield zero
+    """.split()
+)
+QUESTIONS = frozenset("is are has have can may must should was were does needs wants".split())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure and the target that it must reach."""
+
+    name: str
+    value: float
+    target: float
+    at_least: bool
+
+    @property
+    def holds(self) -> bool:
+        if self.at_least:
+            return self.value >= self.target
+        return self.value <= self.target
+
+
+def list_python_files(root: Path) -> list[Path]:
+    """Return the package's Python files in a fixed order."""
+    files: list[Path] = []
+    for name in PACKAGE:
+        path = root / name
+        files += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return files
+
+
+def count_code_lines(text: str) -> int:
+    """Count the lines that hold code: no blank line, no comment alone, no docstring."""
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    ignored |= {tokenize.ENCODING, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in ignored:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def count_comments(text: str) -> int:
+    """Count the comment lines, directives for tools left out."""
+    directives = ("# type:", "# noqa", "#!", "# shellcheck", "# fmt:")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return sum(not comment.startswith(directives) for comment in comments)
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Tell whether an assignment packs unrelated values: `a, b = x, y`."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return isinstance(node.targets[0], ast.Tuple)
+
+
+def iterate_functions(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, bool]]:
+    """Yield each function and method, and whether it is a property."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
+            is_property = any(name.endswith(("property", ".setter")) for name in names)
+            yield node, is_property  # type: ignore[misc]
+
+
+def begins_with_verb(name: str) -> bool:
+    """Tell whether a function's name begins with a verb or asks a question."""
+    first = name.lstrip("_").split("_")[0]
+    return first in VERBS or first in QUESTIONS
+
+
+def is_counted_name(function: ast.FunctionDef, is_property: bool) -> bool:
+    """Leave out what Python or a base class names: dunders, properties, `forward` and the like."""
+    if is_property:
+        return False
+    return not (function.name.startswith("__") and function.name.endswith("__"))
+
+
+def find_public_without_docstring(tree: ast.Module) -> list[str]:
+    """Return the public functions, methods and classes without a docstring."""
+    missing: list[str] = []
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if node.name.startswith("_"):
+                continue
+            if ast.get_docstring(node) is None:
+                missing.append(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+
+    visit(tree.body, "")
+    return missing
+
+
+def read_sentences(markdown: str) -> list[str]:
+    """Return the sentences of a page: prose and list items, without code blocks, tables, headings."""
+    text = re.sub(r"```.*?```", "\n\n", markdown, flags=re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    kept = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith(("|", "#")):
+            kept.append("")
+            continue
+        item = re.sub(r"^([-*]|\d+\.)\s+", "", stripped)
+        if item != stripped:
+            kept.append("")
+        kept.append(item)
+    sentences: list[str] = []
+    for paragraph in "\n".join(kept).split("\n\n"):
+        joined = " ".join(paragraph.split())
+        parts = re.split(r"(?<=[.!?])[*_)]*\s+(?=[A-Z*_(\[\"0-9-])", joined)
+        sentences += [part for part in parts if re.search(r"[a-z]", part)]
+    return sentences
+
+
+def measure(root: Path) -> tuple[list[Figure], dict[str, list[str]]]:
+    """Measure the package. Return the figures, and for some of them the places behind them."""
+    code = long_lines = conditionals = nested = packed = comments = functions = verbs = 0
+    classes: Counter[str] = Counter()
+    places: dict[str, list[str]] = {key: [] for key in PLACES}
+    for path in list_python_files(root):
+        text = path.read_text()
+        tree = ast.parse(text)
+        code += count_code_lines(text)
+        comments += count_comments(text)
+        where = path.relative_to(root)
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > MAX_COLUMNS:
+                long_lines += 1
+                places["long"].append(f"{where}:{number}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.IfExp):
+                conditionals += 1
+                inner = [child for child in ast.walk(node) if isinstance(child, ast.IfExp)]
+                if len(inner) > 1:
+                    nested += 1
+                    places["nested"].append(f"{where}:{node.lineno}")
+                places["conditional"].append(f"{where}:{node.lineno}")
+            if is_packed(node):
+                packed += 1
+                places["packed"].append(f"{where}:{node.lineno}")
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] += 1
+        for function, is_property in iterate_functions(tree):
+            if not is_counted_name(function, is_property):
+                continue
+            functions += 1
+            if begins_with_verb(function.name):
+                verbs += 1
+            else:
+                places["name"].append(f"{where}:{function.lineno} {function.name}")
+        for name in find_public_without_docstring(tree):
+            places["docstring"].append(f"{where} {name}")
+    twice = [name for name, count in classes.items() if count > 1]
+    places["class"] = sorted(twice)
+    sentences = read_sentences((root / "README.md").read_text())
+    words = sum(len(sentence.split()) for sentence in sentences) / max(1, len(sentences))
+    marks = sum(len(re.findall(r"[;:](?:\s|$)", s)) for s in sentences) / max(1, len(sentences))
+    figures = [
+        Figure("code lines", code, 0, True),
+        Figure("lines longer than 100 columns", long_lines, 0, False),
+        Figure("conditional expressions per 1,000 code lines", 1000 * conditionals / code, 10, False),
+        Figure("nested conditional expressions", nested, 0, False),
+        Figure("packed assignments per 1,000 code lines", 1000 * packed / code, 2, False),
+        Figure("function names that begin with a verb, %", 100 * verbs / functions, 75, True),
+        Figure("comments per 100 code lines", 100 * comments / code, 6, True),
+        Figure("public names without a docstring", len(places["docstring"]), 0, False),
+        Figure("class names used twice", len(twice), 0, False),
+        Figure("README: words a sentence", words, 18, False),
+        Figure("README: semicolons and colons a sentence", marks, 0.6, False),
+    ]
+    return figures, places
+
+
+PLACES = ("long", "conditional", "nested", "packed", "name", "docstring", "class")
+
+
+def main() -> int:
+    """Print the table; with --check return 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--list", choices=PLACES, help="print the places behind one figure")
+    arguments = parser.parse_args()
+    figures, places = measure(Path.cwd())
+    if arguments.list:
+        print("\n".join(places[arguments.list]))
+        return 0
+    for figure in figures:
+        relation = "at least" if figure.at_least else "at most"
+        verdict = "ok" if figure.holds else "MISSED"
+        print(f"{figure.name:48} {figure.value:9.1f}   {relation} {figure.target:g}   {verdict}")
+    missed = [figure for figure in figures if not figure.holds]
+    return 1 if arguments.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
