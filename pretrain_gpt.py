@@ -18,16 +18,16 @@ from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
-from megatron.parallel.launcher import world_of_launcher
+from megatron.parallel.launcher import read_launcher_world
 from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
-from megatron.training.resume import settle, where_to_start
+from megatron.training.resume import resolve_job, select_checkpoint_config
 from megatron.training.setup import (
     answer_roll_call,
+    hold_folder_lease,
     join_ranks,
     leave,
     leave_with_error,
-    own_folder,
     report_error,
     start_run,
 )
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> None:
         leave_with_error(error)
     except OSError as error:
         if host_io_error(error) is not None:
-            report_error(error, f"{type(error).__name__}: {error}")  # a fault of this host, though not one that has a message
+            report_error(
+                error, f"{type(error).__name__}: {error}"
+            )  # a fault of this host, though not one that has a message
         raise
     leave()
 
@@ -54,11 +56,13 @@ def main(argv: list[str] | None = None) -> None:
 def pretrain(loaded: LoadedConfig) -> None:
     """Everything between the configuration and the end of training."""
     config = loaded.config
-    world = world_of_launcher(config.parallel.local_rank)
+    world = read_launcher_world(config.parallel.local_rank)
     # As seen from here: most mistakes show without the other ranks. What holds is what rank 0 finds when the folder is its own.
-    plan = settle(loaded, world.size, find_start(where_to_start(config)).checkpoint).plan
+    plan = resolve_job(
+        loaded, world.size, find_start(select_checkpoint_config(config)).checkpoint
+    ).plan
     mesh = join_ranks(plan, world)
-    with answer_roll_call(plan, mesh), own_folder(config, mesh) as lease:
+    with answer_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
         run = start_run(loaded, mesh, lease)
         try:
             if config.batch.eval_only:

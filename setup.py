@@ -33,8 +33,12 @@ def build_command() -> dict[str, type]:
         def build_extension(self, ext: Extension) -> None:
             try:
                 super().build_extension(ext)
-            except Exception as error:  # the compilers' error types differ by platform; none may stop the install
-                print(f"C++ index helpers were not built ({type(error).__name__}: {error}): the slower NumPy ones will be used.")
+            except (
+                Exception
+            ) as error:  # the compilers' error types differ by platform; none may stop the install
+                print(
+                    f"C++ index helpers were not built ({type(error).__name__}: {error}): the slower NumPy ones will be used."
+                )
 
     return {"build_ext": OptionalBuild}
 

@@ -21,11 +21,10 @@ MAX_COLUMNS = 100
 
 # Words that begin a function's name and are verbs in this package. A name that begins with one of
 # the prefixes `is_`, `has_` and so on asks a yes-or-no question and counts as well.
-VERBS = frozenset(
-    """
-    accept accumulate acquire add adopt advance agree align all allocate allow analyse answer append
+_VERBS = """
+    accept accumulate acquire add adopt advance agree align allocate allow analyse answer append
     apply arrange ask assert assign average avoid await backward balance begin bind blend block
-    broadcast build bump bytes cache calculate call cancel cap cast catch change check choose claim
+    broadcast build bump cache calculate call cancel cap cast catch change check choose claim
     clamp clean clear clip clone close collapse collect combine compare compile complete compute
     concatenate configure confirm connect consume contain continue convert copy count cover create
     cut deal decide declare decode decompress decrease delete deliver derive describe detach detect
@@ -51,10 +50,12 @@ VERBS = frozenset(
     synchronise synchronize tag take tell test throttle tie time tokenize touch trace track train
     transform translate transpose traverse trim truncate try tune turn unfold unlink unlock unpack
     unshard update upload use validate verify view visit wait walk warm warn watch weigh wrap write
-    yield zero
-    """.split()
-)
-QUESTIONS = frozenset("is are has have can may must should was were does needs wants".split())
+    yield zero commit requeue eval attend alert finalize restart preprocess shorten attempt locate
+    unmark protect iterate
+"""
+VERBS = frozenset(_VERBS.split())
+_QUESTIONS = "is are has have can may must should was were does needs wants"
+QUESTIONS = frozenset(_QUESTIONS.split())
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ def count_code_lines(text: str) -> int:
         if token.type not in ignored:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 
@@ -222,7 +224,9 @@ def measure(root: Path) -> tuple[list[Figure], dict[str, list[str]]]:
     figures = [
         Figure("code lines", code, 0, True),
         Figure("lines longer than 100 columns", long_lines, 0, False),
-        Figure("conditional expressions per 1,000 code lines", 1000 * conditionals / code, 10, False),
+        Figure(
+            "conditional expressions per 1,000 code lines", 1000 * conditionals / code, 10, False
+        ),
         Figure("nested conditional expressions", nested, 0, False),
         Figure("packed assignments per 1,000 code lines", 1000 * packed / code, 2, False),
         Figure("function names that begin with a verb, %", 100 * verbs / functions, 75, True),

@@ -35,16 +35,16 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from layouts import describe_machine, table
 from torch import Tensor
-from worlds import CORES, Case, World, WorldFailedError, one_iteration
+from worlds import CORES, Case, LaunchedWorld, WorldFailedError, one_iteration
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
-from megatron.parallel.launcher import world_of_launcher
+from megatron.parallel.launcher import read_launcher_world
 from megatron.training.loop import begin_save
-from megatron.training.resume import settle
-from megatron.training.setup import join_ranks, ranks_of, start_run
+from megatron.training.resume import resolve_job
+from megatron.training.setup import build_ranks, join_ranks, start_run
 
 BLOCK = 4 << 20
 SAVERS = ("raw", "ours", "ours, read back", "torch")
@@ -107,15 +107,19 @@ class StoringRank:
     """
 
     def __init__(self, root: Path, argv: list[str]) -> None:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that a single process saves is meant
-        loaded, world = load_config(argv), world_of_launcher()
-        mesh = join_ranks(settle(loaded, world.size, None).plan, world)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # that a single process saves is meant
+        loaded, world = load_config(argv), read_launcher_world()
+        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._run = start_run(loaded, mesh, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
-        self._root, self._ranks = root, ranks_of(mesh)
+        self._root, self._ranks = root, build_ranks(mesh)
         one_iteration(self._run)  # moments that are not zero
-        self._chunks = [chunk for chunk in self._run.engine.chunks(optimizer=True) if chunk.owner]
-        self._tensors = {f"{chunk.kind}/{chunk.name}@{chunk.offset}": chunk.tensor for chunk in self._chunks}
+        self._shards = [shard for shard in self._run.engine.shards(optimizer=True) if shard.owner]
+        self._tensors = {
+            f"{shard.kind}/{shard.name}@{shard.offset}": shard.tensor for shard in self._shards
+        }
         asynchronous = CheckpointConfig(async_save=True, max_save_failures=1)
         self._async_saver = Saver(self._folder("async"), asynchronous, self._ranks)
 
@@ -129,7 +133,12 @@ class StoringRank:
         if self._ranks.rank == 0:
             self._folder(how).mkdir()
             os.sync()  # nobody pays for what another one wrote
-        savers = {"raw": self._save_raw, "ours": self._save_ours, "ours, read back": self._save_ours, "torch": self._save_torch}
+        savers = {
+            "raw": self._save_raw,
+            "ours": self._save_ours,
+            "ours, read back": self._save_ours,
+            "torch": self._save_torch,
+        }
         return self._timed(lambda: savers[how](how))
 
     def drop(self, how: str) -> None:
@@ -162,12 +171,12 @@ class StoringRank:
             os.sync()
         self._barrier()
         copies: list[float] = []
-        run.engine.before_update = lambda: copies.append(seconds_of(saver.wait_for_copy))
+        run.engine.pre_update_hook = lambda: copies.append(seconds_of(saver.wait_for_copy))
         begin, polls, during = seconds_of(lambda: begin_save(run, saver)), [], []
         while saver.in_flight:  # as the loop does
             during.append(seconds_of(lambda: one_iteration(run)))
             polls.append(seconds_of(saver.poll))
-        run.engine.before_update = lambda: None
+        run.engine.pre_update_hook = lambda: None
         self.drop("async")
         copy = sum(copies)
         during[0] -= copies[0]
@@ -188,7 +197,10 @@ class StoringRank:
         return time.perf_counter() - start
 
     def _fingerprints(self) -> list[int]:
-        return [int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in self._tensors.values()]
+        return [
+            int(tensor.view(torch.int32).sum(dtype=torch.int64))
+            for tensor in self._tensors.values()
+        ]
 
     def _raw_file(self) -> Path:
         return self._folder("raw") / f"rank_{self._ranks.rank:05d}"
@@ -213,19 +225,27 @@ class StoringRank:
 
     def _save_ours(self, how: str) -> None:
         keep = 1 if how == "ours, read back" else None
-        saver = Saver(self._folder(how), CheckpointConfig(max_save_failures=1, keep_latest_checkpoints=keep), self._ranks)
+        saver = Saver(
+            self._folder(how),
+            CheckpointConfig(max_save_failures=1, keep_latest_checkpoints=keep),
+            self._ranks,
+        )
         begin_save(self._run, saver)
         saver.complete()
 
     def _load_ours(self) -> None:
-        open_checkpoint(self._folder("ours"), self._run.state.iteration).load_into(self._chunks)
+        open_checkpoint(self._folder("ours"), self._run.state.iteration).load_into(self._shards)
 
     def _save_torch(self, how: str) -> None:
         writer = dcp.FileSystemWriter(self._folder(how), sync_files=True)
         dcp.save(self._tensors, storage_writer=writer, no_dist=self._ranks.size == 1)
 
     def _load_torch(self) -> None:
-        dcp.load(self._tensors, storage_reader=dcp.FileSystemReader(self._folder("torch")), no_dist=self._ranks.size == 1)
+        dcp.load(
+            self._tensors,
+            storage_reader=dcp.FileSystemReader(self._folder("torch")),
+            no_dist=self._ranks.size == 1,
+        )
 
 
 def seconds_of(act: Callable[[], Any]) -> float:
@@ -257,17 +277,24 @@ def forget(path: Path) -> None:
 def case_of(parameters: float, processes: int) -> Case:
     """A GPT of about so many parameters: few large tensors and many small ones."""
     hidden = 64 * max(1, round(1.5 * parameters ** (1 / 3) / 64))
-    vocab = 128 * round(min(50304, max(5120, parameters / (4 * hidden))) / 128)  # the corpus has ids below 5000
+    vocab = 128 * round(
+        min(50304, max(5120, parameters / (4 * hidden))) / 128
+    )  # the corpus has ids below 5000
     layers = max(1, round((parameters - vocab * hidden) / (12 * hidden**2)))
     flags = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length 256 --micro-batch-size 1 "
         f"--global-batch-size {processes} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
         f"--vocab-size {vocab} --log-interval 1000000 --zero-stage {int(processes > 1)}"
     )
-    return Case(f"{processes} process{'es' if processes > 1 else ''}", flags, processes, max(1, CORES // processes))
+    return Case(
+        f"{processes} process{'es' if processes > 1 else ''}",
+        flags,
+        processes,
+        max(1, CORES // processes),
+    )
 
 
-def save_rows(world: World, gigabytes: float, arguments: Arguments) -> list[str]:
+def save_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
     seconds: dict[str, list[float]] = {how: [] for how in SAVERS}
     for number in range(arguments.rounds + 1):
         for how in SAVERS:
@@ -275,11 +302,16 @@ def save_rows(world: World, gigabytes: float, arguments: Arguments) -> list[str]
             world.ask("drop", how)
             if number:
                 seconds[how].append(took)
-    return [row_of(f"{world.case.name}, {how}", seconds[how], seconds["raw"], gigabytes) for how in SAVERS]
+    return [
+        row_of(f"{world.case.name}, {how}", seconds[how], seconds["raw"], gigabytes)
+        for how in SAVERS
+    ]
 
 
-def load_rows(world: World, gigabytes: float, arguments: Arguments) -> list[str]:
-    seconds: dict[tuple[str, bool], list[float]] = {(how, cold): [] for cold in (True, False) for how in LOADERS}
+def load_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
+    seconds: dict[tuple[str, bool], list[float]] = {
+        (how, cold): [] for cold in (True, False) for how in LOADERS
+    }
     for how in LOADERS:
         world.ask("save", how)
     for number in range(arguments.rounds + 1):
@@ -291,7 +323,12 @@ def load_rows(world: World, gigabytes: float, arguments: Arguments) -> list[str]
     for how in LOADERS:
         world.ask("drop", how)
     return [
-        row_of(f"{world.case.name}, {'cold' if cold else 'warm'}, {how}", times, seconds["raw", cold], gigabytes)
+        row_of(
+            f"{world.case.name}, {'cold' if cold else 'warm'}, {how}",
+            times,
+            seconds["raw", cold],
+            gigabytes,
+        )
         for (how, cold), times in seconds.items()
     ]
 
@@ -303,7 +340,7 @@ def row_of(name: str, seconds: Sequence[float], raw: Sequence[float], gigabytes:
     return f"| {name} | {rates} | {statistics.median(seconds):.2f} | {ratio:.2f} |"
 
 
-def stall_rows(world: World, arguments: Arguments) -> list[str]:
+def stall_rows(world: LaunchedWorld, arguments: Arguments) -> list[str]:
     """The worst rank of each round."""
     stalls: list[Stall] = []
     for number in range(arguments.rounds + 1):
@@ -344,11 +381,15 @@ def measure(arguments: Arguments, processes: int, folder: str) -> None:
     """All parts, by so many processes."""
     case = case_of(arguments.parameters, processes)
     with ExitStack() as stack:
-        world = World(case, folder, partial(StoringRank, Path(tempfile.mkdtemp(dir=folder))))
+        world = LaunchedWorld(
+            case, folder, partial(StoringRank, Path(tempfile.mkdtemp(dir=folder)))
+        )
         stack.callback(world.close)
         sizes = world.ask("size")
         gigabytes = sum(size for size, _ in sizes) / 1e9
-        print(f"\n{case.name} x {case.threads} threads: `{case.flags}`; {gigabytes:.3f} GB", end=" ")
+        print(
+            f"\n{case.name} x {case.threads} threads: `{case.flags}`; {gigabytes:.3f} GB", end=" "
+        )
         print(f"in {sum(count for _, count in sizes)} tensors", flush=True)
         if "save" in arguments.part:
             table("| save | GB/s | median s | x raw |", save_rows(world, gigabytes, arguments))
@@ -364,11 +405,19 @@ def main() -> int:
     if arguments.quick:
         arguments = replace(arguments, parameters=1e6, rounds=1, steps=2)
     command = " ".join(["python benchmarks/checkpoint.py", *sys.argv[1:]])
-    with tempfile.TemporaryDirectory(prefix="checkpoint-benchmark-", dir=arguments.folder) as folder:
-        print(f"## Checkpoints\n\n`{command}`\n\n{describe_machine(arguments)} {file_system(folder)}.", flush=True)
+    with tempfile.TemporaryDirectory(
+        prefix="checkpoint-benchmark-", dir=arguments.folder
+    ) as folder:
+        print(
+            f"## Checkpoints\n\n`{command}`\n\n{describe_machine(arguments)} {file_system(folder)}.",
+            flush=True,
+        )
         free, needed = shutil.disk_usage(folder).free, 3 * 12 * arguments.parameters
         if free < 1.2 * needed:
-            print(f"{needed / 1e9:.1f} GB are needed, and {folder} has {free / 1e9:.1f} GB; give another --folder", file=sys.stderr)
+            print(
+                f"{needed / 1e9:.1f} GB are needed, and {folder} has {free / 1e9:.1f} GB; give another --folder",
+                file=sys.stderr,
+            )
             return 2
         try:
             for processes in arguments.processes:

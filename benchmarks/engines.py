@@ -24,16 +24,16 @@ import torch.distributed as dist
 import tyro
 from layouts import describe_machine, shape_flags, spread, table
 from torch.nn.parallel import DistributedDataParallel
-from worlds import CORPUS, Case, Measured, World
+from worlds import CORPUS, Case, LaunchedWorld, Measured
 
 from megatron.config.cli import load_config
 from megatron.data.batches import Microbatch
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.launcher import world_of_launcher
+from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
-from megatron.training.resume import settle
+from megatron.training.resume import resolve_job
 from megatron.training.setup import join_ranks, open_data
 from megatron.training.state import TrainState
 
@@ -60,14 +60,16 @@ class BareRank:
     """As `worlds.Rank`, with a loop of a few lines instead of the trainer's."""
 
     def __init__(self, argv: list[str]) -> None:
-        world = world_of_launcher()
-        plan = settle(load_config(argv), world.size, None).plan
+        world = read_launcher_world()
+        plan = resolve_job(load_config(argv), world.size, None).plan
         mesh = join_ranks(plan, world)
         self._device, self._size = mesh.device, plan.batch_size.final
         self._data = open_data(plan, mesh, TrainState()).train
         model = GPT(plan.shape, TensorParallel(), RandomStreams(0, mesh.device)).to(mesh.device)
         for name, parameter in model.named_parameters():
-            torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.normal_(parameter, std=0.02)
+            torch.nn.init.ones_(parameter) if name.endswith(
+                "norm.weight"
+            ) else torch.nn.init.normal_(parameter, std=0.02)
         self._model = DistributedDataParallel(model) if world.size > 1 else model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
@@ -75,20 +77,26 @@ class BareRank:
         start, cpu, losses = time.perf_counter(), time.process_time(), []
         for _ in range(count):
             assert self._data is not None
-            losses.append(self._step(self._data.next(self._size)))
+            losses.append(self._step(self._data.read_batch(self._size)))
         seconds = time.perf_counter() - start
         return Measured(seconds / count, (time.process_time() - cpu) / count, 0.0, tuple(losses))
 
     def _step(self, microbatches: list[Microbatch]) -> float:
         total = torch.zeros((), device=self._device)
         for number, m in enumerate(microbatches):
-            last = number == len(microbatches) - 1 or not isinstance(self._model, DistributedDataParallel)
+            last = number == len(microbatches) - 1 or not isinstance(
+                self._model, DistributedDataParallel
+            )
             with nullcontext() if last else self._model.no_sync():
-                loss = self._model(None, Inputs(m.tokens, m.labels).to(self._device)) / len(microbatches)
+                loss = self._model(None, Inputs(m.tokens, m.labels).to(self._device)) / len(
+                    microbatches
+                )
                 loss.backward()
             total += loss.detach()
         if dist.is_initialized():
-            dist.all_reduce(total, op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM)
+            dist.all_reduce(
+                total, op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM
+            )
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -104,9 +112,12 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
             print(f"\nSKIPPED: {layout}: {processes} ranks need as many GPUs for NCCL", flush=True)
             continue
         case = Case(layout, f"{shape} {flags}", processes)
-        worlds = {"native": World(case, folder), "DeepSpeed": World(replace(case, flags=f"{case.flags} {DEEPSPEED}"), folder)}
+        worlds = {
+            "native": LaunchedWorld(case, folder),
+            "DeepSpeed": LaunchedWorld(replace(case, flags=f"{case.flags} {DEEPSPEED}"), folder),
+        }
         if processes <= 2:
-            worlds["bare loop"] = World(case, folder, BareRank)
+            worlds["bare loop"] = LaunchedWorld(case, folder, BareRank)
         seconds: dict[str, list[float]] = {name: [] for name in worlds}
         for number in range(arguments.rounds + 1):
             for name, world in worlds.items():
@@ -130,8 +141,20 @@ def measure_start(arguments: Arguments, folder: str) -> None:
     shape = shape_flags(2, 128, 64, 1, 8).split()
     rows = []
     for processes in (1, 2) if arguments.quick else (1, 8):
-        pipeline = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"] if processes == 8 else []
-        training = ["pretrain_gpt.py", *shape, *pipeline, "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
+        pipeline = (
+            ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+            if processes == 8
+            else []
+        )
+        training = [
+            "pretrain_gpt.py",
+            *shape,
+            *pipeline,
+            "--data-path",
+            str(CORPUS),
+            "--data-cache-path",
+            f"{folder}/cache",
+        ]
         training += ["--exit-interval", "1", "--log-interval", "1"]
         commands = {
             "native": training,
@@ -141,18 +164,23 @@ def measure_start(arguments: Arguments, folder: str) -> None:
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for number in range((1 if arguments.quick else 3) + 1):
             for name, command in commands.items():
-                took = _seconds_to_first_iteration(["torchrun", "--standalone", "--nproc-per-node", str(processes), *command])
+                took = _seconds_to_first_iteration(
+                    ["torchrun", "--standalone", "--nproc-per-node", str(processes), *command]
+                )
                 if number:
                     seconds[name].append(took)
         rows += [
-            f"| {processes} | {name} | {min(t):.1f} / {statistics.median(t):.1f} / {max(t):.1f} |" for name, t in seconds.items()
+            f"| {processes} | {name} | {min(t):.1f} / {statistics.median(t):.1f} / {max(t):.1f} |"
+            for name, t in seconds.items()
         ]
     table("| processes | engine | s |", rows)
 
 
 def _seconds_to_first_iteration(command: list[str]) -> float:
     start, found = time.perf_counter(), None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         printed = []
         for line in process.stdout:

@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from worlds import CORES, Case, World, WorldFailedError
+from worlds import CORES, Case, LaunchedWorld, WorldFailedError
 
-from megatron.schedule.pipeline import bubble_fraction
+from megatron.schedule.pipeline import compute_bubble_fraction
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = (
@@ -64,23 +64,35 @@ def shape_flags(layers: int, hidden: int, seq: int, micro: int, batch: int) -> s
 
 
 @contextlib.contextmanager
-def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, World]]:
+def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, LaunchedWorld]]:
     """All that have a GPU for each rank, or run on CPUs."""
     with ExitStack() as stack:
         worlds = {}
         for case in cases:
             if 0 < torch.cuda.device_count() < case.processes:
-                print(f"\nSKIPPED: {case.name}: {case.processes} ranks need as many GPUs for NCCL", flush=True)
+                print(
+                    f"\nSKIPPED: {case.name}: {case.processes} ranks need as many GPUs for NCCL",
+                    flush=True,
+                )
                 continue
-            worlds[case.name] = world = World(case, folder)
+            worlds[case.name] = world = LaunchedWorld(case, folder)
             stack.callback(world.close)
         yield worlds
 
 
 def planned(case: Case) -> dict[str, Any]:
     """The plan of a case in JSON."""
-    command = [sys.executable, str(ROOT / "tools/plan.py"), "--json", "--world-size", str(case.processes), "--"]
-    done = subprocess.run([*command, *case.flags.split()], capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "tools/plan.py"),
+        "--json",
+        "--world-size",
+        str(case.processes),
+        "--",
+    ]
+    done = subprocess.run(
+        [*command, *case.flags.split()], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, f"{case.name}: {done.stdout}{done.stderr}"
     plan: dict[str, Any] = json.loads(done.stdout)
     return plan
@@ -100,7 +112,11 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
     """The same batch, in the same microbatches, on several layouts."""
     shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(7, 384, 256, 1, 8)
     base, many = "one process, one thread", f"one process, {CORES} threads"
-    layouts = (("TP 2", TENSOR, 2), ("PP 2", PIPELINE, 2), ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4))
+    layouts = (
+        ("TP 2", TENSOR, 2),
+        ("PP 2", PIPELINE, 2),
+        ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4),
+    )
     cases = [Case(base, shape)] + ([Case(many, shape, 1, CORES)] if CORES > 1 else [])
     cases += [Case(name, f"{shape} {flags}", processes) for name, flags, processes in layouts]
     seconds: dict[str, list[float]] = {}
@@ -110,18 +126,28 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
                 took = max(measured.seconds for measured in world.ask("steps", 1))
                 if number:
                     seconds.setdefault(name, []).append(took)
-        rows = [_steps_row(world.case, seconds[name], seconds[base]) for name, world in worlds.items()]
-    print(f"\n### Step time by layout\n\n`{shape}`: {planned(cases[0])['parameters'] / 1e6:.1f} million parameters.")
+        rows = [
+            _steps_row(world.case, seconds[name], seconds[base]) for name, world in worlds.items()
+        ]
+    print(
+        f"\n### Step time by layout\n\n`{shape}`: {planned(cases[0])['parameters'] / 1e6:.1f} million parameters."
+    )
     print(
         f"{CORES} cores: layouts with more processes take turns on them and cannot be faster than that many times the first row. "
         "*at most* also has the pipeline's idle share, where each process has a core; *core-seconds* are step time x cores used."
     )
-    table("| layout | processes x threads | cores used | ms | speed | at most | core-seconds |", rows)
+    table(
+        "| layout | processes x threads | cores used | ms | speed | at most | core-seconds |", rows
+    )
 
 
 def _steps_row(case: Case, seconds: Sequence[float], base: Sequence[float]) -> str:
     speed = statistics.median(b / s for b, s in zip(base, seconds, strict=True))
-    pipeline = planned(case)["pipeline"][-1]["idle"] if PIPELINE in case.flags and case.processes <= CORES else 0.0
+    pipeline = (
+        planned(case)["pipeline"][-1]["idle"]
+        if PIPELINE in case.flags and case.processes <= CORES
+        else 0.0
+    )
     used = f"{case.processes} x {case.threads} | {case.cores}"
     bound, core_seconds = case.cores * (1 - pipeline), case.cores * statistics.median(seconds)
     return f"| {case.name} | {used} | {spread(seconds)} | {speed:.2f} | {bound:.2f} | {core_seconds:.2f} |"
@@ -132,7 +158,9 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
     hidden, seq, counts = (128, 64, (2, 4)) if arguments.quick else (384, 128, (2, 4, 8, 16))
     # 7 layers: the first stage has four, the last three and the output projection, which costs about one.
     plain = Case("1F1B", f"{shape_flags(7, hidden, seq, 1, 2)} {PIPELINE}", 2)
-    virtual = f"{shape_flags(8, hidden, seq, 1, 2)} {PIPELINE} --num-layers-per-virtual-pipeline-stage 2"
+    virtual = (
+        f"{shape_flags(8, hidden, seq, 1, 2)} {PIPELINE} --num-layers-per-virtual-pipeline-stage 2"
+    )
     interleaved = Case("interleaved, v = 2", virtual, 2)
     seen: dict[tuple[str, int], list[tuple[float, list[float]]]] = {}
     with worlds_of((plain, interleaved), folder) as worlds:
@@ -141,12 +169,16 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
                 for m in counts:
                     ranks = world.ask("steps", 1, m)
                     if number:
-                        whole = ranks[0].forward_backward  # the first stage begins first and ends last
+                        whole = ranks[
+                            0
+                        ].forward_backward  # the first stage begins first and ends last
                         idle = [(rank.seconds - rank.cpu_seconds) / whole for rank in ranks]
                         seen.setdefault((name, m), []).append((whole, idle))
     if not seen:
         return
-    print(f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden {hidden}; forward and backward.")
+    print(
+        f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden {hidden}; forward and backward."
+    )
     print(
         "*1F1B*: 4 layers and 3 with the output projection. *interleaved*: 4 stages of 2 layers, the last one longer by the output "
         "projection. *by the fit*: 1 - m w / t(m). *by the clock*: time in which a rank used no CPU (rank 0 / 1), waits for uneven "
@@ -155,13 +187,25 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
     rows, fits = [], []
     for name, v in ((plain.name, 1), (interleaved.name, 2)):
         medians = {m: statistics.median(whole for whole, _ in seen[name, m]) for m in counts}
-        slope, w = statistics.linear_regression([1 / m for m in counts], [medians[m] / m for m in counts])
-        fits.append(f"{name}: t(m) / m = {1e3 * w:.1f} ms x (1 + {slope / w:.2f} / m); the schedule says (p - 1) / v = {1 / v:.2f}")
+        slope, w = statistics.linear_regression(
+            [1 / m for m in counts], [medians[m] / m for m in counts]
+        )
+        fits.append(
+            f"{name}: t(m) / m = {1e3 * w:.1f} ms x (1 + {slope / w:.2f} / m); the schedule says (p - 1) / v = {1 / v:.2f}"
+        )
         for m in counts:
             idle = [statistics.median(idle[rank] for _, idle in seen[name, m]) for rank in (0, 1)]
-            clock = "-" if torch.cuda.is_available() else " / ".join(f"{share:.3f}" for share in idle)
-            cells = (spread([whole for whole, _ in seen[name, m]]), f"{1e3 * medians[m] / m:.1f}", f"{1 - m * w / medians[m]:.3f}")
-            rows.append(f"| {name} | {m} | {' | '.join(cells)} | {clock} | {bubble_fraction(m, 2, v):.3f} |")
+            clock = (
+                "-" if torch.cuda.is_available() else " / ".join(f"{share:.3f}" for share in idle)
+            )
+            cells = (
+                spread([whole for whole, _ in seen[name, m]]),
+                f"{1e3 * medians[m] / m:.1f}",
+                f"{1 - m * w / medians[m]:.3f}",
+            )
+            rows.append(
+                f"| {name} | {m} | {' | '.join(cells)} | {clock} | {compute_bubble_fraction(m, 2, v):.3f} |"
+            )
     table("| schedule | m | ms | ms / m | idle by the fit | idle by the clock | schedule |", rows)
     print("\n" + "\n".join(f"- {fit}" for fit in fits), flush=True)
 
@@ -170,7 +214,9 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     """Peak memory of a process that runs one case, and of the planner; differences to a comparison's first case."""
     precision = " --bf16" if torch.cuda.is_available() else ""
     small = shape_flags(4, 128, 128, 4, 4) if arguments.quick else shape_flags(8, 384, 256, 4, 4)
-    large = (shape_flags(4, 256, 64, 1, 4) if arguments.quick else shape_flags(8, 512, 64, 1, 4)) + precision
+    large = (
+        shape_flags(4, 256, 64, 1, 4) if arguments.quick else shape_flags(8, 512, 64, 1, 4)
+    ) + precision
     some, threads = small + precision, CORES
     scores = f"{some} --attention-dropout 0.1"
     again = "--checkpoint-activations"
@@ -181,7 +227,9 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     ]
     core = [
         Case("no recomputation, attention dropout", scores, 1, threads),
-        Case("attention core, attention dropout", f"{scores} --recompute-attention-core", 1, threads),
+        Case(
+            "attention core, attention dropout", f"{scores} --recompute-attention-core", 1, threads
+        ),
     ]
     zero = [Case("DP 2, ZeRO 1", f"{large} --zero-stage 1", 2)]
     zero += [Case(f"DP 2, ZeRO {stage}", f"{large} --zero-stage {stage}", 2) for stage in (2, 3)]
@@ -189,8 +237,12 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     if arguments.quick:
         kept, core, zero = kept[::2], [], zero[::2]
     print("\n### Memory")
-    print(f"\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: `{some}`. ZeRO: `{large}`.")
-    print("*against*: the difference to the group's first row, measured and by `tools/plan.py` (which leaves buffers out).")
+    print(
+        f"\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: `{some}`. ZeRO: `{large}`."
+    )
+    print(
+        "*against*: the difference to the group's first row, measured and by `tools/plan.py` (which leaves buffers out)."
+    )
     rows = [
         *_memory_rows(kept, lambda memory: memory["activations"], folder),
         *_memory_rows(core, lambda memory: memory["activations_with_scores"], folder),
@@ -199,17 +251,24 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     table("| case | measured | against | planner, against |", rows)
 
 
-def _memory_rows(cases: Sequence[Case], by_planner: Callable[[dict[str, Any]], int], folder: str) -> list[str]:
+def _memory_rows(
+    cases: Sequence[Case], by_planner: Callable[[dict[str, Any]], int], folder: str
+) -> list[str]:
     peaks: dict[str, tuple[int, int]] = {}
     for case in cases:
         with worlds_of([case], folder) as worlds:
             for name, world in worlds.items():
                 world.ask("steps", 1)  # optimizer states, buffers, the libraries' own memory
-                peaks[name] = max(world.ask("peak_bytes", 2)), by_planner(planned(case)["memory_bytes"])
+                peaks[name] = (
+                    max(world.ask("peak_bytes", 2)),
+                    by_planner(planned(case)["memory_bytes"]),
+                )
     rows = []
     for name, (peak, prediction) in peaks.items():
         first_peak, first_prediction = next(iter(peaks.values()))
-        against = f"{(peak - first_peak) / 2**20:+.0f} | {(prediction - first_prediction) / 2**20:+.0f}"
+        against = (
+            f"{(peak - first_peak) / 2**20:+.0f} | {(prediction - first_prediction) / 2**20:+.0f}"
+        )
         rows.append(f"| {name} | {peak / 2**20:.0f} | {against} |")
     return rows
 
@@ -232,9 +291,17 @@ def measure_compile(arguments: Arguments, folder: str) -> None:
                     seconds.setdefault(name, []).append(took)
                 else:
                     first[name] = took
-    print(f"\n### Compiling\n\nLlama's shape, `{shape}`, {CORES} threads. The first step waits for the compiler.")
-    ratio = [statistics.median(off / s for off, s in zip(seconds["off"], times, strict=True)) for times in seconds.values()]
-    rows = [f"| {n} | {spread(seconds[n])} | {r:.2f} | {first[n]:.1f} |" for n, r in zip(seconds, ratio, strict=True)]
+    print(
+        f"\n### Compiling\n\nLlama's shape, `{shape}`, {CORES} threads. The first step waits for the compiler."
+    )
+    ratio = [
+        statistics.median(off / s for off, s in zip(seconds["off"], times, strict=True))
+        for times in seconds.values()
+    ]
+    rows = [
+        f"| {n} | {spread(seconds[n])} | {r:.2f} | {first[n]:.1f} |"
+        for n, r in zip(seconds, ratio, strict=True)
+    ]
     table("| `--use-torch-compile` | ms | speed | first step, s |", rows)
 
 
@@ -242,15 +309,19 @@ def compare_losses(folder: str) -> int:
     """Ten steps of each layout, by gloo on one device; the number of layouts that differ by more than 1e-5 or fail."""
     where = "GPU" if torch.cuda.is_available() else "CPU (no GPU here)"
     shape, steps = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo", 10
-    layouts = [("TP 2", TENSOR, 2), ("PP 2", PIPELINE, 2), ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4)]
+    layouts = [
+        ("TP 2", TENSOR, 2),
+        ("PP 2", PIPELINE, 2),
+        ("TP 2 x PP 2", f"{TENSOR} {PIPELINE}", 4),
+    ]
     layouts += [(f"DP 2, ZeRO {stage}", f"--zero-stage {stage}", 2) for stage in (1, 3)]
-    world = World(Case("one process", shape), folder)
+    world = LaunchedWorld(Case("one process", shape), folder)
     expected = world.ask("steps", steps)[0].losses
     world.close()
     rows, wrong = [], 0
     for name, flags, processes in layouts:
         try:
-            world = World(Case(name, f"{shape} {flags}", processes), folder)
+            world = LaunchedWorld(Case(name, f"{shape} {flags}", processes), folder)
             losses = world.ask("steps", steps)[0].losses
             world.close()
         except WorldFailedError as failure:
@@ -261,7 +332,9 @@ def compare_losses(folder: str) -> int:
             outcome = f"{largest:.1e}" if largest < 1e-5 else f"{largest:.1e}: MORE THAN 1e-5"
             wrong += not largest < 1e-5
         rows.append(f"| {name} | {outcome} |")
-    print(f"\n### Ranks on one device\n\n{steps} losses in fp32, gloo, {where}: largest relative difference to one process's.")
+    print(
+        f"\n### Ranks on one device\n\n{steps} losses in fp32, gloo, {where}: largest relative difference to one process's."
+    )
     table("| layout | difference |", rows)
     return wrong
 
@@ -283,7 +356,12 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.quick:
         arguments = replace(arguments, rounds=1)
-    parts = {"steps": measure_steps, "bubble": measure_bubble, "memory": measure_memory, "compile": measure_compile}
+    parts = {
+        "steps": measure_steps,
+        "bubble": measure_bubble,
+        "memory": measure_memory,
+        "compile": measure_compile,
+    }
     failed, command = 0, " ".join(["python benchmarks/layouts.py", *sys.argv[1:]])
     print(f"## Layouts\n\n`{command}`\n\n{describe_machine(arguments)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,10 +23,10 @@ import tyro
 from worlds import CORPUS, one_iteration
 
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.model.flops import model_flops_per_token
+from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.observe.throughput import peak_tflops
+from megatron.observe.throughput import find_peak_tflops
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
 from megatron.parallel.rng import RandomStreams
@@ -89,16 +89,20 @@ def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
 def next_tokens(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The same real batches, without anything of the trainer's around them."""
     assert run.sources.train is not None
-    batch = run.sources.train.next(run.plan.batch_size.final)[0]
+    batch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
     return batch.tokens.to(device), batch.labels.to(device)
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
     """Our model, and as few lines around it as train it in the same arithmetic: fp32 masters of bf16 weights."""
     half = run.plan.config.precision.bf16
-    model = GPT(run.plan.shape, TensorParallel(), RandomStreams(0, device)).to(device, torch.bfloat16 if half else torch.float32)
+    model = GPT(run.plan.shape, TensorParallel(), RandomStreams(0, device)).to(
+        device, torch.bfloat16 if half else torch.float32
+    )
     for name, parameter in model.named_parameters():
-        torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.ones_(parameter) if name.endswith("norm.weight") else torch.nn.init.normal_(
+            parameter, std=0.02
+        )
         if half:
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
     masters = [p.detach().float() if half else p for p in model.parameters()]
@@ -187,11 +191,16 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
 
 
 def print_rows(
-    plan: Plan, shape: str, precision: str, seconds: dict[str, list[float]], memory: dict[str, float], device: torch.device
+    plan: Plan,
+    shape: str,
+    precision: str,
+    seconds: dict[str, list[float]],
+    memory: dict[str, float],
+    device: torch.device,
 ) -> None:
     tokens = plan.batch_size.final * plan.config.model.seq_length
-    flops = model_flops_per_token(plan.shape)
-    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    flops = count_model_flops_per_token(plan.shape)
+    peak = find_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for name, times in seconds.items():
         rate = tokens / statistics.median(times)
         low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
@@ -208,7 +217,11 @@ def print_rows(
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     device = choose_device(0)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     rounds = f"{arguments.rounds} rounds of {arguments.steps} steps; min / median / max"
     print(f"torch {torch.__version__}, {name}, size {arguments.size}, {rounds}")
     for shape in arguments.shape:

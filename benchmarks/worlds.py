@@ -23,16 +23,19 @@ from typing import Any
 import torch
 
 from megatron.config.cli import load_config
-from megatron.parallel.launcher import world_of_launcher
+from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.training.loop import check_finite, train_iteration
-from megatron.training.report import Step
-from megatron.training.resume import settle
+from megatron.training.report import StepRecord
+from megatron.training.resume import resolve_job
 from megatron.training.run import Run
 from megatron.training.setup import join_ranks, leave, start_run
 from megatron.training.state import TrainState
 
-CORPUS = Path(__file__).resolve().parents[1] / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
+CORPUS = (
+    Path(__file__).resolve().parents[1]
+    / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
+)
 TIMEOUT_SECONDS = 300
 CORES = len(os.sched_getaffinity(0))
 
@@ -81,7 +84,9 @@ Serving = Callable[[list[str]], Any]
 # In the ranks
 
 
-def work(pipe: Connection, serve: Serving, argv: list[str], environment: dict[str, str], threads: int) -> None:
+def work(
+    pipe: Connection, serve: Serving, argv: list[str], environment: dict[str, str], threads: int
+) -> None:
     """A rank: builds what serves in it, then answers commands until the pipe closes."""
     os.environ.update(environment)
     torch.set_num_threads(threads)
@@ -106,20 +111,20 @@ class Rank:
 
     def __init__(self, argv: list[str]) -> None:
         _free_at_once()
-        loaded, world = load_config(argv), world_of_launcher()
-        mesh = join_ranks(settle(loaded, world.size, None).plan, world)
+        loaded, world = load_config(argv), read_launcher_world()
+        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._cuda = mesh.device.type == "cuda"
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
         self._run = run = start_run(loaded, mesh, None)
-        self._seen: list[Step] = []
-        report = run.reporter.step
+        self._seen: list[StepRecord] = []
+        report = run.reporter.report_step
 
-        def keep(state: TrainState, step: Step) -> None:
+        def keep(state: TrainState, step: StepRecord) -> None:
             self._seen.append(step)
             report(state, step)
 
         run.reporter.say = lambda line: None  # type: ignore[method-assign]
-        run.reporter.step = keep  # type: ignore[method-assign]
+        run.reporter.report_step = keep  # type: ignore[method-assign]
 
     def steps(self, count: int, microbatches: int | None = None) -> Measured:
         """What the loop does in `count` iterations; of another number of microbatches than configured, where one is given."""
@@ -135,7 +140,12 @@ class Rank:
         self._synchronise()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         inside = sum(step.phase_seconds["forward-backward"] for step in self._seen)
-        return Measured(seconds / count, cpu / count, inside / count, tuple(step.result.loss for step in self._seen))
+        return Measured(
+            seconds / count,
+            cpu / count,
+            inside / count,
+            tuple(step.result.loss for step in self._seen),
+        )
 
     def peak_bytes(self, count: int) -> int:
         """Most memory during `count` steps, beyond what the process had before the run was built."""
@@ -144,7 +154,9 @@ class Rank:
         else:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         self.steps(count)
-        return (torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")) - self._before
+        return (
+            torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")
+        ) - self._before
 
     def _synchronise(self) -> None:
         if self._cuda:
@@ -174,23 +186,44 @@ def _free_at_once() -> None:
 # In the process that asks
 
 
-class World:
+class LaunchedWorld:
     """The ranks of a case, waiting for commands without using a core."""
 
     def __init__(self, case: Case, folder: str, serve: Serving = Rank) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron.training.setup"])
         home = Path(tempfile.mkdtemp(dir=folder))
-        argv = [*case.flags.split(), "--data-path", str(CORPUS), "--data-cache-path", f"{folder}/cache"]
-        argv += ["--tensorboard-dir", f"{home}/tensorboard", "--metrics-file", f"{home}/metrics.jsonl"]
+        argv = [
+            *case.flags.split(),
+            "--data-path",
+            str(CORPUS),
+            "--data-cache-path",
+            f"{folder}/cache",
+        ]
+        argv += [
+            "--tensorboard-dir",
+            f"{home}/tensorboard",
+            "--metrics-file",
+            f"{home}/metrics.jsonl",
+        ]
         self.case, port = case, _free_port()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(case.processes):
             here, there = context.Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.processes, "MASTER_PORT": port}
-            environment = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in place.items()}}
-            process = context.Process(target=work, args=(there, serve, argv, environment, case.threads), daemon=True)
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": case.processes,
+                "MASTER_PORT": port,
+            }
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                **{key: str(value) for key, value in place.items()},
+            }
+            process = context.Process(
+                target=work, args=(there, serve, argv, environment, case.threads), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)

@@ -14,4 +14,9 @@ def find(module: str, name: str) -> tuple[Any, str]:
         return None, f"the installed 'apex' is not NVIDIA's (it has no {module})"
     except ImportError as broken:
         return None, f"NVIDIA apex is installed but does not load: {broken}"
-    return found, "NVIDIA apex is installed" if found else f"the installed 'apex' is not NVIDIA's (it has no {name})"
+    return (
+        found,
+        "NVIDIA apex is installed"
+        if found
+        else f"the installed 'apex' is not NVIDIA's (it has no {name})",
+    )

@@ -55,7 +55,7 @@ class ErrorReport:
         return f"{prefix}{self.kind}: {self.message}"
 
 
-def report_of(error: BaseException, environment: Mapping[str, str] = os.environ) -> ErrorReport:
+def build_report(error: BaseException, environment: Mapping[str, str] = os.environ) -> ErrorReport:
     """Describe the error of this rank."""
     return ErrorReport(
         rank=int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0),
@@ -68,7 +68,9 @@ def report_of(error: BaseException, environment: Mapping[str, str] = os.environ)
 
 def host_io_error(error: BaseException) -> int | None:
     """Return the errno of the I/O error that caused `error`, if a fault of this host alone can be the reason."""
-    faults = _DEVICE_OR_MOUNT if isinstance(error, CheckpointError) else _DEVICE_OR_MOUNT | _LOCAL_DISK
+    faults = (
+        _DEVICE_OR_MOUNT if isinstance(error, CheckpointError) else _DEVICE_OR_MOUNT | _LOCAL_DISK
+    )
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in faults:
@@ -100,7 +102,9 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
     unreadable: list[str] = []
     for path in sorted(folder.iterdir()):
         try:
-            report = ErrorReport(**json.loads(path.read_bytes())) if path.suffix == ".json" else None
+            report = (
+                ErrorReport(**json.loads(path.read_bytes())) if path.suffix == ".json" else None
+            )
         except (OSError, ValueError, TypeError):
             report = None
         if report is None:

@@ -47,39 +47,50 @@ def read_launch_script(path: Path) -> LaunchScript:
     except (OSError, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
     shell = _Shell(str(path))
-    nodes, devices = _slurm_request(text)
-    for name, value in (("SLURM_NNODES", nodes), ("SLURM_JOB_NUM_NODES", nodes), ("SLURM_GPUS_ON_NODE", devices)):
+    nodes, devices = _read_slurm_request(text)
+    for name, value in (
+        ("SLURM_NNODES", nodes),
+        ("SLURM_JOB_NUM_NODES", nodes),
+        ("SLURM_GPUS_ON_NODE", devices),
+    ):
         if value is not None:
             shell.variables[name] = str(value)
-    found = parse_command(shell.training_command(text))
+    found = parse_command(shell.find_training_command(text))
     unresolved = tuple(sorted({*found.unresolved, *shell.dropped}))
-    return LaunchScript(found.arguments, nodes or found.nodes, devices or found.devices_per_node, unresolved)
+    return LaunchScript(
+        found.arguments, nodes or found.nodes, devices or found.devices_per_node, unresolved
+    )
 
 
 def parse_command(words: Sequence[str]) -> LaunchScript:
     """Take a command line apart: launcher, training script, arguments. Without a training script all words are its arguments."""
     script = next((i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)), -1)
     launcher, arguments = list(words[: max(0, script)]), tuple(words[script + 1 :])
-    unresolved = {first or second for word in arguments for first, second, *_ in VARIABLE.findall(word)}
+    unresolved = {
+        first or second for word in arguments for first, second, *_ in VARIABLE.findall(word)
+    }
     return LaunchScript(
         arguments=arguments,
-        nodes=_launcher_option(launcher, "nnodes"),
-        devices_per_node=_launcher_option(launcher, "nproc-per-node"),
+        nodes=_read_launcher_option(launcher, "nnodes"),
+        devices_per_node=_read_launcher_option(launcher, "nproc-per-node"),
         unresolved=tuple(sorted(unresolved)),
     )
 
 
-def _slurm_request(text: str) -> tuple[int | None, int | None]:
+def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
     """(nodes, devices of each) of the #SBATCH lines."""
     options: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for name, value in re.findall(r"(--[\w-]+|-N)[=\s]\s*(\S+)", line):
             options[name.lstrip("-")] = value
-    nodes = _last_number(options.get("nodes") or options.get("N"))
-    devices = _last_number(options.get("gpus-per-node"))
+    nodes = _parse_last_number(options.get("nodes") or options.get("N"))
+    devices = _parse_last_number(options.get("gpus-per-node"))
     if devices is None and "gpu" in options.get("gres", ""):
-        devices = _last_number(options["gres"])
-    tasks, each = _last_number(options.get("ntasks-per-node")), _last_number(options.get("gpus-per-task"))
+        devices = _parse_last_number(options["gres"])
+    tasks, each = (
+        _parse_last_number(options.get("ntasks-per-node")),
+        _parse_last_number(options.get("gpus-per-task")),
+    )
     if devices is None and tasks is not None and each is not None:
         devices = tasks * each
     if devices is None and tasks is not None and tasks > 1:
@@ -87,18 +98,18 @@ def _slurm_request(text: str) -> tuple[int | None, int | None]:
     return nodes, devices
 
 
-def _last_number(text: str | None) -> int | None:
+def _parse_last_number(text: str | None) -> int | None:
     """8 of '8', 'gpu:8', 'gpu:a100:8' and '4-8'; None of anything else."""
     match = re.search(r"(?:^|[:-])(\d+)$", text or "")
     return int(match[1]) if match else None
 
 
-def _launcher_option(words: list[str], name: str) -> int | None:
+def _read_launcher_option(words: list[str], name: str) -> int | None:
     """The integer value of torchrun's --NAME, in its spellings with dashes or underscores, with '=' or a space."""
     for i, word in enumerate(words):
         option, _, value = word.replace("_", "-").partition("=")
         if option == f"--{name}":
-            return _last_number(value or " ".join(words[i + 1 : i + 2]))
+            return _parse_last_number(value or " ".join(words[i + 1 : i + 2]))
     return None
 
 
@@ -110,18 +121,24 @@ class _Shell:
     variables: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
 
-    def training_command(self, text: str) -> list[str]:
+    def find_training_command(self, text: str) -> list[str]:
         """Words of the first command that starts a training script, launcher included; else of an assignment that holds one."""
         in_assignment: list[str] = []
-        for statement in self._statements(text):
+        for statement in self._split_statements(text):
             rest = statement
             while match := ASSIGNMENT.match(rest):
-                value, rest = self._assigned_value(rest[match.end() :])
-                self.variables[match[1]] = (self.variables.get(match[1], "") + " " if match[2] else "") + value
+                value, rest = self._read_assigned_value(rest[match.end() :])
+                self.variables[match[1]] = (
+                    self.variables.get(match[1], "") + " " if match[2] else ""
+                ) + value
                 if not in_assignment or match[1] == "CMD":
-                    in_assignment = _from_training_script([value]) or in_assignment
-            words = self._words(rest)
-            if words and words[0] not in SILENT_COMMANDS and (command := _from_training_script(words)):
+                    in_assignment = _find_training_words([value]) or in_assignment
+            words = self._split_words(rest)
+            if (
+                words
+                and words[0] not in SILENT_COMMANDS
+                and (command := _find_training_words(words))
+            ):
                 return command
         if not in_assignment:
             raise ConfigError(
@@ -129,7 +146,7 @@ class _Shell:
             )
         return in_assignment
 
-    def _statements(self, text: str) -> Iterator[str]:
+    def _split_statements(self, text: str) -> Iterator[str]:
         """Commands between newlines and semicolons, continuations joined, comments and here-documents left out."""
         text = text.replace("\\\n", " ")
         start = i = 0
@@ -172,27 +189,27 @@ class _Shell:
                     continue
             i += 1
 
-    def _assigned_value(self, text: str) -> tuple[str, str]:
+    def _read_assigned_value(self, text: str) -> tuple[str, str]:
         """(value, what follows it) of the text after 'NAME='."""
         if text.startswith("("):
             inside, _, rest = text[1:].rpartition(")")
-            return " ".join(shlex.quote(word) for word in self._words(inside)), rest
-        end = _end_of_word(text)
-        return self._unquoted(text[:end]), text[end:].lstrip()
+            return " ".join(shlex.quote(word) for word in self._split_words(inside)), rest
+        end = _find_end_of_word(text)
+        return self._remove_quotes(text[:end]), text[end:].lstrip()
 
-    def _words(self, text: str) -> list[str]:
+    def _split_words(self, text: str) -> list[str]:
         """The words that the shell would make of `text`, up to a pipe, redirection or other operator."""
         words: list[str] = []
         while text := text.lstrip():
             if text[0] in OPERATORS or re.match(r"\d+[<>]", text):
                 break
-            end = _end_of_word(text)
+            end = _find_end_of_word(text)
             after_flag = bool(words) and words[-1].startswith("--") and "=" not in words[-1]
-            words += self._expanded_word(text[:end], after_flag)
+            words += self._expand_word(text[:end], after_flag)
             text = text[end:]
         return words
 
-    def _expanded_word(self, raw: str, after_flag: bool) -> list[str]:
+    def _expand_word(self, raw: str, after_flag: bool) -> list[str]:
         """One raw word expanded; an unquoted variable alone splits into words, and into none where it is unset."""
         match = VARIABLE.fullmatch(raw.strip('"'))
         name = match and (match[1] or match[2])
@@ -202,7 +219,7 @@ class _Shell:
             if not after_flag:
                 self.dropped.append(name or "")
                 return []
-        return [self._unquoted(raw)]
+        return [self._remove_quotes(raw)]
 
     def _split(self, value: str) -> list[str]:
         try:
@@ -210,22 +227,25 @@ class _Shell:
         except ValueError:
             return value.split()
 
-    def _unquoted(self, raw: str) -> str:
+    def _remove_quotes(self, raw: str) -> str:
         """One raw word with its quotes removed and its variables expanded, but for those in single quotes."""
         parts = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[^'\"]+", raw, re.DOTALL)
-        return "".join(part[1:-1] if part[0] == "'" else self._expanded(part.strip('"')) for part in parts)
+        return "".join(
+            part[1:-1] if part[0] == "'" else self._expand_variables(part.strip('"'))
+            for part in parts
+        )
 
-    def _expanded(self, text: str) -> str:
-        def value(match: re.Match[str]) -> str:
+    def _expand_variables(self, text: str) -> str:
+        def get_value(match: re.Match[str]) -> str:
             if match[0].startswith("\\"):
                 return match[0][1:]
             name, default = match[1] or match[2], match[4]
             return self.variables.get(name, match[0] if default is None else default)
 
-        return re.sub(r"\\[\s\S]|" + VARIABLE.pattern, value, text)
+        return re.sub(r"\\[\s\S]|" + VARIABLE.pattern, get_value, text)
 
 
-def _end_of_word(text: str) -> int:
+def _find_end_of_word(text: str) -> int:
     """Index of the first blank or operator of `text` outside quotes, backticks and $( )."""
     i, quote, depth = 0, "", 0
     while i < len(text):
@@ -246,11 +266,11 @@ def _end_of_word(text: str) -> int:
     return i
 
 
-def _from_training_script(words: list[str]) -> list[str]:
+def _find_training_words(words: list[str]) -> list[str]:
     """`words` if they start a training script; a word that is itself a command line, as after bash -c, is taken apart."""
     for word in words:
         if TRAINING_SCRIPT.search(word):
             return words
         if re.search(r"pretrain_\w+\.py\s", word):
-            return _Shell("")._words(word)
+            return _Shell("")._split_words(word)
     return []

@@ -6,21 +6,21 @@ group and no device, and it always comes back whole: failures are collected in `
 
 from dataclasses import dataclass
 
-from megatron.config.asked import Asked
-from megatron.config.cli import as_error
-from megatron.config.rules import check
+from megatron.config.cli import combine_errors
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, LayoutError
 from megatron.model import flops
-from megatron.model.partition import Stage, layers_per_rank, partition, whole_model
+from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
 from megatron.model.shape import ModelShape
 from megatron.plan_rules import (
-    Report,
+    PlanReport,
     check_batch_sizes,
     check_curriculum,
     check_grid,
     check_tensor_parallel,
-    countable,
+    clamp_sizes,
     warn_of_files,
     warn_of_pipeline,
     warn_of_shape,
@@ -30,17 +30,17 @@ from megatron.schedule.batch_size import (
     ConstantBatchSize,
     RampupBatchSize,
     bare_thresholds_as_samples,
-    iterations_for_samples,
+    count_iterations_for_samples,
+    count_samples_of_iterations,
     parse_step_schedule,
-    samples_of_iterations,
     step_entries,
 )
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.pipeline import PipelineSchedule, choose
+from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import padded_vocab_size, vocab_size_of
+from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ class Plan:
         """Virtual stages of each pipeline rank; 1 where stages are not interleaved."""
         return max(1, len(self.stages) // self.pipeline_size)
 
-    def pipeline_schedule(self, batch_size: int) -> PipelineSchedule:
-        """How a global batch of `batch_size` samples runs through the stages. Raises LayoutError as `num_microbatches`."""
-        return choose(self.num_microbatches(batch_size), self.pipeline_size, self.stages_per_rank)
+    def choose_pipeline_schedule(self, batch_size: int) -> PipelineSchedule:
+        """How a global batch of `batch_size` samples runs through the stages. Raises LayoutError as `get_num_microbatches`."""
+        return choose_schedule(
+            self.get_num_microbatches(batch_size), self.pipeline_size, self.stages_per_rank
+        )
 
-    def num_microbatches(self, batch_size: int) -> int:
+    def get_num_microbatches(self, batch_size: int) -> int:
         """Microbatches that each data-parallel rank takes for a global batch of `batch_size` samples.
 
         Raises LayoutError where that is no whole number.
@@ -118,19 +120,25 @@ class Plan:
             )
         return batch_size // share
 
-    def seq_length_at(self, iteration: int) -> int:
+    def get_seq_length(self, iteration: int) -> int:
         """Tokens of a training sample in `iteration` (1-based); evaluation always has the full length."""
-        return self.config.model.seq_length if self.curriculum is None else self.curriculum.at(iteration)
+        return (
+            self.config.model.seq_length
+            if self.curriculum is None
+            else self.curriculum.get_seq_length(iteration)
+        )
 
     def forecast(self) -> Forecast:
         """The counters and the learning rate at any iteration of an undisturbed run."""
         seq_length = self.config.model.seq_length
-        return Forecast(self.batch_size, self.lr_schedule, seq_length, self.curriculum, self.skip_ranges)
+        return Forecast(
+            self.batch_size, self.lr_schedule, seq_length, self.curriculum, self.skip_ranges
+        )
 
     def raise_on_errors(self) -> None:
         """Raise one ConfigError that lists all of `errors`, if there are any."""
         if self.errors:
-            raise as_error(self.errors)
+            raise combine_errors(self.errors)
 
 
 def resolve(
@@ -150,34 +158,48 @@ def resolve(
     with --load is planned away from its checkpoints (see `check_batch_sizes`).
     """
     asked = config
-    errors, warnings = check(asked, origin or {})
-    report = Report(countable(Asked(asked, origin or {})), errors, warnings)
+    errors, warnings = check_rules(asked, origin or {})
+    report = PlanReport(clamp_sizes(ConfigWithOrigin(asked, origin or {})), errors, warnings)
     config = report.config
-    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tensor, pipeline = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
 
     grid_fits = check_grid(world_size, report)
     data_parallel_size = max(1, world_size // (tensor * pipeline))
 
-    vocab_size = report.attempt(lambda: _vocab_size(report), 0)
-    padded = report.attempt(lambda: _padded_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
+    vocab_size = report.attempt(lambda: _find_vocab_size(report), 0)
+    padded = (
+        report.attempt(lambda: _pad_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
+    )
     shape = ModelShape(config.model, vocab_size, padded)
     check_tensor_parallel(shape, report)
-    uncut: tuple[Stage, ...] = (whole_model(shape),)
+    uncut: tuple[Stage, ...] = (make_single_stage(shape),)
     stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
 
-    stand_in: BatchSizeSchedule = ConstantBatchSize(config.batch.global_batch_size or data_parallel_size)
+    stand_in: BatchSizeSchedule = ConstantBatchSize(
+        config.batch.global_batch_size or data_parallel_size
+    )
     at_known_position = consumed_samples is not None
-    batch_size = report.attempt(lambda: _batch_size(report, data_parallel_size, at_known_position), stand_in)
+    batch_size = report.attempt(
+        lambda: _build_batch_size(report, data_parallel_size, at_known_position), stand_in
+    )
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
-    train_iters, train_samples = _train_end(batch_size, iteration, consumed_samples or 0, consumed_tokens, report)
-    lr_schedule = report.attempt(
-        lambda: _lr_schedule(config, batch_size.final, train_iters, train_samples), LRSchedule(0.0, 0.0, "constant", 0, 1)
+    train_iters, train_samples = _find_train_end(
+        batch_size, iteration, consumed_samples or 0, consumed_tokens, report
     )
-    skip_ranges = _skip_ranges(train_iters, report)
+    lr_schedule = report.attempt(
+        lambda: _build_lr_schedule(config, batch_size.final, train_iters, train_samples),
+        LRSchedule(0.0, 0.0, "constant", 0, 1),
+    )
+    skip_ranges = _parse_skip_ranges(train_iters, report)
 
-    curriculum = report.attempt(lambda: curriculum_of(report.config), None)
-    check_curriculum(curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report)
+    curriculum = report.attempt(lambda: build_curriculum(report.config), None)
+    check_curriculum(
+        curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
+    )
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
     warn_of_files(report)
@@ -188,9 +210,11 @@ def resolve(
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         shape=shape,
-        parameters=flops.parameter_count(shape),
+        parameters=flops.count_parameters(shape),
         stages=stages,
-        stage_parameters=flops.stage_parameters(shape, tensor, layers_per_rank(stages, pipeline)),
+        stage_parameters=flops.count_stage_parameters(
+            shape, tensor, count_layers_per_rank(stages, pipeline)
+        ),
         batch_size=batch_size,
         train_iters=train_iters,
         train_samples=train_samples,
@@ -202,57 +226,79 @@ def resolve(
     )
 
 
-def _vocab_size(report: Report) -> int:
-    size, warning = vocab_size_of(report.config.tokenizer)
+def _find_vocab_size(report: PlanReport) -> int:
+    size, warning = find_vocab_size(report.config.tokenizer)
     if warning:
         report.warnings.append(warning)
     return size
 
 
-def _padded_vocab_size(config: Config, vocab_size: int) -> int:
+def _pad_vocab_size(config: Config, vocab_size: int) -> int:
     tokenizer, tensor = config.tokenizer, config.parallel.tensor_model_parallel_size
-    return padded_vocab_size(vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to)
+    return compute_padded_vocab_size(
+        vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to
+    )
 
 
-def _batch_size(report: Report, data_parallel_size: int, at_known_position: bool) -> BatchSizeSchedule:
+def _build_batch_size(
+    report: PlanReport, data_parallel_size: int, at_known_position: bool
+) -> BatchSizeSchedule:
     batch = report.config.batch
     if batch.step_batch_size_schedule is not None:
         entries = batch.step_batch_size_schedule
         spelled = bare_thresholds_as_samples(entries)
         if not at_known_position and spelled != step_entries(entries):
             report.warnings.append(
-                f"{report.given('batch.step_batch_size_schedule')} names no unit. It is planned as "
+                f"{report.describe('batch.step_batch_size_schedule')} names no unit. It is planned as "
                 f"'{' '.join(spelled)}', as a resume of a run that was trained so reads it; a start is refused."
             )
             entries = spelled
         steps = parse_step_schedule(entries, report.config.model.seq_length)
         if batch.global_batch_size not in (None, steps.final):
             report.errors.append(
-                f"{report.given('batch.global_batch_size')} contradicts {report.given('batch.step_batch_size_schedule')}, which "
+                f"{report.describe('batch.global_batch_size')} contradicts {report.describe('batch.step_batch_size_schedule')}, which "
                 f"ends with {steps.final}; leave --global-batch-size out."
             )
         return steps
     if batch.rampup_batch_size is None:
         return ConstantBatchSize(
-            batch.micro_batch_size * data_parallel_size if batch.global_batch_size is None else batch.global_batch_size
+            batch.micro_batch_size * data_parallel_size
+            if batch.global_batch_size is None
+            else batch.global_batch_size
         )
     if batch.global_batch_size is None:
-        raise ConfigError(f"{report.given('batch.rampup_batch_size')} needs --global-batch-size, the size that it ends with.")
+        raise ConfigError(
+            f"{report.describe('batch.rampup_batch_size')} needs --global-batch-size, the size that it ends with."
+        )
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
 
 
-def curriculum_of(config: Config) -> Curriculum | None:
+def build_curriculum(config: Config) -> Curriculum | None:
     """The schedule that the flags describe; None where they describe none, or not all of it (`config.rules` says so).
 
     Raises ConfigError where the numbers make no schedule.
     """
     asked = config.curriculum
     style = asked.curriculum_schedule_type
-    longest = config.model.seq_length if asked.curriculum_max_difficulty is None else asked.curriculum_max_difficulty
+    longest = (
+        config.model.seq_length
+        if asked.curriculum_max_difficulty is None
+        else asked.curriculum_max_difficulty
+    )
     if style == "fixed_discrete" and asked.curriculum_difficulties:
         lengths = asked.curriculum_difficulties
-        return Curriculum(style, min(lengths), max(lengths), difficulties=lengths, max_steps=asked.curriculum_max_steps)
-    if style in (None, "fixed_discrete") or asked.curriculum_min_difficulty is None or asked.curriculum_total_step is None:
+        return Curriculum(
+            style,
+            min(lengths),
+            max(lengths),
+            difficulties=lengths,
+            max_steps=asked.curriculum_max_steps,
+        )
+    if (
+        style in (None, "fixed_discrete")
+        or asked.curriculum_min_difficulty is None
+        or asked.curriculum_total_step is None
+    ):
         return None
     if style == "fixed_root" and asked.curriculum_root_degree is None:
         return None
@@ -266,34 +312,52 @@ def curriculum_of(config: Config) -> Curriculum | None:
     )
 
 
-def _train_end(
-    schedule: BatchSizeSchedule, iteration: int, consumed_samples: int, consumed_tokens: int, report: Report
+def _find_train_end(
+    schedule: BatchSizeSchedule,
+    iteration: int,
+    consumed_samples: int,
+    consumed_tokens: int,
+    report: PlanReport,
 ) -> tuple[int, int]:
     """(iterations, samples) of the whole run, counted on from its position; (0, 0) where none are asked for."""
     batch, seq_length = report.config.batch, report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
         ahead = max(0, iterations - iteration)
-        return iterations, samples_of_iterations(schedule, ahead, seq_length, consumed_samples, consumed_tokens)
-    iterations = iteration + iterations_for_samples(schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens)
+        return iterations, count_samples_of_iterations(
+            schedule, ahead, seq_length, consumed_samples, consumed_tokens
+        )
+    iterations = iteration + count_iterations_for_samples(
+        schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens
+    )
     if iterations < 1:
         report.errors.append(
-            f"{report.given('batch.train_samples')} makes no whole batch; give at least the first one's {schedule.at(0, 0)}."
+            f"{report.describe('batch.train_samples')} makes no whole batch; give at least the first one's {schedule.get_size(0, 0)}."
         )
     return iterations, batch.train_samples
 
 
-def _lr_schedule(config: Config, global_batch_size: int, train_iters: int, train_samples: int) -> LRSchedule:
+def _build_lr_schedule(
+    config: Config, global_batch_size: int, train_iters: int, train_samples: int
+) -> LRSchedule:
     """Iterations count as `global_batch_size` (the final one) samples each, as in Megatron-LM."""
     optimizer, batch = config.optimizer, config.batch
 
-    def in_samples(samples: int | None, iterations: int | None) -> int | None:
-        return samples if samples is not None else None if iterations is None else iterations * global_batch_size
+    def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
+        return (
+            samples
+            if samples is not None
+            else None
+            if iterations is None
+            else iterations * global_batch_size
+        )
 
     whole = train_samples if batch.train_samples is not None else train_iters * global_batch_size
-    decay = in_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
+    decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
     decay = max(1, whole) if decay is None else decay
-    warmup: float = in_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
+    warmup: float = (
+        convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
+    )
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     return LRSchedule(
@@ -303,16 +367,20 @@ def _lr_schedule(config: Config, global_batch_size: int, train_iters: int, train
         warmup_steps=warmup,
         decay_steps=decay,
         decay_tokens=optimizer.lr_decay_tokens,
-        wsd_decay_steps=in_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters),
+        wsd_decay_steps=convert_to_samples(
+            optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters
+        ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
     )
 
 
-def _skip_ranges(train_iters: int, report: Report) -> tuple[SkipRange, ...]:
+def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:
     none: tuple[SkipRange, ...] = ()
-    ranges = report.attempt(lambda: parse_ranges(report.config.batch.skip_train_iteration_range), none)
+    ranges = report.attempt(
+        lambda: parse_ranges(report.config.batch.skip_train_iteration_range), none
+    )
     if ranges and ranges[-1][1] >= train_iters > 0:
         report.warnings.append(
-            f"{report.given('batch.skip_train_iteration_range')} reaches the end of training at iteration {train_iters}."
+            f"{report.describe('batch.skip_train_iteration_range')} reaches the end of training at iteration {train_iters}."
         )
     return ranges

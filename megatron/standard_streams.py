@@ -60,7 +60,9 @@ class _EnduringOutput(io.RawIOBase):
     def _report(self, error: OSError) -> None:
         """Write to the descriptor itself: the other stream may be the one that is reporting."""
         line = f"warning: {self._name} cannot be written ({error.strerror}); the program goes on and attempts each line again\n"
-        with contextlib.suppress(OSError):  # both go to the same full disk; the account will follow when there is room
+        with contextlib.suppress(
+            OSError
+        ):  # both go to the same full disk; the account will follow when there is room
             os.write(self._other, line.encode())
 
     def _write_all(self, block: bytes) -> None:
@@ -79,14 +81,20 @@ def protect_standard_streams() -> None:
     """
     output, error = _descriptor(sys.stdout), _descriptor(sys.stderr)
     if output is not None:
-        sys.stdout = _protected(sys.stdout, _EnduringOutput(output, "standard output", 2 if error is None else error))
+        sys.stdout = _protected(
+            sys.stdout, _EnduringOutput(output, "standard output", 2 if error is None else error)
+        )
     if error is not None:
-        sys.stderr = _protected(sys.stderr, _EnduringOutput(error, "standard error", 1 if output is None else output))
+        sys.stderr = _protected(
+            sys.stderr, _EnduringOutput(error, "standard error", 1 if output is None else output)
+        )
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
     """Return None for a stream that needs no protection, or has it."""
-    if stream is None or isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _EnduringOutput):
+    if stream is None or isinstance(
+        getattr(getattr(stream, "buffer", None), "raw", None), _EnduringOutput
+    ):
         return None
     try:
         return stream.fileno()
@@ -98,4 +106,6 @@ def _protected(stream: TextIO, raw: _EnduringOutput) -> TextIO:
     with contextlib.suppress(OSError):
         stream.flush()  # what was printed before keeps its place
     buffered = io.BufferedWriter(raw, _LINE_BYTES)
-    return io.TextIOWrapper(buffered, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return io.TextIOWrapper(
+        buffered, encoding=stream.encoding, errors=stream.errors, line_buffering=True
+    )

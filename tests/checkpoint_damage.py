@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save import Contents, Saver
-from megatron.parallel.chunk import Chunk
+from megatron.checkpoint.save import CheckpointContents, Saver
+from megatron.parallel.shard import TensorShard
 
 
 def flip(file: Path, position: int = -1) -> None:
@@ -28,17 +28,19 @@ def resign(folder: Path, index: dict, **altered: object) -> None:
     record = json.loads((folder / "manifest.json").read_text())
     del record["digest"]
     record["files"]["index.json"] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    (folder / "manifest.json").write_text(Manifest(**{**record, **altered}).to_text())
+    (folder / "manifest.json").write_text(Manifest(**{**record, **altered}).dump_json())
 
 
 class SaverOfFormat2(Saver):
     """Stores what is not finite, too, as versions before format 3 did."""
 
-    def _refuse_not_finite(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
+    def _refuse_not_finite(
+        self, contents: CheckpointContents, chunks: Sequence[TensorShard]
+    ) -> None:
         pass
 
 
-def save_unchecked(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
+def save_unchecked(root: Path, contents: CheckpointContents, chunks: Sequence[TensorShard]) -> Path:
     """`save_checkpoint` of a version before format 3, with numbers that are not finite."""
     root.mkdir(parents=True, exist_ok=True)
     saver = SaverOfFormat2(root)
@@ -54,7 +56,7 @@ def make_format_2(folder: Path) -> None:
     record["format"] = 2
     record["state"].pop("applied_steps", None)
     record["course"] = [entry[:3] for entry in record["course"]]
-    (folder / "manifest.json").write_text(Manifest(**record).to_text())
+    (folder / "manifest.json").write_text(Manifest(**record).dump_json())
 
 
 def poison(folder: Path, tensor: str, value: float, count: int = 1) -> None:

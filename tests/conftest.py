@@ -23,4 +23,9 @@ def corpus() -> str:
     """Prefix of a small indexed data set of real web text (5000 ids)."""
     from pathlib import Path
 
-    return str(Path(__file__).parent / "fixtures" / "openwebtext-100" / "meg-gpt2-openwebtext_text_document")
+    return str(
+        Path(__file__).parent
+        / "fixtures"
+        / "openwebtext-100"
+        / "meg-gpt2-openwebtext_text_document"
+    )

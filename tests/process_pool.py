@@ -106,7 +106,10 @@ class ProcessPool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            own = [argument.of(rank) if isinstance(argument, PerRank) else argument for argument in arguments]
+            own = [
+                argument.of(rank) if isinstance(argument, PerRank) else argument
+                for argument in arguments
+            ]
             self._workers[rank][0].send((function, own, environment))
         outcomes = []
         for rank in range(world_size):

@@ -11,5 +11,7 @@ def shared_dir(*parts: str) -> Path:
     root = Path(os.environ.get("MEGATRON_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     path = root.joinpath(*parts)
     if not path.exists():
-        pytest.skip(f"REFERENCE DATA ABSENT: {'/'.join(('shared', *parts))} is not there; set MEGATRON_SHARED to run this test")
+        pytest.skip(
+            f"REFERENCE DATA ABSENT: {'/'.join(('shared', *parts))} is not there; set MEGATRON_SHARED to run this test"
+        )
     return path

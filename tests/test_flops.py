@@ -43,24 +43,34 @@ def shaped(model: ModelConfig, padded_vocab_size: int = 256) -> ModelShape:
 
 
 def test_parameters_of_published_models():
-    assert flops.parameter_count(shaped(TR11, 250_880)) == 176_247_271_424
-    assert flops.parameter_count(shaped(LLAMA, 32_000)) == 6_738_415_616  # Llama 2 7B
+    assert flops.count_parameters(shaped(TR11, 250_880)) == 176_247_271_424
+    assert flops.count_parameters(shaped(LLAMA, 32_000)) == 6_738_415_616  # Llama 2 7B
     small = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
-    assert flops.parameter_count(shaped(small, 50_257)) == 124_439_808  # GPT-2
+    assert flops.count_parameters(shaped(small, 50_257)) == 124_439_808  # GPT-2
     grouped = dataclasses.replace(LLAMA, num_query_groups=8, ffn_hidden_size=14336)
-    assert flops.parameter_count(shaped(grouped, 32_000)) == 7_241_732_096  # Mistral 7B
+    assert flops.count_parameters(shaped(grouped, 32_000)) == 7_241_732_096  # Mistral 7B
     wide_heads = dataclasses.replace(
-        LLAMA, num_layers=28, hidden_size=3072, num_attention_heads=16, kv_channels=256, ffn_hidden_size=24576
+        LLAMA,
+        num_layers=28,
+        hidden_size=3072,
+        num_attention_heads=16,
+        kv_channels=256,
+        ffn_hidden_size=24576,
     )
     tied = dataclasses.replace(wide_heads, untie_embeddings_and_output_weights=False)
-    assert flops.parameter_count(shaped(tied, 256_000)) == 8_537_680_896  # Gemma 7B
+    assert flops.count_parameters(shaped(tied, 256_000)) == 8_537_680_896  # Gemma 7B
 
 
 def test_parameters_of_gpt2_by_formula():
     n, h, s, v = GPT2.num_layers, GPT2.hidden_size, GPT2.seq_length, 1024
-    assert flops.parameter_count(shaped(GPT2, v)) == n * (12 * h**2 + 13 * h) + v * h + s * h + 2 * h
+    assert (
+        flops.count_parameters(shaped(GPT2, v)) == n * (12 * h**2 + 13 * h) + v * h + s * h + 2 * h
+    )
     table = dataclasses.replace(GPT2, max_position_embeddings=100)
-    assert flops.parameter_count(shaped(table, v)) - flops.parameter_count(shaped(GPT2, v)) == (100 - s) * h
+    assert (
+        flops.count_parameters(shaped(table, v)) - flops.count_parameters(shaped(GPT2, v))
+        == (100 - s) * h
+    )
 
 
 def built(shape: ModelShape, tp: TensorParallel) -> int:
@@ -72,7 +82,13 @@ def built(shape: ModelShape, tp: TensorParallel) -> int:
 
 def test_counts_are_those_of_the_built_model():
     switches = itertools.product(
-        [None, 2], ["LayerNorm", "RMSNorm"], [None, "geglu"], [True, False], [True, False], [True, False], ["absolute", "rotary"]
+        [None, 2],
+        ["LayerNorm", "RMSNorm"],
+        [None, "geglu"],
+        [True, False],
+        [True, False],
+        [True, False],
+        ["absolute", "rotary"],
     )
     for groups, norm, glu, bias, untied, embed_norm, position in switches:
         model = dataclasses.replace(
@@ -85,34 +101,44 @@ def test_counts_are_those_of_the_built_model():
             embed_layernorm=embed_norm,
             position_embedding_type=position,
         )
-        assert flops.parameter_count(shaped(model)) == built(shaped(model), TensorParallel())
-        assert flops.stage_parameters(shaped(model), 2, (3,)) == (built(shaped(model), TensorParallel(size=2)),)
+        assert flops.count_parameters(shaped(model)) == built(shaped(model), TensorParallel())
+        assert flops.count_stage_parameters(shaped(model), 2, (3,)) == (
+            built(shaped(model), TensorParallel(size=2)),
+        )
 
 
 def test_unusual_sizes_are_counted_as_built():
-    model = dataclasses.replace(GPT2, ffn_hidden_size=72, kv_channels=24, max_position_embeddings=100, num_query_groups=4)
+    model = dataclasses.replace(
+        GPT2, ffn_hidden_size=72, kv_channels=24, max_position_embeddings=100, num_query_groups=4
+    )
     shape = ModelShape(model, 1000, 1024)
     for size in (1, 4):
-        assert flops.stage_parameters(shape, size, (3,)) == (built(shape, TensorParallel(size=size)),)
+        assert flops.count_stage_parameters(shape, size, (3,)) == (
+            built(shape, TensorParallel(size=size)),
+        )
 
 
 def test_stages_add_up_to_the_whole_and_a_copy_of_the_embedding():
-    whole, words = flops.parameter_count(shaped(GPT2, 256)), 256 * 64
-    assert flops.stage_parameters(shaped(GPT2, 256), 1, (3,)) == (whole,)
-    assert sum(flops.stage_parameters(shaped(GPT2, 256), 1, (1, 2))) == whole + words
+    whole, words = flops.count_parameters(shaped(GPT2, 256)), 256 * 64
+    assert flops.count_stage_parameters(shaped(GPT2, 256), 1, (3,)) == (whole,)
+    assert sum(flops.count_stage_parameters(shaped(GPT2, 256), 1, (1, 2))) == whole + words
     untied = dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True)
-    assert sum(flops.stage_parameters(shaped(untied, 256), 1, (1, 2))) == whole + words
+    assert sum(flops.count_stage_parameters(shaped(untied, 256), 1, (1, 2))) == whole + words
 
 
 def test_tensor_parallel_ranks_cut_matrices_and_repeat_norms():
     h = 64
-    replicated = 3 * (2 * h + 4 * h) + 32 * h + 2 * h  # row-parallel biases, norms, positions, final norm
-    whole = flops.parameter_count(shaped(GPT2, 256))
-    assert flops.stage_parameters(shaped(GPT2, 256), 4, (3,)) == ((whole - replicated) // 4 + replicated,)
+    replicated = (
+        3 * (2 * h + 4 * h) + 32 * h + 2 * h
+    )  # row-parallel biases, norms, positions, final norm
+    whole = flops.count_parameters(shaped(GPT2, 256))
+    assert flops.count_stage_parameters(shaped(GPT2, 256), 4, (3,)) == (
+        (whole - replicated) // 4 + replicated,
+    )
 
 
 def test_logged_tflops_of_tr11():
-    work = flops.iteration_flops(shaped(TR11, 250_880), 2048, recompute=True)
+    work = flops.count_iteration_flops(shaped(TR11, 250_880), 2048, recompute=True)
     assert f"{work / 105.22 / 384 / 1e12:.2f}" == "149.02"
     assert f"{work / 215.82 / 192 / 1e12:.2f}" == "145.31"
 
@@ -121,27 +147,40 @@ def test_logged_tflops_of_tr11():
 def test_iteration_flops_of_gpt2_by_formula(recompute, factor, logits):
     n, h, s, v, batch = 70, 14336, 2048, 250_880, 512
     expected = factor * batch * s * n * h**2 * (1 + s / (6 * h) + v / (logits * n * h))
-    assert flops.iteration_flops(shaped(TR11, v), batch, recompute=recompute) == pytest.approx(expected, rel=1e-12)
+    assert flops.count_iteration_flops(
+        shaped(TR11, v), batch, recompute=recompute
+    ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_flops_of_a_llama_shape():
     linears = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32_000
     attention = LLAMA.num_layers * 2 * 4096 * 4096
-    assert flops.model_flops_per_token(shaped(LLAMA, 32_000)) == 6 * (linears + attention)
-    grouped = dataclasses.replace(LLAMA, num_query_groups=8)  # key and value projections shrink to a quarter, scores do not
+    assert flops.count_model_flops_per_token(shaped(LLAMA, 32_000)) == 6 * (linears + attention)
+    grouped = dataclasses.replace(
+        LLAMA, num_query_groups=8
+    )  # key and value projections shrink to a quarter, scores do not
     saved = 6 * LLAMA.num_layers * 2 * 4096 * (4096 - 1024)
-    assert flops.model_flops_per_token(shaped(LLAMA, 32_000)) - flops.model_flops_per_token(shaped(grouped, 32_000)) == saved
+    assert (
+        flops.count_model_flops_per_token(shaped(LLAMA, 32_000))
+        - flops.count_model_flops_per_token(shaped(grouped, 32_000))
+        == saved
+    )
 
 
 def test_hardware_flops_count_the_layers_again_but_not_the_logits():
-    layers, logits = flops.forward_flops_per_token(shaped(GPT2, 256))
+    layers, logits = flops.count_forward_flops_per_token(shaped(GPT2, 256))
     assert (
-        flops.hardware_flops_per_token(shaped(GPT2, 256)) == flops.model_flops_per_token(shaped(GPT2, 256)) == 3 * (layers + logits)
+        flops.count_hardware_flops_per_token(shaped(GPT2, 256))
+        == flops.count_model_flops_per_token(shaped(GPT2, 256))
+        == 3 * (layers + logits)
     )
-    assert flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=True) == 4 * layers + 3 * logits
-    third = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=Fraction(1, 3))
+    assert (
+        flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=True)
+        == 4 * layers + 3 * logits
+    )
+    third = flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=Fraction(1, 3))
     assert third == 3 * layers + layers // 3 + 3 * logits
-    half = flops.hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # layers 1 and 3
+    half = flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # layers 1 and 3
     assert half == 3 * layers + 2 * layers // 3 + 3 * logits
 
 
@@ -172,7 +211,7 @@ def layers_of_fms_fsdp(share: float, count: int) -> list[int]:
     ],
 )
 def test_recomputed_layers_are_those_of_fms_fsdp(share, count, recomputed):
-    recomputes = Execution(recomputed_part=Fraction(share)).recomputes
+    recomputes = Execution(recomputed_part=Fraction(share)).is_recomputed
     assert [layer + 1 for layer in range(count) if recomputes(layer)] == recomputed
     assert layers_of_fms_fsdp(float(Fraction(share)), count) == recomputed
 
@@ -182,43 +221,59 @@ def test_every_share_recomputes_the_layers_of_fms_fsdp():
     shares = {Fraction(a, b) for b in range(1, 33) for a in range(b + 1)}
     shares |= {Fraction(f"{percent / 100:.2f}") for percent in range(101)}
     for share in shares:
-        recomputes = Execution(recomputed_part=share).recomputes
+        recomputes = Execution(recomputed_part=share).is_recomputed
         ours = [layer + 1 for layer in range(128) if recomputes(layer)]
         assert ours == layers_of_fms_fsdp(float(share), 128), share
 
 
 @pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 3), Fraction(2, 5), Fraction(1)])
 def test_recomputed_layers_are_those_that_the_blocks_recompute(share):
-    recomputes = Execution(recomputed_part=share).recomputes
+    recomputes = Execution(recomputed_part=share).is_recomputed
     for start, stop in itertools.combinations(range(13), 2):
-        assert flops.recomputed_layers(range(start, stop), share) == sum(map(recomputes, range(start, stop)))
+        assert flops.count_recomputed_layers(range(start, stop), share) == sum(
+            map(recomputes, range(start, stop))
+        )
 
 
 def test_shorter_sequences_cost_less_attention():
-    full, half = (flops.model_flops_per_token(shaped(GPT2, 256), s) for s in (32, 16))
+    full, half = (flops.count_model_flops_per_token(shaped(GPT2, 256), s) for s in (32, 16))
     assert full - half == 3 * 3 * 4 * 16 * 64
-    assert flops.iteration_flops(shaped(GPT2, 256), 10, 16) == 160 * half
+    assert flops.count_iteration_flops(shaped(GPT2, 256), 10, 16) == 160 * half
 
 
 def test_eighteen_bytes_a_parameter():
-    memory = flops.parameter_memory(104_000_000_000, half=True)
+    memory = flops.estimate_parameter_memory(104_000_000_000, half=True)
     assert memory.total == 1_872_000_000_000  # the 104B run's notes
-    assert (memory.master_weights, memory.working_weights, memory.optimizer_states, memory.gradients) == tuple(
-        104_000_000_000 * n for n in (4, 2, 8, 4)
-    )
-    assert flops.parameter_memory(10, half=False).total == 160
+    assert (
+        memory.master_weights,
+        memory.working_weights,
+        memory.optimizer_states,
+        memory.gradients,
+    ) == tuple(104_000_000_000 * n for n in (4, 2, 8, 4))
+    assert flops.estimate_parameter_memory(10, half=False).total == 160
 
 
-@pytest.mark.parametrize(("stage", "total"), [(0, 18_000), (1, 6_000 + 3_000), (2, 2_000 + 4_000), (3, 4_500)])
+@pytest.mark.parametrize(
+    ("stage", "total"), [(0, 18_000), (1, 6_000 + 3_000), (2, 2_000 + 4_000), (3, 4_500)]
+)
 def test_zero_shards_more_with_each_stage(stage, total):
-    memory = flops.parameter_memory_per_rank(1000, half=True, data_parallel_size=4, zero_stage=stage)
+    memory = flops.estimate_parameter_memory_per_rank(
+        1000, half=True, data_parallel_size=4, zero_stage=stage
+    )
     assert memory.total == total
 
 
 def test_zero_in_fp32_has_whole_weights_beside_the_shard_until_stage_3():
-    totals = [flops.parameter_memory_per_rank(1000, half=False, data_parallel_size=4, zero_stage=z).total for z in range(4)]
+    totals = [
+        flops.estimate_parameter_memory_per_rank(
+            1000, half=False, data_parallel_size=4, zero_stage=z
+        ).total
+        for z in range(4)
+    ]
     assert totals == [16_000, 11_000, 8_000, 4_000]
-    alone = flops.parameter_memory_per_rank(1000, half=False, data_parallel_size=1, zero_stage=1)
+    alone = flops.estimate_parameter_memory_per_rank(
+        1000, half=False, data_parallel_size=1, zero_stage=1
+    )
     assert (alone.total, alone.working_weights) == (16_000, 0)
 
 
@@ -226,23 +281,49 @@ def test_activations_of_gpt2_by_formula():
     s, b, h, a = 32, 2, 64, 4
     for t in (1, 2, 4):
         plain = s * b * h * (10 + 24 / t)
-        assert flops.layer_activation_bytes(shaped(GPT2), b, t) == plain
-        assert flops.layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True) == s * b * h * 34 / t
-        assert flops.layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True) == plain + 5 * a * s**2 * b / t
-    assert flops.layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
-    assert flops.layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True) == 2 * s * b * h // 4
-    assert flops.layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
-    assert flops.logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
+        assert flops.estimate_layer_activation_bytes(shaped(GPT2), b, t) == plain
+        assert (
+            flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
+            == s * b * h * 34 / t
+        )
+        assert (
+            flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
+            == plain + 5 * a * s**2 * b / t
+        )
+    assert flops.estimate_layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
+    assert (
+        flops.estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
+        == 2 * s * b * h // 4
+    )
+    assert flops.estimate_layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
+    assert flops.estimate_logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
 
 
 def test_activations_without_dropout_have_no_masks():
     bare = dataclasses.replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-    assert flops.layer_activation_bytes(shaped(GPT2), 1) - flops.layer_activation_bytes(shaped(bare), 1) == 32 * 2 * 64
-    scores = flops.layer_activation_bytes(shaped(bare), 1, scores_kept=True) - flops.layer_activation_bytes(shaped(bare), 1)
+    assert (
+        flops.estimate_layer_activation_bytes(shaped(GPT2), 1)
+        - flops.estimate_layer_activation_bytes(shaped(bare), 1)
+        == 32 * 2 * 64
+    )
+    scores = flops.estimate_layer_activation_bytes(
+        shaped(bare), 1, scores_kept=True
+    ) - flops.estimate_layer_activation_bytes(shaped(bare), 1)
     assert scores == 2 * 4 * 32**2
 
 
 def test_a_stage_keeps_the_inputs_of_recomputed_layers():
-    whole, kept = flops.layer_activation_bytes(shaped(GPT2), 2, scores_kept=True), flops.layer_input_bytes(shaped(GPT2), 2)
-    assert flops.stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True) == 3 * whole
-    assert flops.stage_activation_bytes(shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True) == whole + 2 * kept
+    whole, kept = (
+        flops.estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True),
+        flops.estimate_layer_input_bytes(shaped(GPT2), 2),
+    )
+    assert (
+        flops.estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
+        == 3 * whole
+    )
+    assert (
+        flops.estimate_stage_activation_bytes(
+            shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True
+        )
+        == whole + 2 * kept
+    )

@@ -24,7 +24,12 @@ def value_of(arguments: tuple[str, ...], flag: str) -> str:
 def test_slurm_script_with_nested_variables():
     script = read_launch_script(SCRIPTS / "gpt-350M.slurm")
     assert (script.nodes, script.devices_per_node, script.world_size) == (4, 8, 32)
-    assert script.arguments[:4] == ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4")
+    assert script.arguments[:4] == (
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "4",
+    )
     assert value_of(script.arguments, "--pp-partition-method") == "type:transformer|embedding"
     assert value_of(script.arguments, "--num-layers") == "24"
     assert value_of(script.arguments, "--global-batch-size") == "256"
@@ -64,12 +69,16 @@ def test_shell_script_with_arrays_and_torchrun():
     ],
 )
 def test_world_of_the_slurm_header(tmp_path, header, world_size):
-    assert read(tmp_path, f"#!/bin/bash\n{header}\nsrun python pretrain_gpt.py --fp16\n").world_size == world_size
+    assert (
+        read(tmp_path, f"#!/bin/bash\n{header}\nsrun python pretrain_gpt.py --fp16\n").world_size
+        == world_size
+    )
 
 
 def test_slurm_variables_come_from_the_header(tmp_path):
     script = read(
-        tmp_path, "#SBATCH --nodes=5\nN=$SLURM_NNODES\ntorchrun --nnodes $N --nproc_per_node=2 pretrain_gpt.py --seed $N\n"
+        tmp_path,
+        "#SBATCH --nodes=5\nN=$SLURM_NNODES\ntorchrun --nnodes $N --nproc_per_node=2 pretrain_gpt.py --seed $N\n",
     )
     assert script.arguments == ("--seed", "5")
     assert script.world_size == 10
@@ -84,13 +93,25 @@ def test_slurm_variables_come_from_the_header(tmp_path):
         ("X=1 Y=2 python pretrain_gpt.py --a $X", ("--a", "1")),
         ("A=1\nA=2\npython pretrain_gpt.py --a $A", ("--a", "2")),
         ("ARGS='--a 1'\nARGS+='--b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
-        ("python pretrain_gpt.py --a '$A' --b \"x y\" --c x\\ y", ("--a", "$A", "--b", "x y", "--c", "x y")),
-        ("A=${B:-3}\npython pretrain_gpt.py --a $A --b=${A} --c ${C-4}", ("--a", "3", "--b=3", "--c", "4")),
+        (
+            "python pretrain_gpt.py --a '$A' --b \"x y\" --c x\\ y",
+            ("--a", "$A", "--b", "x y", "--c", "x y"),
+        ),
+        (
+            "A=${B:-3}\npython pretrain_gpt.py --a $A --b=${A} --c ${C-4}",
+            ("--a", "3", "--b=3", "--c", "4"),
+        ),
         ("python pretrain_gpt.py --a 1 # --b 2\n# --c 3", ("--a", "1")),
-        ("python pretrain_gpt.py --a $NOWHERE --flag=1 $OPTIONAL --b 2", ("--a", "$NOWHERE", "--flag=1", "--b", "2")),
+        (
+            "python pretrain_gpt.py --a $NOWHERE --flag=1 $OPTIONAL --b 2",
+            ("--a", "$NOWHERE", "--flag=1", "--b", "2"),
+        ),
         ("CMD='pretrain_gpt.py --a 1'\nbash other.sh", ("--a", "1")),
         ("echo python pretrain_gpt.py --a 0\npython pretrain_gpt.py --a 1", ("--a", "1")),
-        ("cat <<EOF > x\npython pretrain_gpt.py --a 0\nEOF\npython pretrain_gpt.py --a 1", ("--a", "1")),
+        (
+            "cat <<EOF > x\npython pretrain_gpt.py --a 0\nEOF\npython pretrain_gpt.py --a 1",
+            ("--a", "1"),
+        ),
         ("if true; then\n  export A=1\nfi\npython pretrain_gpt.py --a $A", ("--a", "1")),
         ("D=$(date +%s; pwd)\npython pretrain_gpt.py --a 1", ("--a", "1")),
     ],
@@ -100,7 +121,10 @@ def test_shell_forms(tmp_path, text, arguments):
 
 
 def test_nothing_is_run(tmp_path):
-    read(tmp_path, f"A=$(touch {tmp_path}/ran)\nB=`touch {tmp_path}/ran`\npython pretrain_gpt.py --a $A\n")
+    read(
+        tmp_path,
+        f"A=$(touch {tmp_path}/ran)\nB=`touch {tmp_path}/ran`\npython pretrain_gpt.py --a $A\n",
+    )
     assert not (tmp_path / "ran").exists()
 
 

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, LayoutError
-from megatron.model.partition import stages_of_rank
+from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
@@ -28,7 +28,11 @@ BASE = Config(
 def with_changes(**groups: dict) -> Config:
     """BASE with fields changed: with_changes(model={"seq_length": 64})."""
     return dataclasses.replace(
-        BASE, **{group: dataclasses.replace(getattr(BASE, group), **changes) for group, changes in groups.items()}
+        BASE,
+        **{
+            group: dataclasses.replace(getattr(BASE, group), **changes)
+            for group, changes in groups.items()
+        },
     )
 
 
@@ -47,7 +51,7 @@ def test_derived_numbers():
     assert plan.errors == ()
     assert (plan.data_parallel_size, plan.vocab_size, plan.padded_vocab_size) == (4, 1000, 1024)
     assert (plan.ffn_hidden_size, plan.head_dim, plan.num_query_groups) == (1024, 64, 4)
-    assert plan.num_microbatches(16) == 2
+    assert plan.get_num_microbatches(16) == 2
     assert (plan.train_iters, plan.train_samples) == (100, 1600)
     assert plan.batch_size == ConstantBatchSize(16)
     assert (plan.lr_schedule.warmup_steps, plan.lr_schedule.decay_steps) == (160, 1600)
@@ -58,17 +62,22 @@ def test_derived_numbers():
 def test_absent_batch_size_is_one_microbatch_for_each_rank():
     plan = resolve(with_changes(batch={"global_batch_size": None}), 4)
     assert plan.batch_size.final == 8
-    assert plan.num_microbatches(8) == 1
+    assert plan.get_num_microbatches(8) == 1
 
 
 def test_a_batch_that_is_no_whole_number_of_microbatches_is_refused():
-    with pytest.raises(LayoutError, match="batch size 12 must be divisible by micro-batch size 2 x data-parallel size 4 = 8"):
-        resolve(BASE, 4).num_microbatches(12)
+    with pytest.raises(
+        LayoutError,
+        match="batch size 12 must be divisible by micro-batch size 2 x data-parallel size 4 = 8",
+    ):
+        resolve(BASE, 4).get_num_microbatches(12)
 
 
 @pytest.mark.parametrize(("world", "start"), [(6, "4 or 8"), (3, "4"), (0, "4")])
 def test_world_that_the_layout_does_not_divide(world, start):
-    errors = errors_of(world, parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    errors = errors_of(
+        world, parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    )
     assert errors == (
         f"--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 must divide the number of processes, {world}; "
         f"start {start} processes."
@@ -76,18 +85,33 @@ def test_world_that_the_layout_does_not_divide(world, start):
 
 
 def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
-    origin = {"parallel.tensor_model_parallel_size": "run.yaml:9", "model.num_attention_heads": "--num-attention-heads"}
+    origin = {
+        "parallel.tensor_model_parallel_size": "run.yaml:9",
+        "model.num_attention_heads": "--num-attention-heads",
+    }
     errors = errors_of(
-        3, origin, model={"num_attention_heads": 16}, batch={"global_batch_size": 6}, parallel={"tensor_model_parallel_size": 3}
+        3,
+        origin,
+        model={"num_attention_heads": 16},
+        batch={"global_batch_size": 6},
+        parallel={"tensor_model_parallel_size": 3},
     )
-    assert "--tensor-model-parallel-size 3 (run.yaml:9) must divide --num-attention-heads 16; use 1, 2, 4, 8 or 16." in errors
-    assert "--tensor-model-parallel-size 3 (run.yaml:9) must divide --ffn-hidden-size 1024 (by default); use 1, 2, 4" in errors
+    assert (
+        "--tensor-model-parallel-size 3 (run.yaml:9) must divide --num-attention-heads 16; use 1, 2, 4, 8 or 16."
+        in errors
+    )
+    assert (
+        "--tensor-model-parallel-size 3 (run.yaml:9) must divide --ffn-hidden-size 1024 (by default); use 1, 2, 4"
+        in errors
+    )
     assert "--num-query-groups" not in errors
     narrow = {"ffn_hidden_size": 1002, "num_attention_heads": 4}
     assert "must divide --ffn-hidden-size 1002; use 1 or 2." in errors_of(
         4, model=narrow, parallel={"tensor_model_parallel_size": 4}
     )
-    grouped = errors_of(4, model={"num_query_groups": 2}, parallel={"tensor_model_parallel_size": 4})
+    grouped = errors_of(
+        4, model={"num_query_groups": 2}, parallel={"tensor_model_parallel_size": 4}
+    )
     assert grouped == "--tensor-model-parallel-size 4 must divide --num-query-groups 2; use 1 or 2."
 
 
@@ -96,7 +120,9 @@ def test_sequence_parallel():
     assert "--tensor-model-parallel-size 4 must divide --seq-length 126" in errors_of(
         4, model={"seq_length": 126}, parallel=parallel
     )
-    assert "no effect at --tensor-model-parallel-size 1" in warnings_of(1, parallel={"sequence_parallel": True})
+    assert "no effect at --tensor-model-parallel-size 1" in warnings_of(
+        1, parallel={"sequence_parallel": True}
+    )
 
 
 def test_batch_size_that_the_ranks_cannot_share():
@@ -109,7 +135,8 @@ def test_first_batch_size_of_the_ramp_that_does_not_fit_is_named():
     batch = {"rampup_batch_size": (8, 4, 64), "global_batch_size": 24}
     errors = errors_of(4, batch=batch)
     assert (
-        "--rampup-batch-size 8 4 64: batch size 12 must be divisible by --micro-batch-size 2 x data-parallel size 4 = 8" in errors
+        "--rampup-batch-size 8 4 64: batch size 12 must be divisible by --micro-batch-size 2 x data-parallel size 4 = 8"
+        in errors
     )
     assert "batch size 20" not in errors
 
@@ -123,25 +150,40 @@ def test_batch_sizes_that_lie_behind_a_resume_do_not_matter():
 
 def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
     ramp = with_changes(batch={"rampup_batch_size": (8, 8, 64), "global_batch_size": 32})
-    plan = resolve(ramp, 8, consumed_samples=None)  # 8 samples do not fit 16, so the run began on fewer processes
+    plan = resolve(
+        ramp, 8, consumed_samples=None
+    )  # 8 samples do not fit 16, so the run began on fewer processes
     assert plan.errors == ()
     assert "this can only be a resume past batch size 24" in "\n".join(plan.warnings)
     assert "batch size 24 must" in resolve(ramp, 4 * 2, consumed_samples=30).errors[0]
     start = with_changes(batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": 24})
-    assert "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]  # it may well have begun here
+    assert (
+        "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]
+    )  # it may well have begun here
     end = with_changes(batch={"rampup_batch_size": (8, 12, 64), "global_batch_size": 20})
-    assert "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]  # and it cannot end here
+    assert (
+        "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]
+    )  # and it cannot end here
 
 
 def test_step_schedule():
     batch = {"step_batch_size_schedule": ("0:16 1B:36",), "global_batch_size": None}
     assert "0:16 1B:36: batch size 36 must be divisible by" in errors_of(8, batch=batch)
-    plan = resolve(with_changes(batch={**batch, "step_batch_size_schedule": ("0:16", "800samples:32")}), 8)
+    plan = resolve(
+        with_changes(batch={**batch, "step_batch_size_schedule": ("0:16", "800samples:32")}), 8
+    )
     assert plan.errors == ()
     assert (plan.train_iters, plan.train_samples) == (100, 16 * 50 + 32 * 50)
-    contradiction = errors_of(8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": ("0:16 1B:32",)})
-    assert "--global-batch-size 64 contradicts --step-batch-size-schedule 0:16 1B:32, which ends with 32" in contradiction
-    assert "is not THRESHOLD:SIZE" in errors_of(8, batch={**batch, "step_batch_size_schedule": ("0:16 x",)})
+    contradiction = errors_of(
+        8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": ("0:16 1B:32",)}
+    )
+    assert (
+        "--global-batch-size 64 contradicts --step-batch-size-schedule 0:16 1B:32, which ends with 32"
+        in contradiction
+    )
+    assert "is not THRESHOLD:SIZE" in errors_of(
+        8, batch={**batch, "step_batch_size_schedule": ("0:16 x",)}
+    )
 
 
 def test_bare_thresholds_are_planned_for_a_resume_only():
@@ -172,17 +214,19 @@ def test_training_by_samples():
 def test_warm_up_as_a_part_of_the_decay():
     plan = resolve(with_changes(optimizer={"lr_warmup_iters": 0, "lr_warmup_fraction": 0.05}), 1)
     assert plan.lr_schedule.warmup_steps == 0.05 * 1600
-    assert plan.forecast().at([5])[0].lr == 1e-3
+    assert plan.forecast().predict([5])[0].lr == 1e-3
 
 
 def test_wsd_and_token_schedules_reach_the_plan():
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "linear"}
     plan = resolve(with_changes(optimizer=wsd), 1)
     assert (plan.lr_schedule.wsd_decay_steps, plan.lr_schedule.wsd_decay_style) == (320, "linear")
-    assert plan.forecast().at([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
-    tokens = resolve(with_changes(optimizer={"lr_decay_tokens": 150_000}, batch={"train_tokens": 150_000}), 1)
+    assert plan.forecast().predict([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
+    tokens = resolve(
+        with_changes(optimizer={"lr_decay_tokens": 150_000}, batch={"train_tokens": 150_000}), 1
+    )
     assert tokens.lr_schedule.decay_tokens == 150_000
-    assert tokens.forecast().at([100])[0].lr == 1e-4
+    assert tokens.forecast().predict([100])[0].lr == 1e-4
 
 
 def test_learning_rate_that_makes_no_schedule():
@@ -198,25 +242,43 @@ def test_vocabulary():
         2, tokenizer={"pad_vocab_size_to": 1001}, parallel={"tensor_model_parallel_size": 2}
     )
     assert "50257" in warnings_of(1, tokenizer={"vocab_size": None})
-    absent = {"vocab_size": None, "tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "nowhere/at-all"}
+    absent = {
+        "vocab_size": None,
+        "tokenizer_type": "PretrainedFromHF",
+        "tokenizer_name_or_path": "nowhere/at-all",
+    }
     assert "nowhere/at-all" in errors_of(1, tokenizer=absent)
 
 
 def test_pipeline_stages():
     def stages(**parallel) -> tuple[int, ...]:
-        config = with_changes(model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4, **parallel})
+        config = with_changes(
+            model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4, **parallel}
+        )
         return resolve(config, 4).layers_per_stage
 
     assert sum(stages()) == 30
     assert sorted(stages()) == [7, 7, 8, 8]
     assert stages(pp_partition_method="type:transformer|embedding") == (7, 8, 8, 7)
-    assert stages(pp_partition_method="parameters") == (7, 8, 8, 7)  # the embedding weighs a third of a layer
-    assert "num-layers 30 over" in warnings_of(4, model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4})
+    assert stages(pp_partition_method="parameters") == (
+        7,
+        8,
+        8,
+        7,
+    )  # the embedding weighs a third of a layer
+    assert "num-layers 30 over" in warnings_of(
+        4, model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4}
+    )
     assert "--pipeline-model-parallel-size 8 must not exceed --num-layers 4" in errors_of(
         8, parallel={"pipeline_model_parallel_size": 8}
     )
-    for method, text in (("type:(", "write it as in type:transformer"), ("by-hand", "use uniform, parameters or type:REGEX")):
-        assert text in errors_of(2, parallel={"pipeline_model_parallel_size": 2, "pp_partition_method": method})
+    for method, text in (
+        ("type:(", "write it as in type:transformer"),
+        ("by-hand", "use uniform, parameters or type:REGEX"),
+    ):
+        assert text in errors_of(
+            2, parallel={"pipeline_model_parallel_size": 2, "pp_partition_method": method}
+        )
 
 
 def test_a_heavy_embedding_takes_layers_off_the_outer_stages():
@@ -233,19 +295,33 @@ def test_a_heavy_embedding_takes_layers_off_the_outer_stages():
 def test_shapes_that_are_likely_a_slip_are_warnings():
     assert resolve(BASE, 1).warnings == ()
     assert "head size 32" in warnings_of(1, model={"num_attention_heads": 8})
-    assert "--ffn-hidden-size 512 is not 4 x --hidden-size 256 = 1024" in warnings_of(1, model={"ffn_hidden_size": 512})
+    assert "--ffn-hidden-size 512 is not 4 x --hidden-size 256 = 1024" in warnings_of(
+        1, model={"ffn_hidden_size": 512}
+    )
     assert warnings_of(1, model={"ffn_hidden_size": 704, "glu_activation": "swiglu"}) == ""
-    assert "--ffn-hidden-size 704 (8/3 x hidden size)" in warnings_of(1, model={"glu_activation": "swiglu"})
-    assert "= 512 is an unusual ratio" in warnings_of(1, model={"num_layers": 32, "hidden_size": 16384, "num_attention_heads": 128})
+    assert "--ffn-hidden-size 704 (8/3 x hidden size)" in warnings_of(
+        1, model={"glu_activation": "swiglu"}
+    )
+    assert "= 512 is an unusual ratio" in warnings_of(
+        1, model={"num_layers": 32, "hidden_size": 16384, "num_attention_heads": 128}
+    )
     assert "= 8 is an unusual ratio" in warnings_of(1, model={"num_layers": 32})
 
 
 def test_few_microbatches_make_a_bubble():
     pipeline = {"pipeline_model_parallel_size": 4}
     alone = warnings_of(4, parallel=pipeline, batch={"global_batch_size": 4})
-    assert "pipeline: GPipe, 2 microbatches for 4 stages: ranks stand idle for 60 % of the time at batch size 4; larger" in alone
+    assert (
+        "pipeline: GPipe, 2 microbatches for 4 stages: ranks stand idle for 60 % of the time at batch size 4; larger"
+        in alone
+    )
     assert "idle" not in warnings_of(4, parallel=pipeline, batch={"global_batch_size": 16})  # 3/11
-    ramp = {"rampup_batch_size": (4, 4, 100), "global_batch_size": 40, "train_iters": None, "train_samples": 1000}
+    ramp = {
+        "rampup_batch_size": (4, 4, 100),
+        "global_batch_size": 40,
+        "train_iters": None,
+        "train_samples": 1000,
+    }
     ramped = warnings_of(4, parallel=pipeline, batch=ramp, optimizer={"lr_warmup_iters": None})
     assert "idle for 60 % of the time at batch size 4, and for 13 % at batch size 40." in ramped
 
@@ -255,22 +331,37 @@ def test_virtual_stages():
     plan = resolve(with_changes(model={"num_layers": 8}, parallel=virtual), 2)
     assert (plan.errors, plan.warnings) == ((), ())
     assert (plan.layers_per_stage, plan.stages_per_rank, plan.pipeline_size) == ((2, 2, 2, 2), 2, 2)
-    assert [stage.layers for stage in stages_of_rank(plan.stages, 1, 2)] == [range(2, 4), range(6, 8)]
-    plain = resolve(with_changes(model={"num_layers": 8}, parallel={"pipeline_model_parallel_size": 2}), 2)
-    assert plan.stage_parameters == plain.stage_parameters  # the embedding is on the first rank, its copy on the last
+    assert [stage.layers for stage in select_stages_of_rank(plan.stages, 1, 2)] == [
+        range(2, 4),
+        range(6, 8),
+    ]
+    plain = resolve(
+        with_changes(model={"num_layers": 8}, parallel={"pipeline_model_parallel_size": 2}), 2
+    )
+    assert (
+        plan.stage_parameters == plain.stage_parameters
+    )  # the embedding is on the first rank, its copy on the last
     assert sum(plan.stage_parameters) == plan.parameters + plan.padded_vocab_size * 256
-    assert plan.pipeline_schedule(16).name == "interleaved 1F1B"
-    assert plain.pipeline_schedule(16).name == "1F1B"
-    all_layers = {"parallel": {**virtual, "num_layers_per_virtual_pipeline_stage": 4}, "model": {"num_layers": 8}}
+    assert plan.choose_pipeline_schedule(16).name == "interleaved 1F1B"
+    assert plain.choose_pipeline_schedule(16).name == "1F1B"
+    all_layers = {
+        "parallel": {**virtual, "num_layers_per_virtual_pipeline_stage": 4},
+        "model": {"num_layers": 8},
+    }
     assert "--num-layers-per-virtual-pipeline-stage 4 has no effect" in warnings_of(2, **all_layers)
 
 
 def test_virtual_stages_that_do_not_fit():
     def errors(layers: int, pipeline: int, per_stage: int) -> str:
-        parallel = {"pipeline_model_parallel_size": pipeline, "num_layers_per_virtual_pipeline_stage": per_stage}
+        parallel = {
+            "pipeline_model_parallel_size": pipeline,
+            "num_layers_per_virtual_pipeline_stage": per_stage,
+        }
         return errors_of(pipeline, model={"num_layers": layers}, parallel=parallel)
 
-    assert errors(24, 4, 4).endswith("x --pipeline-model-parallel-size 4 = 16 must divide --num-layers 24; use 1, 2, 3, 6.")
+    assert errors(24, 4, 4).endswith(
+        "x --pipeline-model-parallel-size 4 = 16 must divide --num-layers 24; use 1, 2, 3, 6."
+    )
     assert "no value fits: 4 does not divide 30; leave it out" in errors(30, 4, 2)
     assert "give --pipeline-model-parallel-size 2 or more" in errors(4, 1, 2)
     assert "--num-layers-per-virtual-pipeline-stage 0 must be at least 1" in errors(4, 2, 0)
@@ -279,9 +370,17 @@ def test_virtual_stages_that_do_not_fit():
 def test_batch_sizes_that_interleaving_cannot_take():
     virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     assert "looped BFS" not in warnings_of(2, parallel=virtual, batch={"global_batch_size": 12})
-    ramp = {"rampup_batch_size": (4, 2, 100), "global_batch_size": 16, "train_iters": None, "train_samples": 1000}
+    ramp = {
+        "rampup_batch_size": (4, 2, 100),
+        "global_batch_size": 16,
+        "train_iters": None,
+        "train_samples": 1000,
+    }
     warnings = warnings_of(2, parallel=virtual, batch=ramp, optimizer={"lr_warmup_iters": None})
-    assert "the 5 microbatches of batch size 10 do not divide into 2 equal rounds over 2 ranks" in warnings  # 3 are one round
+    assert (
+        "the 5 microbatches of batch size 10 do not divide into 2 equal rounds over 2 ranks"
+        in warnings
+    )  # 3 are one round
     assert warnings.count("looped BFS") == 1
 
 
@@ -289,8 +388,14 @@ def test_zero_that_communicates_for_every_microbatch():
     def warnings(world_size: int, **parallel) -> str:
         return warnings_of(world_size, parallel={"pipeline_model_parallel_size": 2, **parallel})
 
-    assert "--pipeline-model-parallel-size 2 gathers the parameters anew for every microbatch, 4 times" in warnings(4, zero_stage=3)
-    assert "reduces the gradients for every microbatch, 4 times a step at batch size 16" in warnings(4, zero_stage=2)
+    assert (
+        "--pipeline-model-parallel-size 2 gathers the parameters anew for every microbatch, 4 times"
+        in warnings(4, zero_stage=3)
+    )
+    assert (
+        "reduces the gradients for every microbatch, 4 times a step at batch size 16"
+        in warnings(4, zero_stage=2)
+    )
     assert "every microbatch" not in warnings(4, zero_stage=1)
     assert "every microbatch" not in warnings(2, zero_stage=3)  # nobody to communicate with
 
@@ -298,9 +403,11 @@ def test_zero_that_communicates_for_every_microbatch():
 def test_skip_ranges():
     plan = resolve(with_changes(batch={"skip_train_iteration_range": ("20-30", "10-25")}), 1)
     assert plan.skip_ranges == ((10, 30),)
-    assert plan.forecast().at([40])[0].lr_samples == 19 * 16
+    assert plan.forecast().predict([40])[0].lr_samples == 19 * 16
     assert "'20' is not FIRST-LAST" in errors_of(1, batch={"skip_train_iteration_range": ("20",)})
-    assert "reaches the end of training at iteration 100" in warnings_of(1, batch={"skip_train_iteration_range": ("90-100",)})
+    assert "reaches the end of training at iteration 100" in warnings_of(
+        1, batch={"skip_train_iteration_range": ("90-100",)}
+    )
 
 
 def test_curriculum():
@@ -311,12 +418,18 @@ def test_curriculum():
         "curriculum_total_step": 50,
         "curriculum_difficulty_step": 4,
     }
-    tokens = {"batch": {"train_tokens": 10**6}, "optimizer": {"lr_decay_tokens": 10**6}, "curriculum": curriculum}
+    tokens = {
+        "batch": {"train_tokens": 10**6},
+        "optimizer": {"lr_decay_tokens": 10**6},
+        "curriculum": curriculum,
+    }
     plan = resolve(with_changes(**tokens), 1)
     assert plan.errors == ()
     assert sum("multiple of 8" in warning for warning in plan.warnings) == 2
-    assert plan.forecast().at([1, 50])[0].consumed_tokens == 16 * 12
-    alone = resolve(with_changes(batch={"rampup_batch_size": (8, 8, 64)}, curriculum=curriculum), 1).errors
+    assert plan.forecast().predict([1, 50])[0].consumed_tokens == 16 * 12
+    alone = resolve(
+        with_changes(batch={"rampup_batch_size": (8, 8, 64)}, curriculum=curriculum), 1
+    ).errors
     assert "leave out --rampup-batch-size" in alone[0]
     assert "give --train-tokens and --lr-decay-tokens" in alone[1]
     cut = {
@@ -324,13 +437,19 @@ def test_curriculum():
         "parallel": {"sequence_parallel": True, "tensor_model_parallel_size": 8},
         "model": {"num_attention_heads": 8},
     }
-    assert "must divide every sequence length, but iteration 1 has 12" in resolve(with_changes(**cut), 8).errors[0]
+    assert (
+        "must divide every sequence length, but iteration 1 has 12"
+        in resolve(with_changes(**cut), 8).errors[0]
+    )
     # A resume has only the full length before it, and the first length of another schedule is its first multiple.
     assert resolve(with_changes(**cut), 8, iteration=50, consumed_samples=800).errors == ()
     rounded = curriculum | {"curriculum_difficulty_step": 8}
     assert resolve(with_changes(**cut | {"curriculum": rounded}), 8).errors == ()
     uneven = rounded | {"curriculum_max_difficulty": 100}
-    assert "has 100; make the lengths" in resolve(with_changes(**cut | {"curriculum": uneven}), 8).errors[0]
+    assert (
+        "has 100; make the lengths"
+        in resolve(with_changes(**cut | {"curriculum": uneven}), 8).errors[0]
+    )
 
 
 FLAGS: dict[str, dict] = {
@@ -352,21 +471,30 @@ def curriculum_flags(tokens: int = 150_000, **changes: object) -> dict[str, dict
 def test_curriculum_of_the_flags():
     plan = resolve(with_changes(**curriculum_flags()), 1)
     assert plan.errors == ()
-    assert plan.curriculum == Curriculum("fixed_linear", 16, 128, total_curriculum_step=50, difficulty_step=8)
-    assert [plan.seq_length_at(step) for step in (1, 4, 50, 90)] == [16, 24, 128, 128]
+    assert plan.curriculum == Curriculum(
+        "fixed_linear", 16, 128, total_curriculum_step=50, difficulty_step=8
+    )
+    assert [plan.get_seq_length(step) for step in (1, 4, 50, 90)] == [16, 24, 128, 128]
     root = curriculum_flags(schedule_type="fixed_root", root_degree=2, max_difficulty=64)
-    assert resolve(with_changes(**root), 1).seq_length_at(13) == 40
-    discrete = {"curriculum_schedule_type": "fixed_discrete", "curriculum_difficulties": (8, 128), "curriculum_max_steps": (3,)}
+    assert resolve(with_changes(**root), 1).get_seq_length(13) == 40
+    discrete = {
+        "curriculum_schedule_type": "fixed_discrete",
+        "curriculum_difficulties": (8, 128),
+        "curriculum_max_steps": (3,),
+    }
     plan = resolve(with_changes(**FLAGS | {"curriculum": discrete}), 1)
     assert plan.errors == ()
-    assert [plan.seq_length_at(step) for step in (3, 4)] == [8, 128]
-    assert resolve(with_changes(), 1).seq_length_at(3) == 128
+    assert [plan.get_seq_length(step) for step in (3, 4)] == [8, 128]
+    assert resolve(with_changes(), 1).get_seq_length(3) == 128
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_difficulty": 256}, "min_difficulty 256 must be at least 1 and at most max_difficulty 128"),
+        (
+            {"min_difficulty": 256},
+            "min_difficulty 256 must be at least 1 and at most max_difficulty 128",
+        ),
         ({"total_step": 0}, "--curriculum-total-step 0 must be at least 1"),
         ({"schedule_type": "fixed_root"}, "needs --curriculum-root-degree"),
         ({"min_difficulty": None}, "needs --curriculum-min-difficulty"),
@@ -382,7 +510,11 @@ def test_end_of_a_run_with_a_curriculum():
     """100 iterations of 16 samples: 50 that grow, about 55,000 tokens, and 50 of 128 tokens, 102,400."""
 
     def remarks(config: dict[str, dict], **position: int) -> list[str]:
-        return [text for text in resolve(with_changes(**config), 1, **position).warnings if "curriculum" in text]
+        return [
+            text
+            for text in resolve(with_changes(**config), 1, **position).warnings
+            if "curriculum" in text
+        ]
 
     assert remarks(curriculum_flags()) == []
     (short,) = remarks(curriculum_flags(tokens=200_000))
@@ -390,10 +522,24 @@ def test_end_of_a_run_with_a_curriculum():
     (early,) = remarks(curriculum_flags(tokens=10_000))
     assert "ends at sequences of" in early
     assert "never reaches --seq-length 128" in early
-    assert "sequences of 64 tokens" in remarks(curriculum_flags(tokens=9000, max_difficulty=64, total_step=3))[0]
+    assert (
+        "sequences of 64 tokens"
+        in remarks(curriculum_flags(tokens=9000, max_difficulty=64, total_step=3))[0]
+    )
     # what lies behind a resume counts
-    assert remarks(curriculum_flags(tokens=200_000), iteration=60, consumed_samples=960, consumed_tokens=130_000) == []
-    assert remarks(curriculum_flags(), iteration=99, consumed_samples=99 * 16, consumed_tokens=150_001) == []
+    assert (
+        remarks(
+            curriculum_flags(tokens=200_000),
+            iteration=60,
+            consumed_samples=960,
+            consumed_tokens=130_000,
+        )
+        == []
+    )
+    assert (
+        remarks(curriculum_flags(), iteration=99, consumed_samples=99 * 16, consumed_tokens=150_001)
+        == []
+    )
 
 
 def test_absent_deepspeed_configuration_is_a_warning(tmp_path: Path):
@@ -413,7 +559,13 @@ def test_sizes_below_one_are_errors_and_the_plan_still_comes_back():
         4,
     )
     text = "\n".join(plan.errors)
-    for given in ("num-layers 0", "num-attention-heads 0", "seq-length -1", "micro-batch-size 0", "global-batch-size 0"):
+    for given in (
+        "num-layers 0",
+        "num-attention-heads 0",
+        "seq-length -1",
+        "micro-batch-size 0",
+        "global-batch-size 0",
+    ):
         assert f"--{given} must be at least 1" in text
     assert plan.config.model.num_layers == 0
 
@@ -441,7 +593,9 @@ def published(run: str) -> tuple[dict, Plan]:
     """A published run's facts and its plan on the world that it ran on."""
     from megatron.config.cli import load_config
 
-    record = json.loads((Path(__file__).parent / "fixtures" / "published_runs" / f"{run}.json").read_text())
+    record = json.loads(
+        (Path(__file__).parent / "fixtures" / "published_runs" / f"{run}.json").read_text()
+    )
     loaded = load_config(record["arguments"])
     world = record["facts"]["nodes"] * record["facts"]["gpus_per_node"]
     return record["facts"], resolve(loaded.config, world, loaded.origin, consumed_samples=None)
@@ -460,12 +614,20 @@ def test_published_runs_resolve_unchanged(run):
 def test_published_oddities_are_warnings():
     assert any("head size 145" in warning for warning in published("tr8-104B")[1].warnings)
     assert any(
-        "GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 %" in warning for warning in published("tr8-104B")[1].warnings
+        "GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 %" in warning
+        for warning in published("tr8-104B")[1].warnings
     )
-    assert any("can only be a resume past batch size 1008" in warning for warning in published("tr1-13B")[1].warnings)
+    assert any(
+        "can only be a resume past batch size 1008" in warning
+        for warning in published("tr1-13B")[1].warnings
+    )
 
 
 def test_stages_of_tr11():
     plan = published("tr11-176B-ml")[1]
-    assert plan.layers_per_stage == (5, *[6] * 10, 5)  # 72 layers with the embedding and the output projection, 6 a stage
+    assert plan.layers_per_stage == (
+        5,
+        *[6] * 10,
+        5,
+    )  # 72 layers with the embedding and the output projection, 6 a stage
     assert plan.padded_vocab_size == 250_880

@@ -30,4 +30,11 @@ def command(*arguments: str | Path) -> subprocess.Popen[str]:
     """Python on a script or with -c, started from the root, with the package importable."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )

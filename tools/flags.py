@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 
 from megatron.config.compat import SYSTEMS
-from megatron.config.compat import rows as compat_rows
+from megatron.config.compat import find_rows as compat_rows
 from megatron.config.compat_row import Row
-from megatron.config.fields import Field, all_fields, groups
-from megatron.config.help import help_line
+from megatron.config.fields import Field, all_fields, list_groups
+from megatron.config.help import format_help_line
 from megatron.config.ranges import RANGES
 
 INTRODUCTION = """# Command-line flags
@@ -40,14 +40,14 @@ A flag of theirs that is in no table below has its name and its meaning here, or
 A bare flag may have `=True` or `=False` attached; switched off, it asks for nothing."""
 
 
-def page() -> str:
+def build_page() -> str:
     """docs/flags.md."""
     lines = [INTRODUCTION]
-    for group, cls in groups().items():
-        about = _about(cls)
+    for group, cls in list_groups().items():
+        about = _describe_group(cls)
         said = about in lines  # two groups may share a module
         lines += ["", f"## {group}", *([] if said else ["", about]), ""]
-        lines += _table("flag | value | default | meaning", _fields(group))
+        lines += _format_table("flag | value | default | meaning", _list_fields(group))
     lines += ["", OTHERS]
     for system, table in SYSTEMS.items():
         underscores = system == "fms-fsdp"  # as its users know them
@@ -57,32 +57,36 @@ def page() -> str:
             ("refused", "refused", "flags | why, and the way out"),
         ):
             rows = [row for row in table if row.kind == kind]
-            cells = _renamed(rows, underscores) if kind == "renamed" else _by_reason(rows, underscores)
-            lines += ["", f"### {system}: {title}", "", *_table(head, cells)]
+            cells = (
+                _list_renamed(rows, underscores)
+                if kind == "renamed"
+                else _group_by_reason(rows, underscores)
+            )
+            lines += ["", f"### {system}: {title}", "", *_format_table(head, cells)]
     return "\n".join(lines) + "\n"
 
 
-def _about(cls: type) -> str:
+def _describe_group(cls: type) -> str:
     """The first paragraph of the text at the head of a group's module."""
     module = inspect.getmodule(cls)
     text = ast.get_docstring(ast.parse(inspect.getsource(module))) if module else None
     return " ".join((text or "").partition("\n\n")[0].split())
 
 
-def _fields(group: str) -> Iterator[list[str]]:
+def _list_fields(group: str) -> Iterator[list[str]]:
     for field in all_fields().values():
         if field.group == group:
-            yield [f"`{field.flag}`", _value(field), _default(field), field.doc]
+            yield [f"`{field.flag}`", _format_value(field), _format_default(field), field.doc]
 
 
-def _value(field: Field) -> str:
+def _format_value(field: Field) -> str:
     if field.is_bool:
         return ""
-    looks = help_line(field)[0].replace("|{", " or ").strip("{}").replace(",", ", ")
+    looks = format_help_line(field)[0].replace("|{", " or ").strip("{}").replace(",", ", ")
     return f"{looks} in {RANGES[field.dotted]}" if field.dotted in RANGES else looks
 
 
-def _default(field: Field) -> str:
+def _format_default(field: Field) -> str:
     if field.is_bool:
         return "on" if field.default else "off"
     if field.required:
@@ -92,22 +96,26 @@ def _default(field: Field) -> str:
     return f"`{field.default:.10g}`" if isinstance(field.default, float) else f"`{field.default}`"
 
 
-def _renamed(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
+def _list_renamed(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
     for row in rows:
         values = "" if row.only or not row.arity else " ..."
         note = f"needs `{all_fields()[row.needs].flag}`: {row.reason}" if row.needs else row.reason
-        yield [_there(row, underscores), f"`{' '.join(row.to)}{values}`", note]
+        yield [_format_foreign_flag(row, underscores), f"`{' '.join(row.to)}{values}`", note]
 
 
-def _by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
+def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
     """One line for each reason, in the order in which they first come up."""
     reasons = {row.reason: [other for other in rows if other.reason == row.reason] for row in rows}
     for reason, others in reasons.items():
-        flags = [_there(row, underscores) + (f" beside `{all_fields()[row.needs].flag}`" if row.needs else "") for row in others]
+        flags = [
+            _format_foreign_flag(row, underscores)
+            + (f" beside `{all_fields()[row.needs].flag}`" if row.needs else "")
+            for row in others
+        ]
         yield [", ".join(flags), reason]
 
 
-def _there(row: Row, underscores: bool) -> str:
+def _format_foreign_flag(row: Row, underscores: bool) -> str:
     flag = "--" + row.flag[2:].replace("-", "_") if underscores else row.flag
     if not row.only and any(other.only for other in compat_rows(row.flag)):
         return f"`{flag}` with other values"
@@ -116,7 +124,7 @@ def _there(row: Row, underscores: bool) -> str:
     return " or ".join(f"`{flag}{joined}{value}`" for value in values) or f"`{flag}`"
 
 
-def _table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
+def _format_table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
     yield f"| {head} |"
     yield "|" + "---|" * len(head.split(" | "))
     for cells in rows:
@@ -124,4 +132,4 @@ def _table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(build_page())

@@ -40,7 +40,12 @@ def warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def follow(follower: Follower, every_seconds: float, out: BinaryIO, sleep: Callable[[float], None] = time.sleep) -> None:
+def follow(
+    follower: Follower,
+    every_seconds: float,
+    out: BinaryIO,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Until stdout is closed or the Hub refuses. Raises OperationsError."""
     silent = False
     while True:
@@ -65,11 +70,15 @@ def main(argv: list[str] | None = None) -> int:
     given = tyro.cli(FollowLog, args=argv, description=__doc__)
     try:
         if given.lines < 0 or given.every <= 0 or given.timeout <= 0:
-            raise ConfigError("--lines must be 0 or more, --every and --timeout more than 0 seconds")
+            raise ConfigError(
+                "--lines must be 0 or more, --every and --timeout more than 0 seconds"
+            )
         hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=False)
         follow(Follower(hub, given.path, given.lines), given.every, sys.stdout.buffer)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails at its last flush
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter fails at its last flush
     except MegatronError as error:
         warn(f"error: {error}")
         return 2

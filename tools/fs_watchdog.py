@@ -21,7 +21,7 @@ from megatron.operations.disk_watch import check_disks, parse_watch
 
 
 @dataclass(frozen=True)
-class Arguments:
+class WatchdogArguments:
     outlets: tyro.conf.OmitArgPrefixes[Outlets]
     watch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """PATH=90%, PATH=2TB or PATH=500k-inodes, limits apart by commas; give it once for each path. kB to PB count in 1000s,
@@ -33,7 +33,7 @@ class Arguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = tyro.cli(WatchdogArguments, args=argv, description=__doc__)
     try:
         if not given.watch and not given.run:
             raise OperationsError(
@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = check_disks(watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left)
+    found = check_disks(
+        watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left
+    )
     told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=found.pulses)
     return told.report(found.troubles, alert=bool(found.alerts))
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 import tyro
 
-from megatron.checkpoint.folder import locate, stored_folder
+from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
-from megatron.checkpoint.verification import undisturbed
+from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True)
-class Arguments:
+class GenerateArguments:
     load: str
     """Folder of checkpoints."""
     prompt: str
@@ -37,18 +37,22 @@ class Arguments:
     """Tokenizer files, where those of the run have moved."""
 
 
-def generate(arguments: Arguments) -> str:
+def generate(arguments: GenerateArguments) -> str:
     """The prompt and its continuation.
 
     Raises:
         CheckpointError: nothing to load. ConfigError: the prompt is empty.
     """
-    root, iteration = locate(Path(arguments.load), arguments.iteration)
-    with undisturbed(stored_folder(root, iteration)):
+    root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
+    with ensure_undisturbed(find_stored_folder(root, iteration)):
         checkpoint = open_checkpoint(root, iteration)
         model = load_model(checkpoint)
-    config = checkpoint.config()
-    files = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file") if getattr(arguments, name)}
+    config = checkpoint.read_config()
+    files = {
+        name: getattr(arguments, name)
+        for name in ("vocab_file", "merge_file")
+        if getattr(arguments, name)
+    }
     tokenizer = build_tokenizer(replace(config.tokenizer, **files))
     ids = tokenizer.encode(arguments.prompt)
     if not ids:
@@ -57,7 +61,12 @@ def generate(arguments: Arguments) -> str:
     with torch.no_grad():
         for _ in range(arguments.max_new_tokens):
             window = torch.tensor([ids[-config.model.seq_length :]])
-            token = draw(model.logits(window)[0, -1], arguments.temperature, arguments.top_k, generator)
+            token = draw(
+                model.compute_logits(window)[0, -1],
+                arguments.temperature,
+                arguments.top_k,
+                generator,
+            )
             if token == tokenizer.eod:
                 break
             ids.append(token)
@@ -75,7 +84,7 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
     try:
         print(generate(arguments))
     except MegatronError as error:

@@ -24,9 +24,17 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import ConfigError, MegatronError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailable, Patience
+from megatron.operations.hub import Hub, HubUnavailable, RetryPolicy
 from megatron.operations.hub_checkpoints import push_checkpoints
-from megatron.operations.hub_push import Busy, Outcome, Push, Request, default_state, in_words, only_sync
+from megatron.operations.hub_push import (
+    FolderSync,
+    SyncInProgress,
+    SyncRequest,
+    SyncResult,
+    format_size,
+    get_default_state_path,
+    hold_sync_lock,
+)
 from megatron.standard_streams import protect_standard_streams
 
 
@@ -69,35 +77,54 @@ def warn(line: str) -> None:
 def sync(given: HubSync) -> int:
     """Once; returns the exit code."""
     began = time.monotonic()
-    state = given.state or default_state(given.folder, given.repo)
+    state = given.state or get_default_state_path(given.folder, given.repo)
     if not given.folder.is_dir():
-        raise OperationsError(f"--folder {given.folder} is no folder; give the one that holds the run's logs")
+        raise OperationsError(
+            f"--folder {given.folder} is no folder; give the one that holds the run's logs"
+        )
     hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn)
-    patience = Patience(given.patience, warn)
-    request = Request(given.folder, given.patterns, state, given.create, given.private, given.dry_run)
-    with only_sync(state, warn):
-        outcome = Push(request, hub, patience, say=say, warn=warn).run() if given.patterns else Outcome()
+    patience = RetryPolicy(given.patience, warn)
+    request = SyncRequest(
+        given.folder, given.patterns, state, given.create, given.private, given.dry_run
+    )
+    with hold_sync_lock(state, warn):
+        outcome = (
+            FolderSync(request, hub, patience, say=say, warn=warn).run()
+            if given.patterns
+            else SyncResult()
+        )
         if given.checkpoints is not None:
             outcome.left_out += push_checkpoints(
-                given.checkpoints, given.every, state, hub, patience, dry_run=given.dry_run, say=say, warn=warn
+                given.checkpoints,
+                given.every,
+                state,
+                hub,
+                patience,
+                dry_run=given.dry_run,
+                say=say,
+                warn=warn,
             )
     if not given.dry_run:
         sent = (
-            f"{outcome.added} sent ({in_words(outcome.added_bytes)}), {outcome.deleted} deleted" if outcome.commits else "all there"
+            f"{outcome.added} sent ({format_size(outcome.added_bytes)}), {outcome.deleted} deleted"
+            if outcome.commits
+            else "all there"
         )
         say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
     return 1 if outcome.left_out else 0
 
 
-def attempt(given: HubSync) -> int:
+def try_sync(given: HubSync) -> int:
     """Once, with what goes wrong told; returns the exit code."""
     try:
         return sync(given)
-    except Busy as busy:
+    except SyncInProgress as busy:
         warn(str(busy))
         return 0
     except HubUnavailable as trouble:
-        warn(f"{trouble}; nothing is lost: what is not on {given.repo} yet is sent by the next sync")
+        warn(
+            f"{trouble}; nothing is lost: what is not on {given.repo} yet is sent by the next sync"
+        )
         return 3
     except (MegatronError, OSError) as error:
         warn(f"error: {error}")
@@ -120,10 +147,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         warn(f"error: {error}")
         return 2
-    code = attempt(given)
+    code = try_sync(given)
     while given.watch is not None and code != 2:
         time.sleep(given.watch)
-        code = min(attempt(given), 1)  # a token that expires may be replaced while we watch
+        code = min(try_sync(given), 1)  # a token that expires may be replaced while we watch
     return code
 
 

@@ -23,13 +23,27 @@ from typing import Any
 
 import tyro
 
-from megatron.checkpoint.comparison import Comparison, Statistics, compare, folder_named, statistics
+from megatron.checkpoint.comparison import (
+    CheckpointComparison,
+    TensorStatistics,
+    add_folder_to_errors,
+    compare,
+    compute_statistics,
+)
 from megatron.checkpoint.finite import counts_text
-from megatron.checkpoint.folder import DAMAGED, LATEST, LATEST_ITERATION, locate, read_pointer, saved_iterations, stored_folder
-from megatron.checkpoint.lease import heartbeat_age, is_alive, read_holder
+from megatron.checkpoint.folder import (
+    DAMAGED,
+    LATEST,
+    LATEST_ITERATION,
+    find_stored_folder,
+    list_saved_iterations,
+    locate_checkpoint,
+    read_pointer,
+)
+from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megatron.checkpoint.verification import Verification, shape_text, undisturbed, verify
+from megatron.checkpoint.verification import Verification, ensure_undisturbed, format_shape, verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, MegatronError
 from megatron.model.shape import ModelShape
 from megatron.schedule.lr import LRSchedule
@@ -39,7 +53,7 @@ _ITEM = 4  # bytes of an fp32
 
 
 @dataclass(frozen=True)
-class Arguments:
+class InspectCheckpointArguments:
     path: tyro.conf.Positional[str]
     """A run's folder, one of its checkpoints, or one that was set aside or copied."""
     iteration: int | None = None
@@ -58,7 +72,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Report:
+class InspectionReport:
     """The record for --json, the lines for people."""
 
     record: dict[str, Any]
@@ -67,26 +81,37 @@ class Report:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = tyro.cli(InspectCheckpointArguments, args=argv, description=__doc__)
     try:
         if sum((given.parameters, given.verify, given.compare is not None, given.config)) > 1:
-            raise ConfigError("--parameters, --verify, --compare and --config are different reports; ask for one at a time")
-        folder, root = find(Path(given.path), given.iteration)
-        other = None if given.compare is None else find(Path(given.compare), None)[0]
-        with undisturbed(folder), nullcontext() if other is None else undisturbed(other):
-            report = report_of(given, folder, root, other)
+            raise ConfigError(
+                "--parameters, --verify, --compare and --config are different reports; ask for one at a time"
+            )
+        folder, root = find_checkpoint(Path(given.path), given.iteration)
+        other = None if given.compare is None else find_checkpoint(Path(given.compare), None)[0]
+        with (
+            ensure_undisturbed(folder),
+            nullcontext() if other is None else ensure_undisturbed(other),
+        ):
+            report = build_report(given, folder, root, other)
     except (MegatronError, OSError) as error:
-        message = f"{error}; --verify lists all damage" if isinstance(error, DamagedError) else str(error)
+        message = (
+            f"{error}; --verify lists all damage" if isinstance(error, DamagedError) else str(error)
+        )
         if given.json:
             print(json.dumps({"error": message}, indent=1))
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return 2
-    record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)  # JSON knows no NaN and no infinity
+    record = json.loads(
+        json.dumps(report.record), parse_constant=lambda name: None
+    )  # JSON knows no NaN and no infinity
     print(json.dumps(record, indent=1) if given.json else "\n".join(report.lines))
     return report.code
 
 
-def report_of(given: Arguments, folder: Path, root: Path | None, other: Path | None) -> Report:
+def build_report(
+    given: InspectCheckpointArguments, folder: Path, root: Path | None, other: Path | None
+) -> InspectionReport:
     """What was asked for of a checkpoint's folder; `root`: the run's, where that was given; `other`: to compare it with.
 
     Raises:
@@ -95,69 +120,91 @@ def report_of(given: Arguments, folder: Path, root: Path | None, other: Path | N
     if given.verify:
         checked = verify(folder)
         code = 1 if checked.damage or checked.not_finite else 0
-        return Report(
-            {"path": str(folder), **asdict(checked)}, verification_text(folder, checked), code
+        return InspectionReport(
+            {"path": str(folder), **asdict(checked)}, format_verification(folder, checked), code
         )
     checkpoint = open_folder(folder)
     title = f"{folder}, iteration {checkpoint.iteration:,}"
     if given.config:
-        return Report({"config": checkpoint.config_yaml}, checkpoint.config_yaml.splitlines())
+        return InspectionReport(
+            {"config": checkpoint.config_yaml}, checkpoint.config_yaml.splitlines()
+        )
     if given.parameters:
-        rows = statistics(checkpoint)
-        record: dict[str, Any] = {"path": str(folder), "iteration": checkpoint.iteration, "tensors": list(map(asdict, rows))}
-        return Report(record, [title, "", *statistics_text(rows)])
+        rows = compute_statistics(checkpoint)
+        record: dict[str, Any] = {
+            "path": str(folder),
+            "iteration": checkpoint.iteration,
+            "tensors": list(map(asdict, rows)),
+        }
+        return InspectionReport(record, [title, "", *format_statistics(rows)])
     if other is not None:
         second = open_folder(other)
         found = compare(checkpoint, second)
-        record = {"paths": [str(folder), str(other)], "iterations": [checkpoint.iteration, second.iteration]}
-        lines = [title, f"{other}, iteration {second.iteration:,}", *comparison_text(found)]
-        return Report({**record, **asdict(found), "equal": found.equal}, lines, 0 if found.equal else 1)
-    record = overview(checkpoint)
+        record = {
+            "paths": [str(folder), str(other)],
+            "iterations": [checkpoint.iteration, second.iteration],
+        }
+        lines = [title, f"{other}, iteration {second.iteration:,}", *format_comparison(found)]
+        return InspectionReport(
+            {**record, **asdict(found), "equal": found.equal}, lines, 0 if found.equal else 1
+        )
+    record = summarise_checkpoint(checkpoint)
     if root is None:
-        return Report(record, overview_text(record))
-    around = run_folder(root, folder)
-    return Report({**record, "folder": around}, [*overview_text(record), "", *run_folder_text(around)])
+        return InspectionReport(record, format_overview(record))
+    around = describe_run_folder(root, folder)
+    return InspectionReport(
+        {**record, "folder": around}, [*format_overview(record), "", *format_run_folder(around)]
+    )
 
 
 # Finding it
 
 
-def find(path: Path, iteration: int | None) -> tuple[Path, Path | None]:
+def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | None]:
     """(the checkpoint's folder, the run's where that is what was given).
 
     Raises:
         CheckpointError: there is no such checkpoint. ConfigError: an iteration is named twice.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not there; give a run's folder (--save) or one of its checkpoints")
+        raise CheckpointError(
+            f"{path} is not there; give a run's folder (--save) or one of its checkpoints"
+        )
     itself = path.name.startswith("global_step") or (path / MANIFEST).is_file()
     if itself and iteration is not None:
-        raise ConfigError(f"--iteration {iteration} goes with a run's folder, and {path} is one checkpoint; leave one of them out")
+        raise ConfigError(
+            f"--iteration {iteration} goes with a run's folder, and {path} is one checkpoint; leave one of them out"
+        )
     if itself:
         return path, None
-    if iteration is not None and iteration not in saved_iterations(path):
-        there = ", ".join(f"global_step{i}" for i in saved_iterations(path)) or "none"
-        raise CheckpointError(f"--iteration {iteration}: {path} has no such checkpoint; there are: {there}")
-    return stored_folder(*locate(path, iteration)), path
+    if iteration is not None and iteration not in list_saved_iterations(path):
+        there = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
+        raise CheckpointError(
+            f"--iteration {iteration}: {path} has no such checkpoint; there are: {there}"
+        )
+    return find_stored_folder(*locate_checkpoint(path, iteration)), path
 
 
 # The overview
 
 
-def overview(checkpoint: Checkpoint) -> dict[str, Any]:
+def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     Raises:
         DamagedError: the index is missing or altered.
     """
-    with folder_named(checkpoint.folder):
-        manifest, tensors = checkpoint.manifest, checkpoint.index().tensors
+    with add_folder_to_errors(checkpoint.folder):
+        manifest, tensors = checkpoint.manifest, checkpoint.read_index().tensors
     kinds: Counter[str] = Counter()
     for key, tensor in tensors.items():
         kinds[key.partition("/")[0]] += _ITEM * math.prod(tensor["shape"])
     found: dict[str, Any] = {
         "path": str(checkpoint.folder),
-        **{name: getattr(manifest, name) for name in ("iteration", "version", "format", "layout", "state", "optimizer")},
-        "learning_rate": _learning_rate(manifest),
+        **{
+            name: getattr(manifest, name)
+            for name in ("iteration", "version", "format", "layout", "state", "optimizer")
+        },
+        "learning_rate": _compute_learning_rate(manifest),
         "parameters": kinds["weight"] // _ITEM,
         "tensors": len(tensors),
         "bytes_by_kind": kinds,
@@ -165,63 +212,101 @@ def overview(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": manifest.bytes + (checkpoint.folder / MANIFEST).stat().st_size,
     }
     try:
-        config = checkpoint.config()
+        config = checkpoint.read_config()
     except CheckpointError as error:
         return found | {"model": None, "problem": str(error)}
     embedding = tensors.get("weight/embedding.word.weight")
     vocab_size = embedding["shape"][0] if embedding else 0
     shape = ModelShape(config.model, vocab_size, vocab_size)
-    derived = {"ffn_hidden_size": shape.ffn_hidden_size, "num_query_groups": shape.query_groups, "kv_channels": shape.head_dim}
+    derived = {
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_query_groups": shape.query_groups,
+        "kv_channels": shape.head_dim,
+    }
     return found | {"model": {**vars(config.model), **derived, "vocab_size": vocab_size}}
 
 
-def _learning_rate(manifest: Manifest) -> float | None:
+def _compute_learning_rate(manifest: Manifest) -> float | None:
     """The next step's; None where the state has no schedule."""
     try:
         state = TrainState.from_json(manifest.state)
     except CheckpointError:
         return None
-    return state.learning_rate(LRSchedule(**state.lr_schedule)) if state.lr_schedule else None
+    return (
+        state.compute_learning_rate(LRSchedule(**state.lr_schedule)) if state.lr_schedule else None
+    )
 
 
-def overview_text(found: Mapping[str, Any]) -> list[str]:
-    """`overview` for people."""
+def format_overview(found: Mapping[str, Any]) -> list[str]:
+    """`summarise_checkpoint` for people."""
     state, optimizer, rate = found["state"], found["optimizer"], found["learning_rate"]
     clock = f"clock at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens of applied steps"
     rows = [
         ("checkpoint", found["path"]),
         ("iteration", f"{found['iteration']:,}"),
-        ("written by", f"version {found['version'] or '?'}, format {found['format']}, {found['layout'] or 'layout not said'}"),
-        ("consumed", f"{_count(state, 'consumed_samples')} samples, {_count(state, 'consumed_tokens')} tokens"),
+        (
+            "written by",
+            f"version {found['version'] or '?'}, format {found['format']}, {found['layout'] or 'layout not said'}",
+        ),
+        (
+            "consumed",
+            f"{_count(state, 'consumed_samples')} samples, {_count(state, 'consumed_tokens')} tokens",
+        ),
         ("learning rate", clock if rate is None else f"{rate:.4g} at the next step; {clock}"),
     ]
-    rows.append(("optimizer", "not in it" if optimizer is None else f"in it, {_count(optimizer, 'optimizer_step')} steps"))
+    rows.append(
+        (
+            "optimizer",
+            "not in it"
+            if optimizer is None
+            else f"in it, {_count(optimizer, 'optimizer_step')} steps",
+        )
+    )
     if optimizer is not None:
         scale = optimizer.get("loss_scale")
-        rows.append(("loss scale", "none" if scale is None else ", ".join(f"{key} {value}" for key, value in scale.items())))
+        rows.append(
+            (
+                "loss scale",
+                "none"
+                if scale is None
+                else ", ".join(f"{key} {value}" for key, value in scale.items()),
+            )
+        )
     if state.get("skip_ranges"):
-        rows.append(("skipped ranges", " ".join(f"{first}-{last}" for first, last in state["skip_ranges"])))
+        rows.append(
+            ("skipped ranges", " ".join(f"{first}-{last}" for first, last in state["skip_ranges"]))
+        )
     rows.append(("parameters", f"{found['parameters']:,}"))
-    rows += [(kind, gigabytes(size)) for kind, size in found["bytes_by_kind"].items()]
-    rows.append(("files", f"{len(found['files']) + 1}, {gigabytes(found['bytes'])} in all, {found['tensors']:,} tensors"))
+    rows += [(kind, format_gigabytes(size)) for kind, size in found["bytes_by_kind"].items()]
+    rows.append(
+        (
+            "files",
+            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in all, {found['tensors']:,} tensors",
+        )
+    )
     if found["model"] is None:
         rows.append(("configuration", found["problem"]))
     else:
         shown = {name: value for name, value in found["model"].items() if value is not None}
-        rows += [(f"  {name}", f"{value:,}" if type(value) is int else str(value)) for name, value in shown.items()]
-    return columns(rows, left=2)
+        rows += [
+            (f"  {name}", f"{value:,}" if type(value) is int else str(value))
+            for name, value in shown.items()
+        ]
+    return align_columns(rows, left=2)
 
 
-def run_folder(root: Path, shown: Path) -> dict[str, Any]:
+def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     """What else a run's folder holds. Other checkpoints are only looked at by their manifests."""
     try:
         pointer = read_pointer(root)
-        pointed, remark = (None, None) if pointer is None else (pointer.iteration, pointer.contradiction)
+        pointed, remark = (
+            (None, None) if pointer is None else (pointer.iteration, pointer.contradiction)
+        )
     except CheckpointError as error:
         pointed, remark = None, str(error)
     checkpoints = []
-    for iteration in saved_iterations(root):
-        folder, size, problem = stored_folder(root, iteration), None, None
+    for iteration in list_saved_iterations(root):
+        folder, size, problem = find_stored_folder(root, iteration), None, None
         try:
             size = read_manifest(folder).bytes
         except CheckpointError as error:
@@ -232,13 +317,19 @@ def run_folder(root: Path, shown: Path) -> dict[str, Any]:
         checkpoints.append({"name": folder.name, "iteration": iteration, "bytes": size, **marks})
     finished, holder, lease = {entry["name"] for entry in checkpoints}, read_holder(root), None
     if holder is not None:
-        sign = {"silent_seconds": max(0.0, heartbeat_age(root)), "alive": is_alive(holder)}
+        sign = {"silent_seconds": max(0.0, get_heartbeat_age(root)), "alive": is_alive(holder)}
         lease = {**vars(holder), "holder": holder.describe(), **sign}
-    leftovers = sorted(e.name for e in root.iterdir() if e.name.startswith("global_step") and e.name not in finished)
+    leftovers = sorted(
+        e.name
+        for e in root.iterdir()
+        if e.name.startswith("global_step") and e.name not in finished
+    )
     pointers = [root / LATEST, root / LATEST_ITERATION]
     return {
         "path": str(root),
-        "pointers": {p.name: p.read_text(errors="replace").strip() if p.is_file() else None for p in pointers},
+        "pointers": {
+            p.name: p.read_text(errors="replace").strip() if p.is_file() else None for p in pointers
+        },
         "remark": remark,
         "checkpoints": checkpoints,
         "damaged": [name for name in leftovers if DAMAGED in name],
@@ -247,58 +338,92 @@ def run_folder(root: Path, shown: Path) -> dict[str, Any]:
     }
 
 
-def run_folder_text(folder: Mapping[str, Any]) -> list[str]:
-    """`run_folder` for people."""
+def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
+    """`describe_run_folder` for people."""
     rows = [("folder", folder["path"])]
-    rows += [(name, "not there" if text is None else text) for name, text in folder["pointers"].items()]
+    rows += [
+        (name, "not there" if text is None else text) for name, text in folder["pointers"].items()
+    ]
     if folder["remark"]:
         rows.append(("pointers", folder["remark"]))
     for entry in folder["checkpoints"]:
-        size = gigabytes(entry["bytes"]) if entry["problem"] is None else entry["problem"]
-        marks = [mark for mark, holds in (("shown here", entry["shown"]), ("pointed to", entry["pointed_to"])) if holds]
+        size = format_gigabytes(entry["bytes"]) if entry["problem"] is None else entry["problem"]
+        marks = [
+            mark
+            for mark, holds in (("shown here", entry["shown"]), ("pointed to", entry["pointed_to"]))
+            if holds
+        ]
         rows.append((f"  {entry['name']}", ", ".join([size, *marks])))
     rows += [(f"  {name}", "damaged, set aside") for name in folder["damaged"]]
-    rows += [(f"  {name}", "being written or removed, or left by one that was cut off") for name in folder["unfinished"]]
+    rows += [
+        (f"  {name}", "being written or removed, or left by one that was cut off")
+        for name in folder["unfinished"]
+    ]
     lease, alive = folder["lease"], {True: "alive", False: "gone", None: "on another host"}
     if lease is None:
         rows.append(("lease", "held by nobody"))
     else:
         silence = f"last sign of life {lease['silent_seconds']:.0f} s ago"
         rows.append(("lease", f"{lease['holder']}, {alive[lease['alive']]}, {silence}"))
-    return columns(rows, left=2)
+    return align_columns(rows, left=2)
 
 
 # The other reports, for people
 
 
-def statistics_text(rows: Sequence[Statistics]) -> list[str]:
+def format_statistics(rows: Sequence[TensorStatistics]) -> list[str]:
     """A table, and how many tensors hold numbers that are not finite."""
     head = ("parameter", "kind", "shape", "norm", "min", "max", "mean", "nan", "inf")
     table = [
-        (r.name, r.kind, shape_text(r.shape), *map(_number, (r.norm, r.min, r.max, r.mean)), str(r.nan), str(r.inf)) for r in rows
+        (
+            r.name,
+            r.kind,
+            format_shape(r.shape),
+            *map(_number, (r.norm, r.min, r.max, r.mean)),
+            str(r.nan),
+            str(r.inf),
+        )
+        for r in rows
     ]
     bad = sum(bool(row.nan or row.inf) for row in rows)
-    summary = f"{bad} of {len(rows)} tensors hold numbers that are not finite" if bad else "all numbers are finite"
-    return [*columns([head, *table], left=3), "", summary]
+    summary = (
+        f"{bad} of {len(rows)} tensors hold numbers that are not finite"
+        if bad
+        else "all numbers are finite"
+    )
+    return [*align_columns([head, *table], left=3), "", summary]
 
 
-def comparison_text(found: Comparison) -> list[str]:
+def format_comparison(found: CheckpointComparison) -> list[str]:
     """All differences; of the tensors that are equal, how many."""
     lines = []
     for title, entries in (("configuration", found.config), ("state", found.state)):
-        lines += ["", f"{title}: {len(entries) or 'no'} differences", *(f"  {entry}" for entry in entries)]
+        lines += [
+            "",
+            f"{title}: {len(entries) or 'no'} differences",
+            *(f"  {entry}" for entry in entries),
+        ]
     lines += ["", *(f"only in the first: {key}" for key in found.only_in_first)]
     lines += [f"only in the second: {key}" for key in found.only_in_second]
-    lines += [f"{entry.tensor} is {shape_text(entry.first)} and {shape_text(entry.second)}" for entry in found.shapes]
+    lines += [
+        f"{entry.tensor} is {format_shape(entry.first)} and {format_shape(entry.second)}"
+        for entry in found.shapes
+    ]
     unequal = [row for row in found.tensors if not row.bit_equal]
     if unequal:
         head = ("tensor", "different", "max absolute", "relative")
-        rows = [(row.tensor, f"{row.different:,}", _number(row.max_absolute), _number(row.relative)) for row in unequal]
-        lines += [*columns([head, *rows], left=1), ""]
-    return [*lines, f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} tensors of both are equal bit by bit"]
+        rows = [
+            (row.tensor, f"{row.different:,}", _number(row.max_absolute), _number(row.relative))
+            for row in unequal
+        ]
+        lines += [*align_columns([head, *rows], left=1), ""]
+    return [
+        *lines,
+        f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} tensors of both are equal bit by bit",
+    ]
 
 
-def verification_text(folder: Path, found: Verification) -> list[str]:
+def format_verification(folder: Path, found: Verification) -> list[str]:
     """All damage, or that there is none; tensors with numbers that are not finite; the notes."""
     notes = [f"note: {note}" for note in found.notes]
     if found.not_finite:
@@ -309,20 +434,26 @@ def verification_text(folder: Path, found: Verification) -> list[str]:
         ]
         notes = [head, *listed, *notes]
     if found.damage:
-        head = f"{folder} is damaged; in {len({damage.file for damage in found.damage})} of its files:"
-        return [head, *(f"  {each.file}: {each.what.removeprefix(each.file + ' ')}" for each in found.damage), *notes]
-    what = f"{found.files} files, {found.tensors:,} tensors, {gigabytes(found.bytes)}"
+        head = (
+            f"{folder} is damaged; in {len({damage.file for damage in found.damage})} of its files:"
+        )
+        return [
+            head,
+            *(f"  {each.file}: {each.what.removeprefix(each.file + ' ')}" for each in found.damage),
+            *notes,
+        ]
+    what = f"{found.files} files, {found.tensors:,} tensors, {format_gigabytes(found.bytes)}"
     return [f"{folder} is whole: iteration {found.iteration:,}, {what}", *notes]
 
 
-def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Lines; the first `left` columns begin, the others end at the same place."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [f"<{width}" if at < left else f">{width}" for at, width in enumerate(widths)]
     return ["  ".join(map(format, row, sides)).rstrip() for row in rows]
 
 
-def gigabytes(size: int) -> str:
+def format_gigabytes(size: int) -> str:
     """In bytes where it is small."""
     return f"{size / 1e9:,.3f} GB" if size >= 1e6 else f"{size:,} bytes"
 

@@ -13,14 +13,16 @@ import tyro
 from megatron.errors import MegatronError
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.inspection import inspect_dataset, plot_lengths, report
-from megatron.tokenizer import build_tokenizer, special_token_ids
+from megatron.tokenizer import build_tokenizer, list_special_token_ids
 
 
 @dataclass(frozen=True)
-class Arguments:
+class InspectDatasetArguments:
     prefix: tyro.conf.Positional[str]
     """Data set, by its path without .bin and .idx."""
-    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(default_factory=TokenizerFlags)
+    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=TokenizerFlags
+    )
     strict: bool = False
     """Exit with 1 where problems are found."""
     json: bool = False
@@ -30,15 +32,15 @@ class Arguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = tyro.cli(InspectDatasetArguments, args=argv, description=__doc__)
     try:
         named = given.tokenizer != TokenizerFlags()
-        tokenizer = build_tokenizer(given.tokenizer.config()) if named else None
+        tokenizer = build_tokenizer(given.tokenizer.make_config()) if named else None
         found = inspect_dataset(
             given.prefix,
             tokenizer.vocab_size if tokenizer else None,
             tokenizer.eod if tokenizer else None,
-            special_token_ids(tokenizer) if tokenizer else (),
+            list_special_token_ids(tokenizer) if tokenizer else (),
         )
         if given.plot is not None:
             plot_lengths(found, given.plot)

@@ -15,26 +15,26 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import MegatronError
-from megatron.operations.node_report import Limits, Report, write
+from megatron.operations.node_report import NodeLimits, NodeReport, write
 
 
 @dataclass(frozen=True)
-class Arguments(Limits):
+class NodeCheckArguments(NodeLimits):
     report: Path | None = None
     """Write each rank's findings here, as JSON; on a file system that all nodes share."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(Arguments, args=argv, prog="node_check.py", description=__doc__)
-    last: list[Report] = []
+    options = tyro.cli(NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__)
+    last: list[NodeReport] = []
 
-    def tell(report: Report) -> None:
+    def tell(report: NodeReport) -> None:
         last[:] = [report]
         if options.report is not None:
             write(options.report, report)
 
     def give_up() -> None:
-        said = last[-1].line() if last else "nothing was found out"
+        said = last[-1].format_line() if last else "nothing was found out"
         print(f"{said}; not done after {options.seconds:g} s", flush=True)
         os._exit(1)  # what hangs in a driver cannot be ended otherwise
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report.line(), flush=True)
+    print(report.format_line(), flush=True)
     return 1 if report.failures or report.all_reduce_failure else 0
 
 

@@ -20,20 +20,20 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.cli import load_config
-from megatron.engine.support import unsupported
+from megatron.engine.support import list_unsupported
 from megatron.errors import MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
 from megatron.model import flops
-from megatron.model.partition import stages_of_rank
+from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
-from megatron.schedule.pipeline import PipelineSchedule, choose
-from megatron.schedule.progress import Progress
+from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.schedule.progress import ForecastPoint
 
 SHOWN_SIZES = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanArguments:
     """All other arguments are pretrain_gpt.py's, with or without '--' before them; a .slurm, .sh or .yaml file may come first."""
 
     world_size: int | None = None
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Source:
+class CommandSource:
     """The training arguments, the world that comes with them, and remarks on how they were read."""
 
     arguments: tuple[str, ...]
@@ -59,7 +59,7 @@ class Source:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line). Returns the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
-    options = tyro.cli(Options, args=own, prog="plan.py", description=__doc__)
+    options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
     try:
         return _plan(options, training)
     except MegatronError as failure:
@@ -77,30 +77,36 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _plan(options: Options, training: list[str]) -> int:
+def _plan(options: PlanArguments, training: list[str]) -> int:
     source = read_source(training)
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel, warnings = loaded.config.parallel, [*source.warnings, *loaded.warnings]
     world_size = options.world_size if options.world_size is not None else source.world_size
     if world_size is None:
-        world_size = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-        warnings.append(f"--world-size is not given: planned for one replica of the model, {world_size} processes.")
+        world_size = max(
+            1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        )
+        warnings.append(
+            f"--world-size is not given: planned for one replica of the model, {world_size} processes."
+        )
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
         position = 0
     plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position)
     late = [iteration for iteration in options.at if not 0 <= iteration <= plan.train_iters]
     if late:
-        warnings.append(f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}.")
-    at = plan.forecast().at(iteration for iteration in options.at if iteration >= 0)
-    refused = unsupported(plan)
+        warnings.append(
+            f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}."
+        )
+    at = plan.forecast().predict(iteration for iteration in options.at if iteration >= 0)
+    refused = list_unsupported(plan)
     if refused:
         warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(refused)}.")
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
-        print(json.dumps(as_json(plan, at, warnings), indent=1))
+        print(json.dumps(build_json(plan, at, warnings), indent=1))
     else:
-        print("\n".join(as_text(plan, at, warnings)))
+        print("\n".join(format_plan(plan, at, warnings)))
     return 2 if plan.errors else 0
 
 
@@ -128,26 +134,26 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, training + argv[end + 1 :]
 
 
-def read_source(training: list[str]) -> Source:
+def read_source(training: list[str]) -> CommandSource:
     """Find the arguments of pretrain_gpt.py in a command line, or in the script or YAML file that it begins with.
 
     Raises ConfigError where the file cannot be read or has no training command.
     """
     first = Path(training[0]) if training and not training[0].startswith("-") else None
     if first is not None and first.suffix in (".yaml", ".yml"):
-        return Source(("--config", *training), None)
+        return CommandSource(("--config", *training), None)
     if first is None or first.suffix not in (".slurm", ".sh", ".sbatch", ".bash"):
-        return _source(parse_command(training), ())
-    return _source(read_launch_script(first), tuple(training[1:]))
+        return _build_source(parse_command(training), ())
+    return _build_source(read_launch_script(first), tuple(training[1:]))
 
 
-def _source(command: LaunchScript, further: tuple[str, ...]) -> Source:
+def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSource:
     unset = ", ".join(f"${name}" for name in command.unresolved)
     warnings = (f"left as written, for nothing here sets them: {unset}.",) if unset else ()
-    return Source((*command.arguments, *further), command.world_size, warnings)
+    return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
-def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, Any]:
+def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict[str, Any]:
     """The plan as plain data; memory in bytes, FLOPs in units."""
     tokens = plan.config.model.seq_length
     shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
@@ -159,30 +165,38 @@ def as_json(plan: Plan, at: list[Progress], warnings: list[str]) -> dict[str, An
         "layers_per_stage": list(plan.layers_per_stage),
         "parameters_by_pipeline_rank": list(plan.stage_parameters),
         "pipeline": [
-            {"batch_size": size, "microbatches": made.microbatches, "schedule": made.name, "idle": made.bubble}
-            for size, made in first_and_final(plan)
+            {
+                "batch_size": size,
+                "microbatches": made.microbatches,
+                "schedule": made.name,
+                "idle": made.bubble,
+            }
+            for size, made in list_first_and_final(plan)
         ],
         "padded_vocab_size": plan.padded_vocab_size,
         "train_iters": plan.train_iters,
         "train_samples": plan.train_samples,
         "train_tokens": plan.config.batch.train_tokens or plan.train_samples * tokens,
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
-        "memory_bytes": memory(plan),
-        "flops": flops_of(plan),
+        "memory_bytes": estimate_memory(plan),
+        "flops": compute_flops(plan),
         "errors": list(plan.errors),
         "warnings": warnings,
     }
 
 
-def first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
+def list_first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
     """The first batch size that the grid can take, and the final one, each with its pipeline schedule; none where none fits."""
     share = plan.config.batch.micro_batch_size * plan.data_parallel_size
-    sizes = plan.batch_size.upcoming(0, 0, plan.config.model.seq_length)
+    sizes = plan.batch_size.iterate_upcoming(0, 0, plan.config.model.seq_length)
     fitting = [size for size in sizes if share > 0 and size % share == 0]
-    return [(size, plan.pipeline_schedule(size)) for size in dict.fromkeys([*fitting[:1], *fitting[-1:]])]
+    return [
+        (size, plan.choose_pipeline_schedule(size))
+        for size in dict.fromkeys([*fitting[:1], *fitting[-1:]])
+    ]
 
 
-def recomputed_share(plan: Plan) -> Fraction:
+def get_recomputed_share(plan: Plan) -> Fraction:
     """Share of the layers that are recomputed; one that cannot be read is among the plan's errors."""
     try:
         return plan.config.recompute.recomputed_part
@@ -190,27 +204,27 @@ def recomputed_share(plan: Plan) -> Fraction:
         return Fraction(1)
 
 
-def memory(plan: Plan) -> dict[str, Any]:
+def estimate_memory(plan: Plan) -> dict[str, Any]:
     """Bytes: the rule by part over the whole model, and on the pipeline rank that needs most, with an estimate of its activations.
 
     "activations" are as configured; the other estimates are what they would be with all kept, and with all layers recomputed.
     """
-    share, config = recomputed_share(plan), plan.config
+    share, config = get_recomputed_share(plan), plan.config
     ranks = range(plan.pipeline_size)
-    parts = [_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
-    needed = [parts[rank].total + activations(plan, rank, share) for rank in ranks]
+    parts = [_compute_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
+    needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    whole = flops.parameter_memory(plan.parameters, half=_is_half(plan))
+    whole = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
     return {
         "model": {**vars(whole), "total": whole.total},
         "pipeline_rank": fullest,
         "rank": {**vars(parts[fullest]), "total": parts[fullest].total},
-        "activations": activations(plan, fullest, share),
-        "activations_kept": activations(plan, fullest, Fraction(0)),
-        "activations_with_scores": activations(
+        "activations": estimate_activations(plan, fullest, share),
+        "activations_kept": estimate_activations(plan, fullest, Fraction(0)),
+        "activations_with_scores": estimate_activations(
             plan, fullest, Fraction(0), scores_kept=not config.recompute.recompute_attention_core
         ),
-        "activations_recomputed": activations(plan, fullest, Fraction(1)),
+        "activations_recomputed": estimate_activations(plan, fullest, Fraction(1)),
     }
 
 
@@ -218,8 +232,8 @@ def _is_half(plan: Plan) -> bool:
     return plan.config.precision.bf16 or plan.config.precision.fp16
 
 
-def _parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
-    return flops.parameter_memory_per_rank(
+def _compute_parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
+    return flops.estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
         data_parallel_size=plan.data_parallel_size,
@@ -227,48 +241,78 @@ def _parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
     )
 
 
-def _final_schedule(plan: Plan) -> PipelineSchedule:
+def _choose_final_schedule(plan: Plan) -> PipelineSchedule:
     """At the final batch size, rounded down where that does not fit the grid."""
     share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
-    return choose(max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank)
+    return choose_schedule(
+        max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank
+    )
 
 
-def activations(plan: Plan, pipeline_rank: int, recomputed: Fraction, *, scores_kept: bool = False) -> int:
+def estimate_activations(
+    plan: Plan, pipeline_rank: int, recomputed: Fraction, *, scores_kept: bool = False
+) -> int:
     """Estimate in bytes for one rank: all microbatches in flight, a layer at work where layers are recomputed, and the logits."""
     parallel, micro = plan.config.parallel, plan.config.batch.micro_batch_size
     tensor = max(1, parallel.tensor_model_parallel_size)
-    sharing = {"sequence_parallel": parallel.sequence_parallel, "half": _is_half(plan), "scores_kept": scores_kept}
-    stages = stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
-    counts = [(len(stage.layers), flops.recomputed_layers(stage.layers, recomputed)) for stage in stages]
+    sharing = {
+        "sequence_parallel": parallel.sequence_parallel,
+        "half": _is_half(plan),
+        "scores_kept": scores_kept,
+    }
+    stages = select_stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
+    counts = [
+        (len(stage.layers), flops.count_recomputed_layers(stage.layers, recomputed))
+        for stage in stages
+    ]
     visits = [
-        flops.stage_activation_bytes(plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing)
+        flops.estimate_stage_activation_bytes(
+            plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
+        )
         for layers, again in counts
     ]
-    kept = _final_schedule(plan).in_flight(pipeline_rank) * sum(visits) // max(1, len(visits))
+    kept = (
+        _choose_final_schedule(plan).count_in_flight(pipeline_rank)
+        * sum(visits)
+        // max(1, len(visits))
+    )
     if any(again for _, again in counts):
-        kept += flops.stage_activation_bytes(plan.shape, micro, tensor, layers=1, **sharing)
+        kept += flops.estimate_stage_activation_bytes(
+            plan.shape, micro, tensor, layers=1, **sharing
+        )
     if any(stage.last for stage in stages):
-        kept += flops.logits_bytes(plan.shape, micro, tensor)
+        kept += flops.estimate_logits_bytes(plan.shape, micro, tensor)
     return kept
 
 
-def flops_of(plan: Plan) -> dict[str, int]:
+def compute_flops(plan: Plan) -> dict[str, int]:
     """FLOPs at the full sequence length and the final batch size; see megatron/model/flops.py for the two conventions."""
-    shape, recompute = plan.shape, recomputed_share(plan)
-    per_token = flops.model_flops_per_token(shape)
+    shape, recompute = plan.shape, get_recomputed_share(plan)
+    per_token = flops.count_model_flops_per_token(shape)
     return {
         "model_per_token": per_token,
-        "hardware_per_token": flops.hardware_flops_per_token(shape, recompute=recompute),
-        "hardware_per_iteration": flops.iteration_flops(shape, plan.batch_size.final, recompute=recompute),
-        "model_whole_run": per_token * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
+        "hardware_per_token": flops.count_hardware_flops_per_token(shape, recompute=recompute),
+        "hardware_per_iteration": flops.count_iteration_flops(
+            shape, plan.batch_size.final, recompute=recompute
+        ),
+        "model_whole_run": per_token
+        * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
     }
 
 
-def as_text(plan: Plan, at: list[Progress], warnings: list[str]) -> list[str]:
+def format_plan(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> list[str]:
     """The plan for people, a line an entry."""
-    lines = [*_model_lines(plan), *_training_lines(plan), *_memory_lines(plan), *_flops_lines(plan)]
+    lines = [
+        *_format_model(plan),
+        *_format_training(plan),
+        *_format_memory(plan),
+        *_format_flops(plan),
+    ]
     if at:
-        lines += ["", f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} {'learning rate':>14}"]
+        lines += [
+            "",
+            f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} {'learning rate':>14}",
+        ]
     lines += [
         f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} {p.global_batch_size:>6} {p.seq_length:>7} "
         f"{p.lr:>14.3E}"
@@ -279,108 +323,152 @@ def as_text(plan: Plan, at: list[Progress], warnings: list[str]) -> list[str]:
     return lines
 
 
-def _row(label: str, text: str) -> str:
+def _format_row(label: str, text: str) -> str:
     return f"{label:<22}{text}"
 
 
-def _model_lines(plan: Plan) -> list[str]:
+def _format_model(plan: Plan) -> list[str]:
     parallel, fullest = plan.config.parallel, max(plan.stage_parameters)
     return [
-        _row(
+        _format_row(
             "parameters",
             f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} ({plan.vocab_size:,} real)",
         ),
-        _row("  on a rank", f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), before ZeRO"),
-        _row(
+        _format_row(
+            "  on a rank",
+            f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), before ZeRO",
+        ),
+        _format_row(
             "grid",
             f"{plan.world_size} processes = {parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} data; ZeRO {parallel.zero_stage}",
         ),
-        *_pipeline_lines(plan),
-        _row(
+        *_format_pipeline(plan),
+        _format_row(
             "attention",
             f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, {plan.num_query_groups} key/value groups",
         ),
-        _row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
+        _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
     ]
 
 
-def _pipeline_lines(plan: Plan) -> list[str]:
+def _format_pipeline(plan: Plan) -> list[str]:
     """Nothing for a single stage."""
     if plan.pipeline_size == 1:
         return []
-    each = f", in {plan.stages_per_rank} virtual stages on each rank" if plan.stages_per_rank > 1 else ""
+    each = (
+        f", in {plan.stages_per_rank} virtual stages on each rank"
+        if plan.stages_per_rank > 1
+        else ""
+    )
     millions = (f"{parameters / 1e6:,.1f}" for parameters in plan.stage_parameters)
     rows = [
-        _row("layers by stage", _in_runs(map(str, plan.layers_per_stage)) + each),
-        _row("  parameters, 10^6", f"{_in_runs(millions)} by pipeline rank"),
+        _format_row("layers by stage", _collapse_runs(map(str, plan.layers_per_stage)) + each),
+        _format_row("  parameters, 10^6", f"{_collapse_runs(millions)} by pipeline rank"),
     ]
-    return rows + [_row("", made.describe(size).removeprefix("pipeline: ")) for size, made in first_and_final(plan)]
+    return rows + [
+        _format_row("", made.describe(size).removeprefix("pipeline: "))
+        for size, made in list_first_and_final(plan)
+    ]
 
 
-def _in_runs(texts: Iterable[str]) -> str:
+def _collapse_runs(texts: Iterable[str]) -> str:
     """'5, 10 x 6, 5'."""
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return ", ".join(text if length == 1 else f"{length} x {text}" for text, length in runs)
 
 
-def _training_lines(plan: Plan) -> list[str]:
+def _format_training(plan: Plan) -> list[str]:
     batch, seq_length = plan.config.batch, plan.config.model.seq_length
     share = batch.micro_batch_size * plan.data_parallel_size
-    sizes = [f"{size} ({size / share:g})" for size in plan.batch_size.upcoming(0, 0, seq_length)]
+    sizes = [
+        f"{size} ({size / share:g})" for size in plan.batch_size.iterate_upcoming(0, 0, seq_length)
+    ]
     if len(sizes) > SHOWN_SIZES:
         sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
     lines = [
-        _row("batch (microbatches)", ", ".join(sizes)),
-        _row("iterations", f"{plan.train_iters:,}"),
-        _row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
-        _row("tokens", f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else "")),
+        _format_row("batch (microbatches)", ", ".join(sizes)),
+        _format_row("iterations", f"{plan.train_iters:,}"),
+        _format_row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
+        _format_row(
+            "tokens",
+            f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else ""),
+        ),
     ]
     if plan.curriculum is not None:
-        lines.append(_row("sequence length", str(plan.curriculum)))
+        lines.append(_format_row("sequence length", str(plan.curriculum)))
     if batch.train_tokens is not None:
-        last = plan.forecast().iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
-        lines.append(_row("ends by tokens", f"{batch.train_tokens:,} tokens or the end above: iteration {last:,}"))
+        last = plan.forecast().find_iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
+        lines.append(
+            _format_row(
+                "ends by tokens",
+                f"{batch.train_tokens:,} tokens or the end above: iteration {last:,}",
+            )
+        )
     lr = plan.lr_schedule
-    end = f"{lr.decay_steps:,} samples" if lr.decay_tokens is None else f"{lr.decay_tokens:,} tokens"
+    end = (
+        f"{lr.decay_steps:,} samples" if lr.decay_tokens is None else f"{lr.decay_tokens:,} tokens"
+    )
     lines.append(
-        _row("learning rate", f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}")
+        _format_row(
+            "learning rate",
+            f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}",
+        )
     )
     return lines
 
 
-def _memory_lines(plan: Plan) -> list[str]:
-    memory_bytes = memory(plan)
-    where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most" if plan.pipeline_size > 1 else ""
+def _format_memory(plan: Plan) -> list[str]:
+    memory_bytes = estimate_memory(plan)
+    where = (
+        f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
+        if plan.pipeline_size > 1
+        else ""
+    )
     rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
-    lines = [_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
+    lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
         model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
-        lines.append(_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
+        lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     configured, kept, scores, again = (
-        memory_bytes[key] / 1e9 for key in ("activations", "activations_kept", "activations_with_scores", "activations_recomputed")
+        memory_bytes[key] / 1e9
+        for key in (
+            "activations",
+            "activations_kept",
+            "activations_with_scores",
+            "activations_recomputed",
+        )
     )
-    if share := recomputed_share(plan):
-        note = f"{_of_the_layers(share)} recomputed; {kept:,.2f} if all were kept"
+    if share := get_recomputed_share(plan):
+        note = f"{_format_layer_share(share)} recomputed; {kept:,.2f} if all were kept"
     else:
         note = f"{scores:,.2f} without a flash kernel, {again:,.2f} recomputed"
     if plan.pipeline_size > 1:
-        visits = _final_schedule(plan).in_flight(memory_bytes["pipeline_rank"])
+        visits = _choose_final_schedule(plan).count_in_flight(memory_bytes["pipeline_rank"])
         note += f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} in flight"
-    return [*lines, _row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
+    return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
 
 
-def _of_the_layers(share: Fraction) -> str:
+def _format_layer_share(share: Fraction) -> str:
     return "all layers" if share == 1 else f"{share} of the layers"
 
 
-def _flops_lines(plan: Plan) -> list[str]:
-    counts, share = flops_of(plan), recomputed_share(plan)
-    recomputation = f"{_of_the_layers(share)} recomputed" if share else "no recomputation"
+def _format_flops(plan: Plan) -> list[str]:
+    counts, share = compute_flops(plan), get_recomputed_share(plan)
+    recomputation = f"{_format_layer_share(share)} recomputed" if share else "no recomputation"
     return [
-        _row("FLOPs a token", f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware"),
-        _row("FLOPs an iteration", f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}"),
-        _row("FLOPs of the run", f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted as full)"),
+        _format_row(
+            "FLOPs a token",
+            f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware",
+        ),
+        _format_row(
+            "FLOPs an iteration",
+            f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}",
+        ),
+        _format_row(
+            "FLOPs of the run",
+            f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted as full)",
+        ),
     ]
 
 

@@ -61,10 +61,14 @@ class Curves:
 def read_curves(source: Path) -> Curves:
     """Curves of a metrics file or a log. Raises DataError where the file is absent or has no loss in it."""
     if not source.is_file():
-        raise DataError(f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or its log")
-    curves = _from_metrics(source) if source.suffix == ".jsonl" else _from_log(source)
+        raise DataError(
+            f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or its log"
+        )
+    curves = _read_metrics_curves(source) if source.suffix == ".jsonl" else _read_log_curves(source)
     if not curves.train[0] and not curves.validation:
-        raise DataError(f"{source} holds neither metrics (it would end in .jsonl) nor log lines with a loss")
+        raise DataError(
+            f"{source} holds neither metrics (it would end in .jsonl) nor log lines with a loss"
+        )
     return curves
 
 
@@ -86,7 +90,7 @@ def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | N
     figure.savefig(output, dpi=120)
 
 
-def with_gaps(iterations: list[int], values: list[float]) -> Points:
+def insert_gaps(iterations: list[int], values: list[float]) -> Points:
     """With a NaN where iterations are missing (a skipped range), so that no line is drawn over what was not trained."""
     steps = [later - earlier for earlier, later in pairwise(iterations)]
     usual = Counter(steps).most_common(1)[0][0] if steps else 1
@@ -101,16 +105,26 @@ def with_gaps(iterations: list[int], values: list[float]) -> Points:
 
 
 def _draw_losses(axes: "Axes", curves: Curves, unigram_entropy: float | None) -> None:
-    axes.plot(*with_gaps(*curves.train), color="tab:blue", linewidth=1.0, alpha=0.8, label="training")
+    axes.plot(
+        *insert_gaps(*curves.train), color="tab:blue", linewidth=1.0, alpha=0.8, label="training"
+    )
     for number, (name, points) in enumerate(curves.validation.items()):
-        axes.plot(*points, color=f"C{number + 1}", marker="o", markersize=4, linewidth=1.5, label=name)
+        axes.plot(
+            *points, color=f"C{number + 1}", marker="o", markersize=4, linewidth=1.5, label=name
+        )
     if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color="tab:gray", linestyle="--", linewidth=1.2, label="unigram entropy")
+        axes.axhline(
+            unigram_entropy,
+            color="tab:gray",
+            linestyle="--",
+            linewidth=1.2,
+            label="unigram entropy",
+        )
     axes.set_ylabel("loss (nats a token)")
     axes.legend(frameon=False)
 
 
-def _from_metrics(source: Path) -> Curves:
+def _read_metrics_curves(source: Path) -> Curves:
     curves = Curves()
     for record in read_metrics(source):
         curves.add(record["iteration"], record.get("lm_loss"), record.get("learning_rate"))
@@ -119,7 +133,7 @@ def _from_metrics(source: Path) -> Curves:
     return curves
 
 
-def _from_log(source: Path) -> Curves:
+def _read_log_curves(source: Path) -> Curves:
     """Each iteration's last line counts; those of a lost run go when an earlier one follows them."""
     train: dict[int, dict[str, int | float]] = {}
     validation: dict[tuple[int, str], float] = {}
@@ -129,7 +143,9 @@ def _from_log(source: Path) -> Curves:
             if (step := parse_log_line(line)) is not None:
                 first = int(step["iteration"])
                 if first <= last:
-                    train = {iteration: old for iteration, old in train.items() if iteration < first}
+                    train = {
+                        iteration: old for iteration, old in train.items() if iteration < first
+                    }
                     validation = {key: old for key, old in validation.items() if key[0] < first}
                 train[first] = step
                 last = first

@@ -14,34 +14,36 @@ import tyro
 
 from megatron.errors import MegatronError
 from megatron.preprocess.flags import TokenizerFlags
-from megatron.preprocess.pipeline import PreprocessJob, default_workers, preprocess
+from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PreprocessArguments:
     input: tuple[str, ...]
     """Files and globs: lines of JSON, plain or .gz or .zst, and .parquet. The output keeps their order."""
     output_prefix: str
     """Path of the output without _{key}_document.bin/.idx."""
-    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(default_factory=TokenizerFlags)
+    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=TokenizerFlags
+    )
     json_keys: tuple[str, ...] = ("text",)
     """Keys (columns) that hold the text; each makes a data set of its own."""
     dataset_impl: Literal["mmap"] = "mmap"
     """Format of the output; mmap (.bin/.idx) is the only one."""
     append_eod: bool = False
     """End each document with the end-of-document token."""
-    workers: int = field(default_factory=default_workers)
+    workers: int = field(default_factory=count_default_workers)
     """Processes that encode. Default: one for each core."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do about a line that is not JSON or lacks a key; it is reported with file and number either way."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = tyro.cli(PreprocessArguments, args=argv, description=__doc__)
     job = PreprocessJob(
         input=given.input,
         output_prefix=given.output_prefix,
-        tokenizer=given.tokenizer.config(),
+        tokenizer=given.tokenizer.make_config(),
         json_keys=given.json_keys,
         append_eod=given.append_eod,
         workers=given.workers,

@@ -16,23 +16,28 @@ import tyro
 
 from megatron.errors import MegatronError
 from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import Request
+from megatron.operations.rollback_plan import RollbackRequest
 
 
 @dataclass(frozen=True)
-class Options:
+class RollbackArguments:
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER")]
     """The run's --save."""
-    request: tyro.conf.OmitArgPrefixes[Request]
+    request: tyro.conf.OmitArgPrefixes[RollbackRequest]
     dry_run: bool = False
     """Print all that would be done, and change nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Options, args=argv, description=__doc__)
+    given = tyro.cli(RollbackArguments, args=argv, description=__doc__)
     try:
         run = Path(os.path.realpath(given.run_folder))
-        roll_back(run, given.request.absolute(), lambda line: print(line, flush=True), dry_run=given.dry_run)
+        roll_back(
+            run,
+            given.request.make_absolute(),
+            lambda line: print(line, flush=True),
+            dry_run=given.dry_run,
+        )
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -27,13 +27,13 @@ import tyro
 
 from megatron.errors import MegatronError
 from megatron.operations.alerts import Alert, Outlets, deliver
-from megatron.operations.element import CODES, Element, run_element
-from megatron.operations.node_report import Limits
+from megatron.operations.array_task import EXIT_CODES, ArrayTask, run_array_task
+from megatron.operations.node_report import NodeLimits
 from megatron.standard_streams import protect_standard_streams
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SlurmElementArguments:
     save: Path
     """The run's --save folder."""
     main_log: Path
@@ -44,26 +44,37 @@ class Arguments:
     """Starts in a row that train nothing, after which the array ends."""
     check_nodes: bool = False
     """Probe every node first: see tools/node_check.py."""
-    limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
+    limits: tyro.conf.OmitArgPrefixes[NodeLimits] = field(default_factory=NodeLimits)
     srun: tuple[str, ...] = ()
     """More options of srun, as in --srun=--cpu-bind=none."""
 
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    options = tyro.cli(Arguments, args=own, prog="slurm_element.py", description=__doc__)
+    own, command = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
+    options = tyro.cli(
+        SlurmElementArguments, args=own, prog="slurm_element.py", description=__doc__
+    )
     if not command:
-        print("error: nothing to train: put -- pretrain_gpt.py and its arguments behind the options", file=sys.stderr)
+        print(
+            "error: nothing to train: put -- pretrain_gpt.py and its arguments behind the options",
+            file=sys.stderr,
+        )
         return 2
 
-    def alert(text: str) -> None:
-        for trouble in deliver([Alert("element", text)], Outlets(main_log=options.main_log)).troubles:
+    def send_alert(text: str) -> None:
+        for trouble in deliver(
+            [Alert("element", text)], Outlets(main_log=options.main_log)
+        ).troubles:
             print(f"error: {trouble}", file=sys.stderr)
 
     try:
-        outcome = run_element(
-            Element(
+        outcome = run_array_task(
+            ArrayTask(
                 save=options.save,
                 main_log=options.main_log,
                 command=tuple(command),
@@ -71,13 +82,13 @@ def main(argv: list[str] | None = None) -> int:
                 max_failed_starts=options.max_failed_starts,
                 nodes=options.limits if options.check_nodes else None,
                 srun=options.srun,
-                alert=alert,
+                alert=send_alert,
             )
         )
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return CODES[outcome]
+    return EXIT_CODES[outcome]
 
 
 if __name__ == "__main__":

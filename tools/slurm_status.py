@@ -17,11 +17,11 @@ import tyro
 
 from megatron.errors import MegatronError
 from megatron.operations.alerts import Outlets, deliver
-from megatron.operations.status import Limits, Watched, look
+from megatron.operations.status import StatusLimits, WatchedRun, check_run
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SlurmStatusArguments:
     job_name: str
     """As in #SBATCH --job-name."""
     outlets: tyro.conf.OmitArgPrefixes[Outlets]
@@ -29,13 +29,15 @@ class Arguments:
     """The run's --save folder: alerts when no checkpoint was saved there for too long."""
     user: str | None = None
     """Whose jobs. Default: the current user's."""
-    limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
+    limits: tyro.conf.OmitArgPrefixes[StatusLimits] = field(default_factory=StatusLimits)
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    given = tyro.cli(SlurmStatusArguments, args=argv, description=__doc__)
     try:
-        found = look(Watched(given.job_name, given.outlets.main_log, given.run, given.user, given.limits))
+        found = check_run(
+            WatchedRun(given.job_name, given.outlets.main_log, given.run, given.user, given.limits)
+        )
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -26,9 +26,9 @@ from typing import Any
 
 import tyro
 
-from megatron.config.asked import Asked
 from megatron.config.cli import load_config
-from megatron.config.fields import all_fields, build
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields, build_config
 from megatron.config.tree import Config
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import parse_command, read_launch_script
@@ -38,7 +38,7 @@ NO_END = 10**15  # iterations
 
 
 @dataclass(frozen=True)
-class Options:
+class CurriculumArguments:
     """All other arguments, after '--', are the old command line of pretrain_gpt.py; or a .slurm, .sh or .yaml file comes first."""
 
     train_tokens: int | None = None
@@ -55,10 +55,10 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Change:
+class CurriculumChange:
     """What becomes of the old command line: the fields with new values, None or () taking one out."""
 
-    old: Asked
+    old: ConfigWithOrigin
     new: Config
     values: dict[str, Any]
 
@@ -66,24 +66,40 @@ class Change:
 def main(argv: list[str] | None = None) -> int:
     """Print what changes for `argv` (default: the command line). Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else _first_file(argv)
-    options = tyro.cli(Options, args=argv[:end], prog="to_curriculum.py", description=__doc__)
+    end = argv.index("--") if "--" in argv else _find_first_file(argv)
+    options = tyro.cli(
+        CurriculumArguments, args=argv[:end], prog="to_curriculum.py", description=__doc__
+    )
     try:
         plan, origin = read_old(argv[end + 1 :] if "--" in argv else argv[end:])
-        change = to_curriculum(plan, origin, options)
+        change = convert_to_curriculum(plan, origin, options)
         kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
         new = resolve(change.new, plan.world_size, kept)
         new.raise_on_errors()
     except MegatronError as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 2
-    print("\n".join([*flags(change), "", *deepspeed_block(new), "", *consequences(plan, new)]))
+    print(
+        "\n".join(
+            [
+                *format_flags(change),
+                "",
+                *format_deepspeed_block(new),
+                "",
+                *list_consequences(plan, new),
+            ]
+        )
+    )
     return 0
 
 
-def _first_file(argv: list[str]) -> int:
+def _find_first_file(argv: list[str]) -> int:
     """Where the old command begins if there is no '--': at a script or YAML file."""
-    files = (i for i, word in enumerate(argv) if Path(word).suffix in (".slurm", ".sh", ".sbatch", ".bash", ".yaml", ".yml"))
+    files = (
+        i
+        for i, word in enumerate(argv)
+        if Path(word).suffix in (".slurm", ".sh", ".sbatch", ".bash", ".yaml", ".yml")
+    )
     return next(files, len(argv))
 
 
@@ -102,28 +118,46 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
     loaded = load_config(arguments, prog="to_curriculum.py")
     batch, parallel = loaded.config.batch, loaded.config.parallel
     if batch.global_batch_size is None and batch.step_batch_size_schedule is None:
-        raise ConfigError("--global-batch-size is not given, and how many processes there will be is not known here; give it.")
+        raise ConfigError(
+            "--global-batch-size is not given, and how many processes there will be is not known here; give it."
+        )
     if loaded.config.curriculum.curriculum_schedule_type is not None:
-        raise ConfigError("the command line has a curriculum already (--curriculum-schedule-type); there is nothing to translate.")
+        raise ConfigError(
+            "the command line has a curriculum already (--curriculum-schedule-type); there is nothing to translate."
+        )
     replica = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     plan = resolve(loaded.config, replica, loaded.origin)
     plan.raise_on_errors()
     return plan, loaded.origin
 
 
-def to_curriculum(plan: Plan, origin: dict[str, str], options: Options) -> Change:
+def convert_to_curriculum(
+    plan: Plan, origin: dict[str, str], options: CurriculumArguments
+) -> CurriculumChange:
     """Work out the new values.
 
     Raises ConfigError for a schedule that cannot count tokens, or sizes that make no curriculum.
     """
-    old = Asked(plan.config, origin)
-    batch, optimizer, seq_length = plan.config.batch, plan.config.optimizer, plan.config.model.seq_length
+    old = ConfigWithOrigin(plan.config, origin)
+    batch, optimizer, seq_length = (
+        plan.config.batch,
+        plan.config.optimizer,
+        plan.config.model.seq_length,
+    )
     if optimizer.lr_decay_style == "WSD":
-        raise ConfigError("--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use cosine or linear.")
+        raise ConfigError(
+            "--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use cosine or linear."
+        )
     if plan.train_samples < 1:
-        raise ConfigError("the old command line says no end; give --train-samples or --train-iters.")
-    tokens = _first_given(options.train_tokens, batch.train_tokens, plan.train_samples * seq_length)
-    total = _first_given(options.total_step, max(1, tokens // (2 * plan.batch_size.final * seq_length)))
+        raise ConfigError(
+            "the old command line says no end; give --train-samples or --train-iters."
+        )
+    tokens = _choose_first_given(
+        options.train_tokens, batch.train_tokens, plan.train_samples * seq_length
+    )
+    total = _choose_first_given(
+        options.total_step, max(1, tokens // (2 * plan.batch_size.final * seq_length))
+    )
     values: dict[str, Any] = {
         "batch.rampup_batch_size": None,
         "batch.step_batch_size_schedule": None,
@@ -131,7 +165,7 @@ def to_curriculum(plan: Plan, origin: dict[str, str], options: Options) -> Chang
         "batch.train_tokens": tokens,
         "optimizer.lr_decay_samples": None,
         "optimizer.lr_decay_iters": None,
-        "optimizer.lr_decay_tokens": _decay_tokens(plan, tokens),
+        "optimizer.lr_decay_tokens": _compute_decay_tokens(plan, tokens),
         "curriculum.curriculum_schedule_type": "fixed_linear",
         "curriculum.curriculum_min_difficulty": options.min_difficulty,
         "curriculum.curriculum_total_step": total,
@@ -139,20 +173,20 @@ def to_curriculum(plan: Plan, origin: dict[str, str], options: Options) -> Chang
     }
     if optimizer.lr_warmup_fraction is not None:
         values["optimizer.lr_warmup_fraction"] = None
-        values |= _warmup(plan)
-    values |= _length(plan, _with(plan.config, values), tokens)
-    return Change(old, _with(plan.config, values), values)
+        values |= _compute_warmup(plan)
+    values |= _compute_length(plan, _update_config(plan.config, values), tokens)
+    return CurriculumChange(old, _update_config(plan.config, values), values)
 
 
-def _first_given(*values: int | None) -> int:
+def _choose_first_given(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def _with(config: Config, values: dict[str, Any]) -> Config:
-    return build(Asked(config, {}).values() | values)
+def _update_config(config: Config, values: dict[str, Any]) -> Config:
+    return build_config(ConfigWithOrigin(config, {}).list_values() | values)
 
 
-def _decay_tokens(plan: Plan, tokens: int) -> int:
+def _compute_decay_tokens(plan: Plan, tokens: int) -> int:
     optimizer = plan.config.optimizer
     if optimizer.lr_decay_tokens is not None:
         return optimizer.lr_decay_tokens
@@ -161,7 +195,7 @@ def _decay_tokens(plan: Plan, tokens: int) -> int:
     return plan.lr_schedule.decay_steps * plan.config.model.seq_length
 
 
-def _warmup(plan: Plan) -> dict[str, int]:
+def _compute_warmup(plan: Plan) -> dict[str, int]:
     """A fraction was one of the decay in samples, which is gone."""
     samples = math.ceil(plan.lr_schedule.warmup_steps)
     if plan.config.batch.train_samples is not None:
@@ -169,39 +203,47 @@ def _warmup(plan: Plan) -> dict[str, int]:
     return {"optimizer.lr_warmup_iters": math.ceil(samples / plan.batch_size.final)}
 
 
-def _length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
+def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
     """Samples or iterations that are no less than what the tokens need."""
     curriculum = resolve(new, plan.world_size).curriculum
-    needed = curriculum.iteration_reaching(tokens, plan.batch_size.final, 1, NO_END) if curriculum is not None else None
+    needed = (
+        curriculum.find_iteration_reaching(tokens, plan.batch_size.final, 1, NO_END)
+        if curriculum is not None
+        else None
+    )
     batch = plan.config.batch
     if batch.train_samples is not None:
-        return {"batch.train_samples": max(2 * batch.train_samples, (needed or 0) * plan.batch_size.final)}
+        return {
+            "batch.train_samples": max(
+                2 * batch.train_samples, (needed or 0) * plan.batch_size.final
+            )
+        }
     return {"batch.train_iters": max(2 * plan.train_iters, needed or 0)}
 
 
-def flags(change: Change) -> list[str]:
+def format_flags(change: CurriculumChange) -> list[str]:
     """What to take out, change and put in, with where it stands now."""
     out, changed, put_in = [], [], []
     for dotted, value in change.values.items():
         before = change.old[dotted]
         if before == value:
             if dotted == "curriculum.curriculum_difficulty_step":
-                put_in.append(f"  {_flag(dotted, value)}")
+                put_in.append(f"  {_format_flag(dotted, value)}")
         elif value is None:
-            out.append(f"  {change.old.given(dotted)}")
-        elif before is None or not change.old.differs(dotted):
-            put_in.append(f"  {_flag(dotted, value)}")
+            out.append(f"  {change.old.describe(dotted)}")
+        elif before is None or not change.old.is_changed(dotted):
+            put_in.append(f"  {_format_flag(dotted, value)}")
         else:
-            changed.append(f"  {change.old.given(dotted)}  ->  {_flag(dotted, value)}")
+            changed.append(f"  {change.old.describe(dotted)}  ->  {_format_flag(dotted, value)}")
     parts = (("take out", out), ("change", changed), ("put in", put_in))
     return [line for title, lines in parts if lines for line in (title, *lines)]
 
 
-def _flag(dotted: str, value: Any) -> str:
+def _format_flag(dotted: str, value: Any) -> str:
     return f"{all_fields()[dotted].flag} {f'{value:_}' if isinstance(value, int) else value}"
 
 
-def deepspeed_block(new: Plan) -> list[str]:
+def format_deepspeed_block(new: Plan) -> list[str]:
     """The curriculum as DeepSpeed's JSON has it, for who starts the run there."""
     curriculum = new.curriculum
     assert curriculum is not None, "the new command line has one"
@@ -217,39 +259,45 @@ def deepspeed_block(new: Plan) -> list[str]:
         },
     }
     text = json.dumps({"curriculum_learning": block}, indent=2)
-    return ["instead of the --curriculum-* flags, in the JSON of --deepspeed-config", *text.splitlines()]
+    return [
+        "instead of the --curriculum-* flags, in the JSON of --deepspeed-config",
+        *text.splitlines(),
+    ]
 
 
-def consequences(old: Plan, new: Plan) -> list[str]:
+def list_consequences(old: Plan, new: Plan) -> list[str]:
     """The numbers that the change comes down to, and what is left to judge."""
     assert new.curriculum is not None, "the new command line has one"
     assert new.config.batch.train_tokens is not None, "it was worked out"
     assert new.curriculum.total_curriculum_step is not None, "it is linear"
     batch, tokens = new.batch_size.final, new.config.batch.train_tokens
-    end = new.curriculum.iteration_reaching(tokens, batch, 1, NO_END) or 0
-    stages = list(new.curriculum.stages(1, new.curriculum.total_curriculum_step))
+    end = new.curriculum.find_iteration_reaching(tokens, batch, 1, NO_END) or 0
+    stages = list(new.curriculum.iterate_stages(1, new.curriculum.total_curriculum_step))
     change_every = new.curriculum.total_curriculum_step / len(stages)
     lines = [
         f"the run ends at iteration {end:,} with {tokens:,} tokens of {end * batch:,} samples; the old one had "
         f"{old.train_iters:,} iterations and {old.train_samples:,} samples",
         f"there are {len(stages)} lengths from {stages[0][1]} to {stages[-1][1]} tokens; one lasts {change_every:,.0f} iterations",
-        *_about_warmup(old, new),
+        *_describe_warmup(old, new),
         "the training loss is that of the current length: compare by the validation loss, which always has the full one, and "
         "evaluate more often (--eval-interval)",
         "memory is largest at the full length: try --micro-batch-size without the curriculum; it may grow, since the batch size no "
         "longer starts small",
     ]
-    return ["what comes of it", *(f"- {line}" for line in [*lines, *new.curriculum.warnings()])]
+    return [
+        "what comes of it",
+        *(f"- {line}" for line in [*lines, *new.curriculum.list_warnings()]),
+    ]
 
 
-def _about_warmup(old: Plan, new: Plan) -> list[str]:
+def _describe_warmup(old: Plan, new: Plan) -> list[str]:
     """Warm-up by samples is far shorter in steps without a ramp, and in tokens with short sequences."""
     samples, batch = old.lr_schedule.warmup_steps, new.batch_size.final
     if samples <= 0:
         return []
     steps = math.ceil(samples / batch)
-    before = next(p for p in _progress(old) if p[1] >= samples)[0]
-    (state,) = new.forecast().at([steps])
+    before = next(p for p in _iterate_progress(old) if p[1] >= samples)[0]
+    (state,) = new.forecast().predict([steps])
     return [
         f"the warm-up's {samples:,.0f} samples are {steps:,} iterations and {state.consumed_tokens:,} tokens now, instead of "
         f"{before:,} iterations in the old run; if that is too steep, lengthen it (the 104B run went from 216,320 samples to "
@@ -257,12 +305,12 @@ def _about_warmup(old: Plan, new: Plan) -> list[str]:
     ]
 
 
-def _progress(plan: Plan) -> Iterator[tuple[int, int]]:
+def _iterate_progress(plan: Plan) -> Iterator[tuple[int, int]]:
     """(iteration, consumed samples), without end."""
     iteration = samples = 0
     while True:
         yield iteration, samples
-        samples += plan.batch_size.at(samples, samples * plan.config.model.seq_length)
+        samples += plan.batch_size.get_size(samples, samples * plan.config.model.seq_length)
         iteration += 1
 
 

@@ -18,7 +18,16 @@ from pathlib import Path
 import tyro
 
 # Installed packages are not the standard library; test suites and codec tables are mostly data, not text.
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__", "node_modules"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "__pycache__",
+    "node_modules",
+}
 _SUFFIXES = {".py", ".rst", ".txt"}
 
 
@@ -61,7 +70,11 @@ def topics(source: str, text: str) -> Iterator[tuple[str, str]]:
 
 def build(options: BuildCorpus) -> tuple[int, int]:
     """Write the corpus; returns (documents, characters)."""
-    unique = {hashlib.sha256(text.encode()).hexdigest(): (source, text) for source, text in documents(_library()) if text.strip()}
+    unique = {
+        hashlib.sha256(text.encode()).hexdigest(): (source, text)
+        for source, text in documents(_library())
+        if text.strip()
+    }
     temporary = options.output.with_name(options.output.name + ".unfinished")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     count = characters = 0
@@ -82,7 +95,9 @@ def _library() -> Path:
 def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(BuildCorpus, args=argv)
     count, characters = build(options)
-    print(f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in {options.output}")
+    print(
+        f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in {options.output}"
+    )
     return 0
 
 

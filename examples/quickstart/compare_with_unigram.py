@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_bounds
+from megatron.data.splits import compute_split_bounds
 from megatron.errors import MegatronError, TrainingError
 from megatron.observe.metrics import read_metrics
 
@@ -34,7 +34,7 @@ class CompareWithUnigram:
 
 def unigram_entropy(dataset: IndexedDataset, split: str) -> float:
     """Entropy in nats of the distribution of the validation documents' tokens."""
-    bounds = split_bounds(split, dataset.num_documents)
+    bounds = compute_split_bounds(split, dataset.num_documents)
     first, last = (int(dataset.document_offsets[bound]) for bound in (bounds[1], bounds[2]))
     tokens = np.concatenate([dataset.get(index) for index in range(first, last)])
     _, counts = np.unique(tokens, return_counts=True)

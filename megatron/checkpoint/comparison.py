@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import digests_of
+from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
-from megatron.config.compare import differences
+from megatron.config.compare import list_config_differences
 from megatron.errors import DamagedError
 
 _ITEM = 4  # bytes of an fp32
@@ -29,7 +29,7 @@ _KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Statistics:
+class TensorStatistics:
     """Of a tensor's finite numbers; `min`, `max` and `mean` are None where there are none."""
 
     name: str
@@ -45,7 +45,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class OtherShape:
+class ShapeDifference:
     """A tensor that two checkpoints have in different shapes."""
 
     tensor: str
@@ -54,7 +54,7 @@ class OtherShape:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Between two tensors of one shape."""
 
     tensor: str
@@ -68,7 +68,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointComparison:
     """Of two checkpoints; tensors are called kind/name."""
 
     config: list[str]
@@ -76,18 +76,20 @@ class Comparison:
     state: list[str]
     only_in_first: list[str]
     only_in_second: list[str]
-    shapes: list[OtherShape]
-    tensors: list[Difference]
+    shapes: list[ShapeDifference]
+    tensors: list[TensorDifference]
     """Of all that both have in one shape, the equal ones too."""
 
     @property
     def equal(self) -> bool:
         """Every tensor of one is in the other, and equal to it bit by bit; configuration and state play no part."""
-        return not (self.only_in_first or self.only_in_second or self.shapes) and all(row.bit_equal for row in self.tensors)
+        return not (self.only_in_first or self.only_in_second or self.shapes) and all(
+            row.bit_equal for row in self.tensors
+        )
 
 
 @contextmanager
-def folder_named(folder: Path) -> Iterator[None]:
+def add_folder_to_errors(folder: Path) -> Iterator[None]:
     """Damage that is found inside names the folder: there may be two."""
     try:
         yield
@@ -96,52 +98,59 @@ def folder_named(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(checkpoint: Checkpoint) -> Iterator[tuple[dict[str, Any], Callable[[str], Tensor]]]:
+def _open_tensors(
+    checkpoint: Checkpoint,
+) -> Iterator[tuple[dict[str, Any], Callable[[str], Tensor]]]:
     """(the index's tensors, a function that reads the one kind/name whole). Both raise DamagedError, which names the folder."""
-    with folder_named(checkpoint.folder):
-        index = checkpoint.index()
-    with TensorReader(checkpoint.folder, digests_of(checkpoint.manifest, index)) as reader:
+    with add_folder_to_errors(checkpoint.folder):
+        index = checkpoint.read_index()
+    with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
         def read(key: str) -> Tensor:
             tensor, stored = torch.empty(index.tensors[key]["shape"]), index.tensors[key]["boxes"]
-            with folder_named(checkpoint.folder):
+            with add_folder_to_errors(checkpoint.folder):
                 reader.read_into(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)), stored, key)
             return tensor
 
         yield index.tensors, read
 
 
-def _shown(keys: list[str], tensors: Mapping[str, Any], what: str) -> Iterator[str]:
+def _show_progress(keys: list[str], tensors: Mapping[str, Any], what: str) -> Iterator[str]:
     """The keys, while a bar on stderr tells people at a terminal how many bytes are through."""
     sizes = [_ITEM * math.prod(tensors[key]["shape"]) for key in keys]
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None, dynamic_ncols=True
+    ) as bar:
         for key, size in zip(keys, sizes, strict=True):
             yield key
             bar.update(size)
 
 
-def by_parameter(keys: Iterable[str]) -> list[str]:
+def sort_by_parameter(keys: Iterable[str]) -> list[str]:
     """In order: a parameter's kinds together, weight first; layers by number."""
 
-    def place(key: str) -> tuple[list[str | int], int]:
+    def sort_key(key: str) -> tuple[list[str | int], int]:
         kind, _, name = key.partition("/")
         words = [int(word) if at % 2 else word for at, word in enumerate(re.split(r"(\d+)", name))]
         return words, _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
-    return sorted(keys, key=place)
+    return sorted(keys, key=sort_key)
 
 
-def statistics(checkpoint: Checkpoint) -> list[Statistics]:
+def compute_statistics(checkpoint: Checkpoint) -> list[TensorStatistics]:
     """Of every tensor, by parameter.
 
     Raises:
         DamagedError: a tensor cannot be read as it was written.
     """
-    with _opened(checkpoint) as (tensors, read):
-        return [statistics_of(key, read(key)) for key in _shown(by_parameter(tensors), tensors, "read")]
+    with _open_tensors(checkpoint) as (tensors, read):
+        return [
+            compute_tensor_statistics(key, read(key))
+            for key in _show_progress(sort_by_parameter(tensors), tensors, "read")
+        ]
 
 
-def statistics_of(key: str, tensor: Tensor) -> Statistics:
+def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
     """Of the tensor kind/name."""
     kind, _, name = key.partition("/")
     squares = total = 0.0
@@ -156,27 +165,37 @@ def statistics_of(key: str, tensor: Tensor) -> Statistics:
             count += finite.numel()
     least, most, mean = (low, high, total / count) if count else (None, None, None)
     infinite = tensor.numel() - count - nans
-    return Statistics(name, kind, tuple(tensor.shape), math.sqrt(squares), least, most, mean, nans, infinite)
+    return TensorStatistics(
+        name, kind, tuple(tensor.shape), math.sqrt(squares), least, most, mean, nans, infinite
+    )
 
 
-def compare(a: Checkpoint, b: Checkpoint) -> Comparison:
+def compare(a: Checkpoint, b: Checkpoint) -> CheckpointComparison:
     """Configurations, states, and tensors bit by bit.
 
     Raises:
         DamagedError: a tensor cannot be read as it was written. CheckpointError: a configuration is not this version's.
     """
-    config, state = differences(a.config(), b.config()), _differences_of_state(a, b)
-    with _opened(a) as (here, read), _opened(b) as (there, read_other):
-        both = by_parameter(here.keys() & there.keys())
+    config, state = list_config_differences(a.read_config(), b.read_config()), _compare_states(a, b)
+    with _open_tensors(a) as (here, read), _open_tensors(b) as (there, read_other):
+        both = sort_by_parameter(here.keys() & there.keys())
         other = [key for key in both if here[key]["shape"] != there[key]["shape"]]
         same = [key for key in both if here[key]["shape"] == there[key]["shape"]]
-        tensors = [difference_of(key, read(key), read_other(key)) for key in _shown(same, here, "compare")]
-    shapes = [OtherShape(key, tuple(here[key]["shape"]), tuple(there[key]["shape"])) for key in other]
-    only = by_parameter(here.keys() - there.keys()), by_parameter(there.keys() - here.keys())
-    return Comparison(config, state, *only, shapes, tensors)
+        tensors = [
+            compute_difference(key, read(key), read_other(key))
+            for key in _show_progress(same, here, "compare")
+        ]
+    shapes = [
+        ShapeDifference(key, tuple(here[key]["shape"]), tuple(there[key]["shape"])) for key in other
+    ]
+    only = (
+        sort_by_parameter(here.keys() - there.keys()),
+        sort_by_parameter(there.keys() - here.keys()),
+    )
+    return CheckpointComparison(config, state, *only, shapes, tensors)
 
 
-def difference_of(key: str, a: Tensor, b: Tensor) -> Difference:
+def compute_difference(key: str, a: Tensor, b: Tensor) -> TensorDifference:
     """Between two tensors kind/name of one shape."""
     different, largest, squares, of_a, of_b = 0, 0.0, 0.0, 0.0, 0.0
     for x, y in zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True):
@@ -191,16 +210,30 @@ def difference_of(key: str, a: Tensor, b: Tensor) -> Difference:
             squares += float(distance.square().sum())
     norm = math.sqrt(max(of_a, of_b))
     relative = math.nan if math.isnan(largest) else math.sqrt(squares) / norm if squares else 0.0
-    return Difference(key, different == 0, different, largest, relative)
+    return TensorDifference(key, different == 0, different, largest, relative)
 
 
-def _differences_of_state(a: Checkpoint, b: Checkpoint) -> list[str]:
-    x, y = (_flat({"state": checkpoint.state, "optimizer": checkpoint.optimizer}) for checkpoint in (a, b))
-    shown = {name: tuple(json.dumps(side[name]) if name in side else "nothing" for side in (x, y)) for name in [*x, *y]}
-    return [f"{name}: {first} and {second}" for name, (first, second) in shown.items() if first != second]
+def _compare_states(a: Checkpoint, b: Checkpoint) -> list[str]:
+    x, y = (
+        _flatten({"state": checkpoint.state, "optimizer": checkpoint.optimizer})
+        for checkpoint in (a, b)
+    )
+    shown = {
+        name: tuple(json.dumps(side[name]) if name in side else "nothing" for side in (x, y))
+        for name in [*x, *y]
+    }
+    return [
+        f"{name}: {first} and {second}"
+        for name, (first, second) in shown.items()
+        if first != second
+    ]
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping) or not value:
         return {name: value}
-    return {k: v for key, item in value.items() for k, v in _flat(item, f"{name}.{key}" if name else key).items()}
+    return {
+        k: v
+        for key, item in value.items()
+        for k, v in _flatten(item, f"{name}.{key}" if name else key).items()
+    }

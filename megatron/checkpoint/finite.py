@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import Ranks
 from megatron.errors import CheckpointError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 _PIECE = 1 << 22
 """Elements that are counted at a time: counting needs some bytes for each, and a device may be
@@ -25,7 +25,7 @@ _SHOWN = 8
 """Tensors that a message names."""
 
 
-def describe_not_finite(chunks: Sequence[Chunk]) -> list[str]:
+def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
     """Return a line for each tensor that holds NaN or an infinity; no line if all numbers are
     finite.
 

@@ -22,7 +22,7 @@ UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DELETING = ".deleting"
 DAMAGED = ".damaged"
-BEGUN = "no_checkpoint_yet"
+STARTED_MARKER = "no_checkpoint_yet"
 """A run has begun here and has saved nothing so far: what it left may be begun over, by the same command."""
 
 
@@ -30,25 +30,33 @@ def step_folder(root: Path, iteration: int) -> Path:
     return root / f"global_step{iteration}"
 
 
-def iteration_of(name: str) -> int | None:
+def parse_iteration(name: str) -> int | None:
     """300 for `global_step300`, None for any other name."""
     match = re.fullmatch(r"global_step(0|[1-9]\d{0,14})", name, re.ASCII)
     return int(match[1]) if match else None
 
 
-def stored_folder(root: Path, iteration: int) -> Path:
+def find_stored_folder(root: Path, iteration: int) -> Path:
     """Where a checkpoint is: its folder, or the one it was moved to while a save of the same iteration replaces it."""
     folder = step_folder(root, iteration)
-    replaced = _with_suffix(folder, REPLACED)
+    replaced = _add_suffix(folder, REPLACED)
     return replaced if not folder.exists() and (replaced / MANIFEST).is_file() else folder
 
 
-def saved_iterations(root: Path) -> list[int]:
+def list_saved_iterations(root: Path) -> list[int]:
     """Iterations with a finished checkpoint, in order."""
     if not root.is_dir():
         return []
-    named = ((iteration_of(entry.name.removesuffix(REPLACED)), entry) for entry in root.iterdir())
-    return sorted({iteration for iteration, entry in named if iteration is not None and (entry / MANIFEST).is_file()})
+    named = (
+        (parse_iteration(entry.name.removesuffix(REPLACED)), entry) for entry in root.iterdir()
+    )
+    return sorted(
+        {
+            iteration
+            for iteration, entry in named
+            if iteration is not None and (entry / MANIFEST).is_file()
+        }
+    )
 
 
 def point_to(root: Path, iteration: int, confirm: Callable[[], None] = lambda: None) -> None:
@@ -71,31 +79,39 @@ def read_pointer(root: Path) -> Pointer | None:
         CheckpointError: one holds something else, or names a checkpoint that is not there.
     """
     latest, number = root / LATEST, root / LATEST_ITERATION
-    by_number = _pointer_text(number)
-    number_iteration = None if by_number is None else iteration_of(f"global_step{by_number}")
-    text = _pointer_text(latest)
-    pointer, iteration = (latest, iteration_of(text)) if text is not None else (number, number_iteration)
+    by_number = _read_pointer_text(number)
+    number_iteration = None if by_number is None else parse_iteration(f"global_step{by_number}")
+    text = _read_pointer_text(latest)
+    pointer, iteration = (
+        (latest, parse_iteration(text)) if text is not None else (number, number_iteration)
+    )
     if text is None and by_number is None:
         return None
-    there = ", ".join(f"global_step{i}" for i in saved_iterations(root)) or "none"
+    there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
     if iteration is None:
         held = text if text is not None else by_number
-        raise CheckpointError(f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are there: {there}")
-    if not stored_folder(root, iteration).is_dir():
-        raise CheckpointError(f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}")
+        raise CheckpointError(
+            f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are there: {there}"
+        )
+    if not find_stored_folder(root, iteration).is_dir():
+        raise CheckpointError(
+            f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}"
+        )
     contradiction = None
     if text is not None and by_number is not None and number_iteration != iteration:
         contradiction = f"{LATEST} says global_step{iteration}, {LATEST_ITERATION} {by_number!r}; {LATEST} decides"
     return Pointer(iteration, contradiction)
 
 
-def _pointer_text(path: Path) -> str | None:
+def _read_pointer_text(path: Path) -> str | None:
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; it must be a file that names a checkpoint: remove it")
+        raise CheckpointError(
+            f"{path} is a folder; it must be a file that names a checkpoint: remove it"
+        )
     return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
-def pointed_iteration(root: Path) -> int | None:
+def read_pointed_iteration(root: Path) -> int | None:
     """The iteration that the pointers name; None where there is no pointer.
 
     Raises:
@@ -105,30 +121,32 @@ def pointed_iteration(root: Path) -> int | None:
     return None if pointer is None else pointer.iteration
 
 
-def locate(path: Path, iteration: int | None = None) -> tuple[Path, int]:
+def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, int]:
     """(run's folder, iteration) for a run's folder or one of its checkpoints; without `iteration` the one pointed to.
 
     Raises:
         CheckpointError: neither.
     """
-    named = iteration_of(path.name)
+    named = parse_iteration(path.name)
     if named is not None and iteration is None:
         return path.parent, named
-    iteration = pointed_iteration(path) if iteration is None else iteration
+    iteration = read_pointed_iteration(path) if iteration is None else iteration
     if iteration is None:
-        there = ", ".join(f"global_step{i}" for i in saved_iterations(path)) or "none"
-        raise CheckpointError(f"{path} has no pointer {LATEST} to a checkpoint; name an iteration; there are: {there}")
+        there = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
+        raise CheckpointError(
+            f"{path} has no pointer {LATEST} to a checkpoint; name an iteration; there are: {there}"
+        )
     return path, iteration
 
 
-def begun_without_checkpoint(root: Path) -> bool:
+def has_no_checkpoint_yet(root: Path) -> bool:
     """Whether what an earlier run left is all that there ever was: it ended before its first checkpoint."""
-    return (root / BEGUN).is_file()
+    return (root / STARTED_MARKER).is_file()
 
 
-def mark_begun(root: Path) -> None:
-    """See `BEGUN`."""
-    replace_file(root / BEGUN, "a run has begun here and not saved a checkpoint yet\n")
+def mark_started(root: Path) -> None:
+    """See `STARTED_MARKER`."""
+    replace_file(root / STARTED_MARKER, "a run has begun here and not saved a checkpoint yet\n")
 
 
 def unmark_begun(root: Path) -> None:
@@ -137,15 +155,17 @@ def unmark_begun(root: Path) -> None:
     Raises:
         OSError: it could not be removed.
     """
-    (root / BEGUN).unlink(missing_ok=True)
+    (root / STARTED_MARKER).unlink(missing_ok=True)
 
 
-def traces(root: Path) -> list[str]:
+def list_run_leftovers(root: Path) -> list[str]:
     """What an earlier run left in a folder that has no pointer."""
     if not root.is_dir():
         return []
     names = (entry.name for entry in root.iterdir())
-    return sorted(name for name in names if name.startswith("global_step") or name == "metrics.jsonl")
+    return sorted(
+        name for name in names if name.startswith("global_step") or name == "metrics.jsonl"
+    )
 
 
 # For the holder of the lease
@@ -153,12 +173,12 @@ def traces(root: Path) -> list[str]:
 
 def put_in_place(fresh: Path, final: Path) -> None:
     """Give a finished folder its name. One of the same name stays beside it until the pointers are
-    safe: see `tidy`.
+    safe: see `remove_interrupted_leftovers`.
 
     Raises:
         OSError: after it, `final` may hold the new folder, or what it held before.
     """
-    replaced = _with_suffix(final, REPLACED)
+    replaced = _add_suffix(final, REPLACED)
     replaces = final.exists()
     if replaces:
         remove(replaced)
@@ -169,13 +189,13 @@ def put_in_place(fresh: Path, final: Path) -> None:
         if replaces:
             with contextlib.suppress(
                 OSError
-            ):  # readers find it under either name, and `tidy` renames it later
+            ):  # readers find it under either name, and `remove_interrupted_leftovers` renames it later
                 os.rename(replaced, final)
         raise
     sync_folder(final.parent)
 
 
-def tidy(root: Path) -> list[str]:
+def remove_interrupted_leftovers(root: Path) -> list[str]:
     """Remove what a save, a replacement or a deletion that was cut off has left; no pointer names any of it.
 
     Returns what went wrong: it takes room, and harms nothing else.
@@ -213,11 +233,11 @@ def remove(folder: Path) -> None:
         return
     if not folder.name.endswith(
         (UNFINISHED, DELETING)
-    ):  # `tidy` gives what is left of a replaced one its name back
-        going, number = _with_suffix(folder, DELETING), 1
+    ):  # `remove_interrupted_leftovers` gives what is left of a replaced one its name back
+        going, number = _add_suffix(folder, DELETING), 1
         while going.exists():  # of an earlier one that could not be removed
             number += 1
-            going = _with_suffix(folder, f".{number}{DELETING}")
+            going = _add_suffix(folder, f".{number}{DELETING}")
         os.rename(folder, going)
         folder = going
     shutil.rmtree(folder)
@@ -225,15 +245,15 @@ def remove(folder: Path) -> None:
 
 def set_aside(root: Path, iteration: int) -> Path:
     """Rename a damaged checkpoint, so that nothing takes it for a good one; returns its new name. No pointer may name it."""
-    folder = stored_folder(root, iteration)
-    aside, number = _with_suffix(step_folder(root, iteration), DAMAGED), 1
+    folder = find_stored_folder(root, iteration)
+    aside, number = _add_suffix(step_folder(root, iteration), DAMAGED), 1
     while aside.exists():
         number += 1
-        aside = _with_suffix(step_folder(root, iteration), f"{DAMAGED}{number}")
+        aside = _add_suffix(step_folder(root, iteration), f"{DAMAGED}{number}")
     os.rename(folder, aside)
     sync_folder(root)
     return aside
 
 
-def _with_suffix(folder: Path, suffix: str) -> Path:
+def _add_suffix(folder: Path, suffix: str) -> Path:
     return folder.with_name(folder.name + suffix)

@@ -24,7 +24,7 @@ STALE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """A process, so that nothing else can be taken for it."""
 
     host: str
@@ -43,23 +43,33 @@ class Holder:
         return f"process {self.pid} on {self.host}{job}"
 
 
-def _myself() -> Holder:
+def _make_own_holder() -> LeaseHolder:
     job = os.environ.get("SLURM_JOB_ID", "")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     pid = os.getpid()
-    return Holder(
-        os.uname().nodename, _boot(), pid, _started(pid) or "", job, int(restart) if restart.isdigit() else 0, uuid.uuid4().hex
+    return LeaseHolder(
+        os.uname().nodename,
+        _read_boot_id(),
+        pid,
+        _read_start_time(pid) or "",
+        job,
+        int(restart) if restart.isdigit() else 0,
+        uuid.uuid4().hex,
     )
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + "/"
+            + os.readlink("/proc/self/ns/pid")
+        )
     except OSError:
         return ""
 
 
-def _started(pid: int) -> str | None:
+def _read_start_time(pid: int) -> str | None:
     """None: no such process, or it is a zombie."""
     try:
         # The second field is the program's name, in brackets, and may hold anything.
@@ -72,14 +82,14 @@ def _started(pid: int) -> str | None:
 class Lease:
     """Held from `acquire` to `release`; a thread keeps the heartbeat."""
 
-    def __init__(self, path: Path, holder: Holder) -> None:
+    def __init__(self, path: Path, holder: LeaseHolder) -> None:
         self._path, self._holder = path, holder
         self.lost: str | None = None
         """Who has taken the folder over, and what that means; None while it is ours."""
         self.busy = False
         """A thread is writing: it may not end with whoever holds the lease."""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep_heartbeat, name="lease", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -89,7 +99,7 @@ class Lease:
         Raises:
             CheckpointError: another run writes to the folder. OSError: the folder cannot be written.
         """
-        path, me = root / FILE, _myself()
+        path, me = root / FILE, _make_own_holder()
         while not _create(path, me):
             other = _read(path)
             if other is None:
@@ -101,13 +111,15 @@ class Lease:
                     f"{path} was left by {other.describe()}; waiting up to {STALE_SECONDS:g} s for a sign of life of it "
                     "before this run takes the folder over"
                 )
-                alive = _moves(path, other)
+                alive = _watch_heartbeat(path, other)
             if alive:
                 raise CheckpointError(
                     f"{root} is being written to by {other.describe()}; two runs in one folder would destroy each other's "
                     "checkpoints: end that one, or give another --save"
                 )
-            say(f"{path} was left by {other.describe()}, which is gone; this run takes the folder over")
+            say(
+                f"{path} was left by {other.describe()}, which is gone; this run takes the folder over"
+            )
             _take_over(path, other)
         return cls(path, me)
 
@@ -140,7 +152,7 @@ class Lease:
             if other is not None and other.token == self._holder.token:
                 self._path.unlink()
 
-    def _beat(self) -> None:
+    def _keep_heartbeat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             try:
                 self.confirm()  # another run's heartbeat is not ours to keep
@@ -151,22 +163,22 @@ class Lease:
                 continue  # shows at the next save, if it lasts
 
 
-def read_holder(root: Path) -> Holder | None:
+def read_holder(root: Path) -> LeaseHolder | None:
     """Who holds or held the folder; None: nobody, or the file is garbage. For tools."""
     return _read(root / FILE)
 
 
-def is_alive(holder: Holder) -> bool | None:
+def is_alive(holder: LeaseHolder) -> bool | None:
     """Whether that process runs; None: cannot be told from here without watching its heartbeat. For tools; never waits."""
-    return _is_alive(holder, _myself())
+    return _is_alive(holder, _make_own_holder())
 
 
-def heartbeat_age(root: Path) -> float:
+def get_heartbeat_age(root: Path) -> float:
     """Seconds since the heartbeat, by the clock of the file's host. For tools."""
-    return time.time() - _changed(root / FILE) / 1e9
+    return time.time() - _read_change_time(root / FILE) / 1e9
 
 
-def _create(path: Path, holder: Holder) -> bool:
+def _create(path: Path, holder: LeaseHolder) -> bool:
     """False: there is one already."""
     fresh, text = path.with_name(f"{path.name}.{holder.token}"), json.dumps(asdict(holder)) + "\n"
     try:
@@ -185,11 +197,14 @@ def _create(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _read(path: Path) -> Holder | None:
+def _read(path: Path) -> LeaseHolder | None:
     try:
         record = json.loads(path.read_text())
-        holder = Holder(**record) if isinstance(record, Mapping) else None
-        right = holder is not None and all(isinstance(getattr(holder, field.name), field.type) for field in fields(Holder))  # type: ignore[arg-type]
+        holder = LeaseHolder(**record) if isinstance(record, Mapping) else None
+        right = holder is not None and all(
+            isinstance(getattr(holder, field.name), field.type)  # type: ignore[arg-type]
+            for field in fields(LeaseHolder)
+        )
         return holder if right else None
     except FileNotFoundError:
         return None
@@ -197,29 +212,29 @@ def _read(path: Path) -> Holder | None:
         return None
 
 
-def _is_alive(other: Holder, me: Holder) -> bool | None:
+def _is_alive(other: LeaseHolder, me: LeaseHolder) -> bool | None:
     """None: cannot be told from here."""
     if other.boot and other.boot == me.boot:
-        return _started(other.pid) == other.started
+        return _read_start_time(other.pid) == other.started
     if me.job and other.job == me.job and other.restart < me.restart:
         return False
     return None
 
 
-def _moves(path: Path, other: Holder) -> bool:
+def _watch_heartbeat(path: Path, other: LeaseHolder) -> bool:
     """Watch for a heartbeat."""
-    end, first = time.monotonic() + STALE_SECONDS, _changed(path)
+    end, first = time.monotonic() + STALE_SECONDS, _read_change_time(path)
     while time.monotonic() < end:
         time.sleep(min(1.0, STALE_SECONDS / 10))
         holder = _read(path)
         if holder is None:
             return False
-        if holder.token != other.token or _changed(path) != first:
+        if holder.token != other.token or _read_change_time(path) != first:
             return True
     return False
 
 
-def _changed(path: Path) -> int:
+def _read_change_time(path: Path) -> int:
     # Opening makes network file systems ask the server anew.
     try:
         with open(path, "rb") as file:
@@ -228,7 +243,7 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def _take_over(path: Path, other: Holder | None) -> None:
+def _take_over(path: Path, other: LeaseHolder | None) -> None:
     """Remove a dead run's lease; if somebody else was faster, theirs is put back."""
     gone = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:

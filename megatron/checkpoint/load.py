@@ -1,4 +1,4 @@
-"""Loading: a checkpoint's boxes into the live chunks of any layout, every byte checked, and whether it fits the run."""
+"""Loading: a checkpoint's boxes into the live shards of any layout, every byte checked, and whether it fits the run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,29 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import stored_folder
+from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.manifest import (
     CONFIG,
     MANIFEST,
-    Index,
     Manifest,
+    TensorIndex,
     check_size,
-    digests_of,
+    collect_digests,
     read_checked_text,
     read_index,
     read_manifest,
     verify_file,
 )
 from megatron.checkpoint.tensor_file import TensorReader
-from megatron.config.cli import from_yaml
+from megatron.config.cli import load_yaml
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.model.shape import ModelShape
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 # What may change on resume: it shapes no weight and no function of the weights.
-_FREE_TO_CHANGE = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "max_position_embeddings"}
+_FREE_TO_CHANGE = {
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "seq_length",
+    "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -53,24 +59,24 @@ class Checkpoint:
         """The optimizer's scalars; None: saved without the optimizer."""
         return self.manifest.optimizer
 
-    def load_into(self, chunks: Sequence[Chunk], model: ModelConfig | None = None) -> None:
-        """Fill live chunks, whatever layout wrote the checkpoint; reads only the blocks that they lie in.
+    def load_into(self, shards: Sequence[TensorShard], model: ModelConfig | None = None) -> None:
+        """Fill live shards, whatever layout wrote the checkpoint; reads only the blocks that they lie in.
 
         `model`: the architecture of the run; it is compared with the checkpoint's first.
 
         Raises:
             CheckpointError: all differences of architecture, names and shapes together, before anything is written.
-            DamagedError: a file is missing, cut off or altered; chunks may have been written into.
+            DamagedError: a file is missing, cut off or altered; shards may have been written into.
         """
-        index = self.index()
-        self._check_fit(chunks, index, model)
-        with TensorReader(self.folder, digests_of(self.manifest, index)) as reader:
-            for chunk in chunks:
-                tensor = f"{chunk.kind}/{chunk.name}"
-                box = (chunk.offset, tuple(chunk.tensor.shape))
-                reader.read_into(chunk.tensor, box, index.tensors[tensor]["boxes"], tensor)
+        index = self.read_index()
+        self._check_fit(shards, index, model)
+        with TensorReader(self.folder, collect_digests(self.manifest, index)) as reader:
+            for shard in shards:
+                tensor = f"{shard.kind}/{shard.name}"
+                box = (shard.offset, tuple(shard.tensor.shape))
+                reader.read_into(shard.tensor, box, index.tensors[tensor]["boxes"], tensor)
 
-    def index(self) -> Index:
+    def read_index(self) -> TensorIndex:
         """Where the tensors are.
 
         Raises:
@@ -78,16 +84,18 @@ class Checkpoint:
         """
         return read_index(self.folder, self.manifest)
 
-    def config(self) -> Config:
+    def read_config(self) -> Config:
         """What the run was asked to do.
 
         Raises:
             CheckpointError: it has fields that this version does not know.
         """
         try:
-            return from_yaml(self.config_yaml)
+            return load_yaml(self.config_yaml)
         except ConfigError as error:
-            raise CheckpointError(f"{self.folder / CONFIG} was written by version {self.manifest.version}: {error}") from error
+            raise CheckpointError(
+                f"{self.folder / CONFIG} was written by version {self.manifest.version}: {error}"
+            ) from error
 
     def check_files(self) -> None:
         """That all files are there, in their sizes.
@@ -107,38 +115,57 @@ class Checkpoint:
         if name == MANIFEST:
             read_manifest(self.folder)
         else:
-            verify_file(self.folder, name, self.manifest.files[name]["bytes"], self.manifest.files[name]["xxh128"])
+            verify_file(
+                self.folder,
+                name,
+                self.manifest.files[name]["bytes"],
+                self.manifest.files[name]["xxh128"],
+            )
 
-    def _check_fit(self, chunks: Sequence[Chunk], index: Index, model: ModelConfig | None) -> None:
+    def _check_fit(
+        self, shards: Sequence[TensorShard], index: TensorIndex, model: ModelConfig | None
+    ) -> None:
         problems = []
         if model is not None:
-            problems += _model_differences(self.config().model, model)
-        for chunk in chunks:
-            stored = index.tensors.get(f"{chunk.kind}/{chunk.name}")
+            problems += _compare_models(self.read_config().model, model)
+        for shard in shards:
+            stored = index.tensors.get(f"{shard.kind}/{shard.name}")
             if stored is None:
-                problems.append(f"{chunk.kind} of {chunk.name} is not in it")
-            elif tuple(stored["shape"]) != chunk.global_shape:
-                problems.append(f"{chunk.name} is {tuple(stored['shape'])} in it, and {chunk.global_shape} here")
+                problems.append(f"{shard.kind} of {shard.name} is not in it")
+            elif tuple(stored["shape"]) != shard.global_shape:
+                problems.append(
+                    f"{shard.name} is {tuple(stored['shape'])} in it, and {shard.global_shape} here"
+                )
         if problems:
             problems = list(dict.fromkeys(problems))
-            raise CheckpointError(f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems))
+            raise CheckpointError(
+                f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems)
+            )
 
 
-def _model_differences(saved: ModelConfig, asked: ModelConfig) -> list[str]:
+def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
     differences = []
     for field in dataclasses.fields(ModelConfig):
-        before, now = (_resolved(config, field.name) for config in (saved, asked))
+        before, now = (_resolve_field(config, field.name) for config in (saved, asked))
         if before != now and field.name not in _FREE_TO_CHANGE:
             flag = "--" + field.name.replace("_", "-")
-            hint = "; a norm added in mid-run begins untrained: start a new run for it" if field.name == "embed_layernorm" else ""
+            hint = (
+                "; a norm added in mid-run begins untrained: start a new run for it"
+                if field.name == "embed_layernorm"
+                else ""
+            )
             differences.append(f"{flag} is {before} in it, and {now} here{hint}")
     return differences
 
 
-def _resolved(model: ModelConfig, name: str) -> Any:
+def _resolve_field(model: ModelConfig, name: str) -> Any:
     """A field's value, or what its default stands for: writing the default out changes nothing."""
     shape = ModelShape(model, 0, 0)
-    derived = {"ffn_hidden_size": shape.ffn_hidden_size, "num_query_groups": shape.query_groups, "kv_channels": shape.head_dim}
+    derived = {
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_query_groups": shape.query_groups,
+        "kv_channels": shape.head_dim,
+    }
     return derived.get(name, getattr(model, name))
 
 
@@ -149,10 +176,13 @@ def open_checkpoint(root: Path, iteration: int) -> Checkpoint:
         DamagedError: they are missing or altered; the message names the folder. CheckpointError: of another format, or they cannot
             be read.
     """
-    folder = stored_folder(root, iteration)
+    folder = find_stored_folder(root, iteration)
     checkpoint = open_folder(folder)
     if checkpoint.iteration != iteration:
-        raise DamagedError(f"{folder} is damaged: it is the checkpoint of iteration {checkpoint.iteration}, renamed", MANIFEST)
+        raise DamagedError(
+            f"{folder} is damaged: it is the checkpoint of iteration {checkpoint.iteration}, renamed",
+            MANIFEST,
+        )
     return checkpoint
 
 

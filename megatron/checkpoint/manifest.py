@@ -37,13 +37,13 @@ class Manifest:
     """name -> {"bytes", "xxh128"} of every other file."""
     course: list[list[Any]]
     """[iteration, digest, keep, applied steps] of the checkpoints that the run came through before,
-    see `course.py`."""
+    see `lineage.py`."""
     keep: bool
-    """For ever, see `course.Ancestor`."""
+    """For ever, see `lineage.LineageEntry`."""
     format: int = FORMAT
     block_bytes: int = BLOCK
 
-    def to_text(self) -> str:
+    def dump_json(self) -> str:
         """JSON, with its own digest."""
         return json.dumps({**asdict(self), "digest": self.digest}, indent=1) + "\n"
 
@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_of_text(text: str, folder: Path) -> Manifest:
-    """Return what `Manifest.to_text` wrote into `folder`.
+    """Return what `Manifest.dump_json` wrote into `folder`.
 
     Raises:
         DamagedError: the text is altered. CheckpointError: it is of another format.
@@ -85,13 +85,20 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
     if (
         isinstance(found, int) and found not in _READABLE and (agrees or digest is None)
     ):  # else a flipped bit may have made the number
-        way_out = "update this installation" if found > FORMAT else "load it with the version that wrote it"
+        way_out = (
+            "update this installation"
+            if found > FORMAT
+            else "load it with the version that wrote it"
+        )
         raise CheckpointError(
             f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
             f"{way_out}"
         )
     if not agrees:
-        raise DamagedError(f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}", MANIFEST)
+        raise DamagedError(
+            f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}",
+            MANIFEST,
+        )
     _check_names(record)
     return Manifest(**record)
 
@@ -104,7 +111,9 @@ def _check_names(record: Mapping[str, Any]) -> None:
     """
     files, course = record.get("files"), record.get("course")
     if not isinstance(files, dict) or not isinstance(course, list):
-        raise DamagedError(f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST)
+        raise DamagedError(
+            f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST
+        )
     for name, facts in files.items():
         if not is_plain_name(name):
             raise DamagedError(
@@ -112,8 +121,14 @@ def _check_names(record: Mapping[str, Any]) -> None:
                 "characters: it was not written by this program, and nothing of it is read",
                 MANIFEST,
             )
-        if not isinstance(facts, dict) or not is_count(facts.get("bytes")) or not isinstance(facts.get("xxh128"), str):
-            raise DamagedError(f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST)
+        if (
+            not isinstance(facts, dict)
+            or not is_count(facts.get("bytes"))
+            or not isinstance(facts.get("xxh128"), str)
+        ):
+            raise DamagedError(
+                f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST
+            )
     iterations = [record.get("iteration")]
     for entry in course:
         # Format 2 has three values in an entry, format 3 also the number of applied steps.
@@ -121,7 +136,9 @@ def _check_names(record: Mapping[str, Any]) -> None:
         iterations.append(entry[0] if well_formed else None)
     for iteration in iterations:
         if not is_count(iteration):  # it becomes a part of a folder's name
-            raise DamagedError(f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST)
+            raise DamagedError(
+                f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST
+            )
 
 
 def is_plain_name(name: object) -> bool:
@@ -137,22 +154,22 @@ def is_count(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Index:
+class TensorIndex:
     tensors: dict[str, dict[str, Any]]
     """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}"""
     blocks: dict[str, str]
     """file -> digests of its blocks, see `FileDigest`."""
 
-    def to_text(self) -> str:
+    def dump_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def read_index(folder: Path, manifest: Manifest) -> Index:
+def read_index(folder: Path, manifest: Manifest) -> TensorIndex:
     """
     Raises:
         DamagedError: it is missing or altered.
     """
-    return Index(**json.loads(read_checked_text(folder, INDEX, manifest)))
+    return TensorIndex(**json.loads(read_checked_text(folder, INDEX, manifest)))
 
 
 def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
@@ -181,7 +198,9 @@ def read_text(folder: Path, name: str) -> str:
     except UnicodeDecodeError as damage:
         raise DamagedError(f"{name} is not what was written: {damage}", name) from damage
     except OSError as error:
-        raise CheckpointError(f"{folder / name} cannot be read: {error}; mend the file system or the permissions") from error
+        raise CheckpointError(
+            f"{folder / name} cannot be read: {error}; mend the file system or the permissions"
+        ) from error
 
 
 def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
@@ -191,13 +210,15 @@ def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
         DamagedError: it differs, or is missing. OSError: it cannot be read.
     """
     check_size(folder, name, size)
-    _forget(folder / name)
+    _drop_page_cache(folder / name)
     found = digest_of_file(folder / name).xxh128
     if found != xxh128:
-        raise DamagedError(f"{name} is not what was written: its digest is {found}, not {xxh128}", name)
+        raise DamagedError(
+            f"{name} is not what was written: its digest is {found}, not {xxh128}", name
+        )
 
 
-def _forget(path: Path) -> None:
+def _drop_page_cache(path: Path) -> None:
     """Have the next read come from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -219,14 +240,19 @@ def check_size(folder: Path, name: str, size: int) -> None:
         raise DamagedError(f"{name} has {found} bytes instead of {size}", name)
 
 
-def digests_of(manifest: Manifest, index: Index) -> dict[str, FileDigest]:
+def collect_digests(manifest: Manifest, index: TensorIndex) -> dict[str, FileDigest]:
     """Return the digests of the tensor files.
 
     Raises:
         DamagedError: the index names a file that the manifest does not have, and that may lie anywhere.
     """
-    named = {box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]} | index.blocks.keys()
+    named = {
+        box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]
+    } | index.blocks.keys()
     strangers = sorted(named - manifest.files.keys())
     if strangers:
         raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not name", INDEX)
-    return {name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b) for name, b in index.blocks.items()}
+    return {
+        name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b)
+        for name, b in index.blocks.items()
+    }

@@ -7,9 +7,9 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import Ranks
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
-from megatron.parallel.chunk import Chunk
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
+from megatron.parallel.shard import TensorShard
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GPT:
@@ -19,16 +19,22 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
         CheckpointError: the checkpoint is damaged or not whole; or a weight is not finite.
     """
     device = device or torch.device("cpu")
-    config = checkpoint.config()
-    vocab_size = checkpoint.index().tensors["weight/embedding.word.weight"]["shape"][0]
+    config = checkpoint.read_config()
+    vocab_size = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
     with torch.device("meta"):
-        model = GPT(ModelShape(config.model, vocab_size, vocab_size), TensorParallel(), RandomStreams(0, device))
+        model = GPT(
+            ModelShape(config.model, vocab_size, vocab_size),
+            TensorParallel(),
+            RandomStreams(0, device),
+        )
     specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
     model.to_empty(device=device)
-    chunks = [
-        Chunk("weight", name, specs[name].shape, (0,) * parameter.dim(), parameter.data, owner=True)
+    shards = [
+        TensorShard(
+            "weight", name, specs[name].shape, (0,) * parameter.dim(), parameter.data, owner=True
+        )
         for name, parameter in model.named_parameters()
     ]
-    checkpoint.load_into(chunks)
-    refuse_not_finite(checkpoint, describe_not_finite(chunks), Ranks())
+    checkpoint.load_into(shards)
+    refuse_not_finite(checkpoint, describe_not_finite(shards), Ranks())
     return model.eval()

@@ -20,15 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.course import (
-    Ancestor,
-    Course,
-    as_ancestor,
-    course_of,
-    is_there,
-    superfluous,
-    write_course,
-)
 from megatron.checkpoint.digest import FileDigest, digest_of_text
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
 from megatron.checkpoint.folder import (
@@ -37,18 +28,27 @@ from megatron.checkpoint.folder import (
     point_to,
     put_in_place,
     remove,
+    remove_interrupted_leftovers,
     step_folder,
-    tidy,
     unmark_begun,
 )
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Index, Manifest, verify_file
+from megatron.checkpoint.lineage import (
+    Lineage,
+    LineageEntry,
+    is_entry_on_disk,
+    make_entry,
+    read_lineage,
+    select_removable_entries,
+    write_lineage,
+)
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, TensorIndex, verify_file
 from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file, sync_folder, write_file
 from megatron.errors import CheckpointError, DamagedError, TrainingError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 _ITEM = 4  # bytes of an fp32
 SMALL_FILES = 1 << 20
@@ -56,7 +56,7 @@ SMALL_FILES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What a checkpoint is made of, apart from its tensors."""
 
     iteration: int
@@ -69,7 +69,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenFile:
     """What one rank wrote."""
 
     file: str
@@ -77,7 +77,7 @@ class Part:
     boxes: list[dict[str, Any]]
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Part":
+    def from_json(cls, record: dict[str, Any]) -> "WrittenFile":
         """Return the part that `asdict` described on another rank."""
         return cls(record["file"], FileDigest(**record["digest"]), record["boxes"])
 
@@ -87,7 +87,7 @@ class Published:
     """A checkpoint that the pointers name."""
 
     iteration: int
-    course: Course
+    lineage: Lineage
     """That led to it, itself last; without what was removed."""
     lines: list[str]
     """What there is to say."""
@@ -95,29 +95,29 @@ class Published:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Published":
         """Return what `asdict` described on rank 0."""
-        course = tuple(Ancestor(**entry) for entry in record["course"])
-        return cls(record["iteration"], course, record["lines"])
+        lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
+        return cls(record["iteration"], lineage, record["lines"])
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     """One that is under way."""
 
-    contents: Contents
+    contents: CheckpointContents
     fresh: Path
     work: Work
     copied: threading.Event
-    phases: list[Callable[[list[Part]], Any]]
+    phases: list[Callable[[list[WrittenFile]], Any]]
     """Those still to come; each is given what all ranks wrote."""
     keep: bool
-    parts: list[Part] | None = None
+    parts: list[WrittenFile] | None = None
 
 
 class Saver:
     """Writes the checkpoints of a run; all ranks call each method together, in the same order.
 
     `saved` is told of each iteration whose checkpoint is safe, `say` what else people must know at once. `lease` is rank 0's; None
-    for who needs none (tests, tools). `course`: the checkpoints in this folder that the run came through so far.
+    for who needs none (tests, tools). `lineage`: the checkpoints in this folder that the run came through so far.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class Saver:
         lease: Lease | None = None,
         say: Callable[[str], None] = lambda line: None,
         saved: Callable[[int], None] = lambda iteration: None,
-        course: Course = (),
+        lineage: Lineage = (),
     ) -> None:
         self._root, self._config = root, config or CheckpointConfig()
         self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
-        self._save: _Save | None = None
+        self._save: _PendingSave | None = None
         self._buffers: dict[str, Tensor] = {}
         self._failures = 0
         self._retry_at: int | None = None
         self.saved_iteration: int | None = None
         """The newest checkpoint that this process has written and that is safe."""
-        self._course = course
+        self._lineage = lineage
         self._unpointed: Manifest | None = None
         """Rank 0: a checkpoint that may have its name, and that the pointers do not name, because
         of an I/O error."""
@@ -150,27 +150,44 @@ class Saver:
     def in_flight(self) -> bool:
         return self._save is not None
 
-    def describe(self, chunks: Sequence[Chunk]) -> tuple[str, str]:
+    def describe(self, shards: Sequence[TensorShard]) -> tuple[str, str]:
         """For the table at start: what a save of these costs, and how many there is room for."""
-        size = self._total_bytes(chunks)
-        free = self._ranks.work(lambda: free_bytes(self._root), f"looking at {self._root}", self._say)
+        size = self._count_total_bytes(shards)
+        free = self._ranks.work(
+            lambda: free_bytes(self._root), f"looking at {self._root}", self._say
+        )
         room = int(free // (size + SMALL_FILES))
-        how = "written while training goes on" if self._config.async_save else "training waits for them"
+        how = (
+            "written while training goes on"
+            if self._config.async_save
+            else "training waits for them"
+        )
         keep = self._config.keep_latest_checkpoints
         kept = "all are kept" if keep is None else f"the newest {keep} are kept"
         enough = "" if room > 0 else "; THERE IS NO ROOM: saves will fail"
-        return f"{gigabytes(size)} each", f"{how}, {kept}; {gigabytes(free)} free, for {room} of them{enough}"
+        return (
+            f"{format_gigabytes(size)} each",
+            f"{how}, {kept}; {format_gigabytes(free)} free, for {room} of them{enough}",
+        )
 
-    def _total_bytes(self, chunks: Sequence[Chunk]) -> int:
+    def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:
         """Of all ranks' tensors."""
-        return sum(self._ranks.gather(sum(_ITEM * chunk.tensor.numel() for chunk in chunks if chunk.owner)))
+        return sum(
+            self._ranks.gather(sum(_ITEM * shard.tensor.numel() for shard in shards if shard.owner))
+        )
 
     def is_due(self, before: int, after: int) -> bool:
         """Whether a step or jump from iteration `before` to `after` passed an iteration after which to save."""
-        interval, named, kept = self._config.save_interval, self._config.save_at, self._config.keep_every
+        interval, named, kept = (
+            self._config.save_interval,
+            self._config.save_at,
+            self._config.keep_every,
+        )
         passed = any(before < at <= after for at in named)
         if passed or (kept is not None and after // kept > before // kept):
-            self._keep = True  # until one is safe: the first save behind that iteration is the one to keep
+            self._keep = (
+                True  # until one is safe: the first save behind that iteration is the one to keep
+            )
         if self._retry_at is not None and after >= self._retry_at:
             return True
         return passed or bool(interval and after // interval > before // interval)
@@ -179,8 +196,8 @@ class Saver:
         """No further iteration will come: whoever calls tries a save that failed again at once."""
         self._ending = True
 
-    def begin(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
-        """Start a save. When this returns, what `chunks` hold may be read but must not change before `wait_for_copy`.
+    def begin(self, contents: CheckpointContents, shards: Sequence[TensorShard]) -> None:
+        """Start a save. When this returns, what `shards` hold may be read but must not change before `wait_for_copy`.
 
         Raises:
             TrainingError: on every rank; a number that would be stored is not finite. Nothing was
@@ -193,9 +210,9 @@ class Saver:
                 f"{contents.iteration}'s waits for it. Is --save-interval too short for this file system?"
             )
             self.complete()
-        self._refuse_not_finite(contents, chunks)
-        own = {_key(chunk): chunk for chunk in chunks if chunk.owner}
-        size = self._total_bytes(chunks)
+        self._refuse_not_finite(contents, shards)
+        own = {_format_key(shard): shard for shard in shards if shard.owner}
+        size = self._count_total_bytes(shards)
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
@@ -203,7 +220,7 @@ class Saver:
             lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=True
         )
         self._wait_for(finished, contents)
-        earlier = self._outcome(finished, contents, fresh)
+        earlier = self._gather_outcome(finished, contents, fresh)
         if earlier is None:
             return
         if earlier[0] is not None:
@@ -215,22 +232,26 @@ class Saver:
             lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=True
         )
         self._wait_for(prepared, contents)
-        if self._outcome(prepared, contents, fresh) is None:
+        if self._gather_outcome(prepared, contents, fresh) is None:
             return
-        copied, ready, copy = threading.Event(), _event(own), self._config.async_save
+        copied, ready, copy = threading.Event(), _record_event(own), self._config.async_save
         work = Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
         keep, self._keep = self._keep, False
-        phases: list[Callable[[list[Part]], Any]] = [lambda parts: self._finish(fresh, contents, parts, keep=keep)]
+        phases: list[Callable[[list[WrittenFile]], Any]] = [
+            lambda parts: self._finish(fresh, contents, parts, keep=keep)
+        ]
         if self._config.keep_latest_checkpoints is not None:
             phases.insert(0, lambda parts: self._read_back(fresh, parts))
-        self._set(_Save(contents, fresh, work, copied, phases, keep))
+        self._set(_PendingSave(contents, fresh, work, copied, phases, keep))
 
-    def _refuse_not_finite(self, contents: Contents, chunks: Sequence[Chunk]) -> None:
+    def _refuse_not_finite(
+        self, contents: CheckpointContents, shards: Sequence[TensorShard]
+    ) -> None:
         """
         Raises:
             TrainingError: on every rank; names what is not finite, its rank, and how many numbers.
         """
-        mine = describe_not_finite(chunks)
+        mine = describe_not_finite(shards)
         if self._ranks.rank == 0:  # the others have the same counters
             for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
                 mine += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
@@ -246,9 +267,9 @@ class Saver:
         )
 
     def _last(self) -> str:
-        return f"global_step{self._course[-1].iteration}" if self._course else "there is none"
+        return f"global_step{self._lineage[-1].iteration}" if self._lineage else "there is none"
 
-    def _set(self, save: _Save | None) -> None:
+    def _set(self, save: _PendingSave | None) -> None:
         self._save = save
         if self._lease is not None:
             self._lease.busy = save is not None
@@ -279,7 +300,7 @@ class Saver:
             self._wait_for(self._save.work, self._save.contents)
             self._advance()
 
-    def _wait_for(self, work: Work, contents: Contents) -> None:
+    def _wait_for(self, work: Work, contents: CheckpointContents) -> None:
         """Wait until all ranks are through with a phase, however long the slowest one's file system takes."""
         self._ranks.wait_for(work, f"saving iteration {contents.iteration}", self._say)
 
@@ -288,12 +309,12 @@ class Saver:
         save = self._save
         assert save is not None
         self._set(None)
-        results = self._outcome(save.work, save.contents, save.fresh)
+        results = self._gather_outcome(save.work, save.contents, save.fresh)
         if results is None:
             self._keep |= save.keep
             return
         if save.parts is None:
-            save.parts = [Part.from_json(record) for record in results if record is not None]
+            save.parts = [WrittenFile.from_json(record) for record in results if record is not None]
         parts = save.parts
         if save.phases:
             phase = save.phases.pop(0)
@@ -306,11 +327,13 @@ class Saver:
         self._failures = 0
         self.saved_iteration = published.iteration
         self._saved(published.iteration)
-        self._course = published.course
+        self._lineage = published.lineage
         for line in published.lines:
             self._say(line)
 
-    def _outcome(self, work: Work, contents: Contents, fresh: Path) -> list[Any] | None:
+    def _gather_outcome(
+        self, work: Work, contents: CheckpointContents, fresh: Path
+    ) -> list[Any] | None:
         """All ranks' results, or None after a failure that the run may survive.
 
         Raises:
@@ -344,11 +367,13 @@ class Saver:
             return [f"{fresh} could not be removed: {error}"]
         return []
 
-    def _count_failure(self, iteration: int, failures: list[str], cause: BaseException | None) -> None:
+    def _count_failure(
+        self, iteration: int, failures: list[str], cause: BaseException | None
+    ) -> None:
         """`cause`: what failed on this rank; None where it was another rank."""
         self._failures += 1
         allowed = self._config.max_save_failures
-        last = f"it is {self._last()}" if self._course else "there is none"
+        last = f"it is {self._last()}" if self._lineage else "there is none"
         head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
         told = "\n  ".join([head, *failures])
         if self._failures >= allowed:
@@ -366,15 +391,23 @@ class Saver:
         self._confirm_lease()
         free = free_bytes(self._root)
         if free < size + SMALL_FILES:
-            raise OSError(f"the checkpoint has {gigabytes(size)}, and {self._root} has {gigabytes(free)} free; make room")
+            raise OSError(
+                f"the checkpoint has {format_gigabytes(size)}, and {self._root} has {format_gigabytes(free)} free; make room"
+            )
         remove(fresh)
         fresh.mkdir()  # not its parents: a file system that is gone must not be written beside
 
     def _write(
-        self, fresh: Path, own: dict[str, Chunk], copied: threading.Event, ready: "torch.cuda.Event | None", *, copy: bool
+        self,
+        fresh: Path,
+        own: dict[str, TensorShard],
+        copied: threading.Event,
+        ready: "torch.cuda.Event | None",
+        *,
+        copy: bool,
     ) -> dict[str, Any] | None:
         try:
-            tensors = {key: chunk.tensor for key, chunk in own.items()}
+            tensors = {key: shard.tensor for key, shard in own.items()}
             if copy:
                 tensors = self._copy(tensors, ready)
                 copied.set()
@@ -384,22 +417,34 @@ class Saver:
             written = write_tensors(fresh / name, tensors)
         finally:
             copied.set()
-        return asdict(Part(name, written.digest, [_describe(chunk, name, written.begins[key]) for key, chunk in own.items()]))
+        return asdict(
+            WrittenFile(
+                name,
+                written.digest,
+                [_describe(shard, name, written.begins[key]) for key, shard in own.items()],
+            )
+        )
 
-    def _copy(self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None") -> dict[str, Tensor]:
+    def _copy(
+        self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None"
+    ) -> dict[str, Tensor]:
         """On the host; its memory is kept for the next save."""
         copies = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
             if buffer is None:
-                buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffer = self._buffers[key] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
             copies[key] = buffer
         if ready is None:
             for key, tensor in tensors.items():
                 copies[key].copy_(tensor.detach())
             return copies
         device = next(iter(tensors.values())).device
-        stream = torch.cuda.Stream(device)  # beside the computation, and behind what was under way when the save began
+        stream = torch.cuda.Stream(
+            device
+        )  # beside the computation, and behind what was under way when the save began
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             for key, tensor in tensors.items():
@@ -407,23 +452,23 @@ class Saver:
         stream.synchronize()
         return copies
 
-    def _read_back(self, fresh: Path, parts: list[Part]) -> None:
+    def _read_back(self, fresh: Path, parts: list[WrittenFile]) -> None:
         """Compare what the disk holds with what was meant: each rank its neighbour's file, past this machine's memory."""
         for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
             verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
 
     def _finish(
-        self, fresh: Path, contents: Contents, parts: list[Part], *, keep: bool
+        self, fresh: Path, contents: CheckpointContents, parts: list[WrittenFile], *, keep: bool
     ) -> dict[str, Any] | None:
         """Rank 0: write the small files, name the folder, move the pointers, and remove what is
         superfluous. Return the `Published` checkpoint."""
         if self._ranks.rank != 0:
             return None
-        before = tuple(ancestor for ancestor in self._course if ancestor.iteration != contents.iteration)
+        before = tuple(entry for entry in self._lineage if entry.iteration != contents.iteration)
         manifest = write_small_files(fresh, contents, parts, before, keep=keep)
         for name in (INDEX, CONFIG):
             verify_file(fresh, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
-        text = manifest.to_text()
+        text = manifest.dump_json()
         verify_file(fresh, MANIFEST, len(text.encode()), digest_of_text(text))
         self._confirm_lease()
         return asdict(self._publish(manifest, fresh))
@@ -435,7 +480,7 @@ class Saver:
         if manifest is None:
             return None
         self._confirm_lease()
-        if not is_there(self._root, as_ancestor(manifest)):
+        if not is_entry_on_disk(self._root, make_entry(manifest)):
             self._unpointed = None
             return None
         return asdict(self._publish(manifest, None))
@@ -451,12 +496,12 @@ class Saver:
             OSError: `latest` does not name the checkpoint. CheckpointError: another run took the
                 folder over.
         """
-        iteration, course = manifest.iteration, course_of(manifest)
+        iteration, lineage = manifest.iteration, read_lineage(manifest)
         self._unpointed = manifest
         try:
             if fresh is not None:
                 put_in_place(fresh, step_folder(self._root, iteration))
-            write_course(self._root, manifest, self._confirm_lease)
+            write_lineage(self._root, manifest, self._confirm_lease)
             point_to(self._root, iteration, self._confirm_lease)
             self._confirm_lease()
         except OSError as error:
@@ -471,15 +516,15 @@ class Saver:
             self._unpointed = None
             said = f"global_step{iteration} is saved, although: {error}"
             return Published(
-                iteration, course, [f"warning: {said}; nothing is removed before the next save"]
+                iteration, lineage, [f"warning: {said}; nothing is removed before the next save"]
             )
         self._unpointed = None
-        return self._clean_up(iteration, course)
+        return self._clean_up(iteration, lineage)
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Whether the checkpoint has its name; False where that cannot be read."""
         try:
-            return is_there(self._root, as_ancestor(manifest))
+            return is_entry_on_disk(self._root, make_entry(manifest))
         except OSError:
             return False
 
@@ -496,43 +541,41 @@ class Saver:
         if self._lease is not None:
             self._lease.confirm()
 
-    def _clean_up(self, iteration: int, course: Course) -> Published:
-        """Remove what the checkpoint of `iteration`, the last of `course`, makes superfluous.
+    def _clean_up(self, iteration: int, lineage: Lineage) -> Published:
+        """Remove what the checkpoint of `iteration`, the last of `lineage`, makes superfluous.
 
         A failure here does not harm the checkpoint, and does not stop the next removal; the next
         save tries again.
         """
-        said = [f"warning: {trouble}" for trouble in tidy(self._root)]
+        said = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
         try:
             unmark_begun(self._root)
         except OSError as error:
             said.append(f"warning: {error}; the next save tries again to remove it")
-        gone: list[Ancestor] = []
+        gone: list[LineageEntry] = []
 
-        def there(ancestor: Ancestor) -> bool:
+        def there(entry: LineageEntry) -> bool:
             try:
-                return ancestor == course[-1] or is_there(self._root, ancestor)
+                return entry == lineage[-1] or is_entry_on_disk(self._root, entry)
             except OSError:
                 return False  # it is not counted, so one more of the others stays
 
-        for ancestor in superfluous(course, self._config, there):
+        for entry in select_removable_entries(lineage, self._config, there):
             try:
-                if is_there(self._root, ancestor):
-                    remove(step_folder(self._root, ancestor.iteration))
+                if is_entry_on_disk(self._root, entry):
+                    remove(step_folder(self._root, entry.iteration))
                     said.append(
-                        f"removed by --keep-latest-checkpoints: global_step{ancestor.iteration}"
+                        f"removed by --keep-latest-checkpoints: global_step{entry.iteration}"
                     )
-                gone.append(ancestor)
+                gone.append(entry)
             except OSError as error:
-                said.append(
-                    f"warning: global_step{ancestor.iteration} could not be removed: {error}"
-                )
-        return Published(
-            iteration, tuple(ancestor for ancestor in course if ancestor not in gone), said
-        )
+                said.append(f"warning: global_step{entry.iteration} could not be removed: {error}")
+        return Published(iteration, tuple(entry for entry in lineage if entry not in gone), said)
 
 
-def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> Path:
+def save_checkpoint(
+    root: Path, contents: CheckpointContents, shards: Sequence[TensorShard]
+) -> Path:
     """By one process, at once. Returns the checkpoint's folder.
 
     Raises:
@@ -540,30 +583,45 @@ def save_checkpoint(root: Path, contents: Contents, chunks: Sequence[Chunk]) -> 
     """
     root.mkdir(parents=True, exist_ok=True)
     saver = Saver(root, CheckpointConfig(max_save_failures=1))
-    saver.begin(contents, chunks)
+    saver.begin(contents, shards)
     saver.complete()
     return step_folder(root, contents.iteration)
 
 
-def write_small_files(fresh: Path, contents: Contents, parts: Sequence[Part], course: Course, *, keep: bool) -> Manifest:
+def write_small_files(
+    fresh: Path,
+    contents: CheckpointContents,
+    parts: Sequence[WrittenFile],
+    lineage: Lineage,
+    *,
+    keep: bool,
+) -> Manifest:
     """Index, configuration, and the manifest that has their digests."""
-    index = Index({}, {part.file: part.digest.blocks for part in parts})
+    index = TensorIndex({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:
         for box in part.boxes:
-            entry = index.tensors.setdefault(box["tensor"], {"shape": box["global_shape"], "boxes": []})
+            entry = index.tensors.setdefault(
+                box["tensor"], {"shape": box["global_shape"], "boxes": []}
+            )
             entry["boxes"].append({key: box[key] for key in ("file", "begin", "offset", "shape")})
-    files: dict[str, dict[str, Any]] = {part.file: {"bytes": part.digest.bytes, "xxh128": part.digest.xxh128} for part in parts}
-    for name, text in ((INDEX, index.to_text()), (CONFIG, contents.config_yaml)):
+    files: dict[str, dict[str, Any]] = {
+        part.file: {"bytes": part.digest.bytes, "xxh128": part.digest.xxh128} for part in parts
+    }
+    for name, text in ((INDEX, index.dump_json()), (CONFIG, contents.config_yaml)):
         write_file(fresh / name, text)
         files[name] = {"bytes": len(text.encode()), "xxh128": digest_of_text(text)}
-    entries = [
-        [ancestor.iteration, ancestor.digest, ancestor.keep, ancestor.applied]
-        for ancestor in course
-    ]
+    entries = [[entry.iteration, entry.digest, entry.keep, entry.applied] for entry in lineage]
     manifest = Manifest(
-        contents.iteration, contents.version, contents.layout, contents.state, contents.scalars, files, entries, keep
+        contents.iteration,
+        contents.version,
+        contents.layout,
+        contents.state,
+        contents.scalars,
+        files,
+        entries,
+        keep,
     )
-    write_file(fresh / MANIFEST, manifest.to_text())
+    write_file(fresh / MANIFEST, manifest.dump_json())
     sync_folder(fresh)
     return manifest
 
@@ -580,7 +638,9 @@ def check_writable(root: Path) -> None:
         replace_file(probe, "")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(f"--save {root} cannot be written: {error}; give another folder, or make room") from error
+        raise CheckpointError(
+            f"--save {root} cannot be written: {error}; give another folder, or make room"
+        ) from error
 
 
 def free_bytes(root: Path) -> int:
@@ -589,29 +649,29 @@ def free_bytes(root: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def gigabytes(size: int) -> str:
+def format_gigabytes(size: int) -> str:
     """For people."""
     return f"{size / 1e9:,.3f} GB"
 
 
-def _key(chunk: Chunk) -> str:
-    return f"{chunk.kind}/{chunk.name}@{','.join(map(str, chunk.offset))}"
+def _format_key(shard: TensorShard) -> str:
+    return f"{shard.kind}/{shard.name}@{','.join(map(str, shard.offset))}"
 
 
-def _describe(chunk: Chunk, file: str, begin: int) -> dict[str, Any]:
+def _describe(shard: TensorShard, file: str, begin: int) -> dict[str, Any]:
     return {
-        "tensor": f"{chunk.kind}/{chunk.name}",
-        "global_shape": chunk.global_shape,
+        "tensor": f"{shard.kind}/{shard.name}",
+        "global_shape": shard.global_shape,
         "file": file,
         "begin": begin,
-        "offset": chunk.offset,
-        "shape": tuple(chunk.tensor.shape),
+        "offset": shard.offset,
+        "shape": tuple(shard.tensor.shape),
     }
 
 
-def _event(own: dict[str, Chunk]) -> "torch.cuda.Event | None":
+def _record_event(own: dict[str, TensorShard]) -> "torch.cuda.Event | None":
     """When the device will be through with what it was given so far; None where there is no device."""
-    if not any(chunk.tensor.is_cuda for chunk in own.values()):
+    if not any(shard.tensor.is_cuda for shard in own.values()):
         return None
     event = torch.cuda.Event()
     event.record()

@@ -19,14 +19,21 @@ from tqdm import tqdm
 
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
-from megatron.checkpoint.folder import iteration_of
-from megatron.checkpoint.manifest import INDEX, MANIFEST, Index, Manifest, read_index, read_manifest
-from megatron.checkpoint.tensor_file import Box, intersect
+from megatron.checkpoint.folder import parse_iteration
+from megatron.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    Manifest,
+    TensorIndex,
+    read_index,
+    read_manifest,
+)
+from megatron.checkpoint.tensor_file import TensorSlice, intersect
 from megatron.errors import CheckpointError, DamagedError
 
 _ITEM = 4  # bytes of an fp32
 _SHOWN_TENSORS = 4
-Stored = tuple[int, str, tuple[int, ...]]
+StoredTensor = tuple[int, str, tuple[int, ...]]
 """(first byte in the file, name, shape)."""
 
 
@@ -81,23 +88,40 @@ def verify(folder: Path) -> Verification:
         damaged = Damage(error.file, f"{error}; nothing else can be checked without it")
         return Verification(None, 0, 0, 0, (damaged,), ())
     damage, notes = [], []
-    if iteration_of(folder.name) not in (None, manifest.iteration):
-        damage.append(Damage(MANIFEST, f"it is the checkpoint of iteration {manifest.iteration}, renamed"))
+    if parse_iteration(folder.name) not in (None, manifest.iteration):
+        damage.append(
+            Damage(MANIFEST, f"it is the checkpoint of iteration {manifest.iteration}, renamed")
+        )
     if INDEX not in manifest.files:
         damage.append(Damage(INDEX, f"{MANIFEST} does not name it"))
-    index = _believable_index(folder, manifest)
+    index = _read_index_if_valid(folder, manifest)
     counter = FiniteCounter(index)
-    with tqdm(total=manifest.bytes, unit="B", unit_scale=True, desc="verify", disable=None, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=manifest.bytes,
+        unit="B",
+        unit_scale=True,
+        desc="verify",
+        disable=None,
+        dynamic_ncols=True,
+    ) as bar:
         for name in manifest.files:
             wrong = list(check_file(folder, name, manifest, index, bar.update, counter.look_at))
             damage += wrong
             if wrong:
                 counter.forget(name)  # numbers that were never written
     if index is None:
-        notes.append(f"which tensors are concerned cannot be told, nor whether all are there: that stands in {INDEX}")
+        notes.append(
+            f"which tensors are concerned cannot be told, nor whether all are there: that stands in {INDEX}"
+        )
     else:
-        damage += [*check_tiling(index), *check_kinds(index, manifest), *check_headers(folder, index, manifest)]
-    strangers = sorted({entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST})
+        damage += [
+            *check_tiling(index),
+            *check_kinds(index, manifest),
+            *check_headers(folder, index, manifest),
+        ]
+    strangers = sorted(
+        {entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST}
+    )
     if strangers:
         notes.append(f"not part of it: {', '.join(strangers)}")
     return Verification(
@@ -121,7 +145,7 @@ class FiniteCounter:
     """Counts numbers that are not finite while a file is read for its digest, so that no byte is
     read twice."""
 
-    def __init__(self, index: Index | None) -> None:
+    def __init__(self, index: TensorIndex | None) -> None:
         self._spans: dict[str, list[tuple[int, int, str]]] = {}
         """file -> (first byte, byte after the last, kind/name) of each box."""
         self._counts: dict[str, dict[str, tuple[int, int]]] = {}
@@ -164,21 +188,23 @@ class FiniteCounter:
 
 
 @contextmanager
-def undisturbed(folder: Path) -> Iterator[None]:
+def ensure_undisturbed(folder: Path) -> Iterator[None]:
     """What is read inside is read of one checkpoint: a run that is alive may remove or replace it meanwhile, which is no damage.
 
     Raises:
         CheckpointError: that has happened; raised instead of any other error.
     """
-    before = _identity(folder)
+    before = _read_identity(folder)
     try:
         yield
     finally:
-        if before is None or _identity(folder) != before:
-            raise CheckpointError(f"{folder} was removed, renamed or replaced while it was read: is its run alive? Ask again")
+        if before is None or _read_identity(folder) != before:
+            raise CheckpointError(
+                f"{folder} was removed, renamed or replaced while it was read: is its run alive? Ask again"
+            )
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _read_identity(folder: Path) -> tuple[int, int] | None:
     """Its number, which a later folder may get again, and when the last file was put into it; None: it is not there."""
     try:
         found = folder.stat()
@@ -187,7 +213,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _believable_index(folder: Path, manifest: Manifest) -> Index | None:
+def _read_index_if_valid(folder: Path, manifest: Manifest) -> TensorIndex | None:
     """None where it cannot be believed; its damage is told by `check_file`, as every file's."""
     try:
         return read_index(folder, manifest) if INDEX in manifest.files else None
@@ -199,7 +225,7 @@ def check_file(
     folder: Path,
     name: str,
     manifest: Manifest,
-    index: Index | None,
+    index: TensorIndex | None,
     progress: Callable[[int], object],
     look_at: Callable[[str, int, bytes], object],
 ) -> Iterator[Damage]:
@@ -237,47 +263,70 @@ def check_file(
         return
     if index is not None and name in index.blocks:
         expected = FileDigest(size, xxh128, index.blocks[name])
-        differing = [number for number in range(-(-size // BLOCK)) if found.block(number) != expected.block(number)]
-        what += f"; {_ranges(differing, size)} differ" if differing and found.bytes else ""
-        what += _concerned(index, name, set(differing))
+        differing = [
+            number
+            for number in range(-(-size // BLOCK))
+            if found.block(number) != expected.block(number)
+        ]
+        what += f"; {_format_ranges(differing, size)} differ" if differing and found.bytes else ""
+        what += _describe_affected_tensors(index, name, set(differing))
     yield Damage(name, what)
 
 
-def _ranges(blocks: list[int], size: int) -> str:
+def _format_ranges(blocks: list[int], size: int) -> str:
     """bytes 0-4194303, ...: where the blocks are, neighbours together."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0])]
-    return "bytes " + ", ".join(f"{run[0] * BLOCK}-{min(size, (run[-1] + 1) * BLOCK) - 1}" for run in runs)
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0])
+    ]
+    return "bytes " + ", ".join(
+        f"{run[0] * BLOCK}-{min(size, (run[-1] + 1) * BLOCK) - 1}" for run in runs
+    )
 
 
-def _concerned(index: Index, file: str, blocks: set[int]) -> str:
+def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) -> str:
     keys = []
     for key, tensor in index.tensors.items():
-        spans = [(box["begin"], _ITEM * math.prod(box["shape"])) for box in tensor["boxes"] if box["file"] == file]
-        if any(size and not blocks.isdisjoint(range(begin // BLOCK, -(-(begin + size) // BLOCK))) for begin, size in spans):
+        spans = [
+            (box["begin"], _ITEM * math.prod(box["shape"]))
+            for box in tensor["boxes"]
+            if box["file"] == file
+        ]
+        if any(
+            size and not blocks.isdisjoint(range(begin // BLOCK, -(-(begin + size) // BLOCK)))
+            for begin, size in spans
+        ):
             keys.append(key)
     more = f" and {len(keys) - _SHOWN_TENSORS} more" if len(keys) > _SHOWN_TENSORS else ""
     return f"; concerns {', '.join(keys[:_SHOWN_TENSORS])}{more}" if keys else ""
 
 
-def check_tiling(index: Index) -> Iterator[Damage]:
+def check_tiling(index: TensorIndex) -> Iterator[Damage]:
     """Every element of every tensor must be in exactly one box."""
     for key, tensor in index.tensors.items():
         shape = tuple(tensor["shape"])
-        boxes: list[Box] = [(tuple(box["offset"]), tuple(box["shape"])) for box in tensor["boxes"] if math.prod(box["shape"])]
+        boxes: list[TensorSlice] = [
+            (tuple(box["offset"]), tuple(box["shape"]))
+            for box in tensor["boxes"]
+            if math.prod(box["shape"])
+        ]
         inside = [box for box in boxes if intersect(box, ((0,) * len(shape), shape)) == box]
         for offset, size in boxes:
             if (offset, size) not in inside:
-                what = f"{key} is {shape_text(shape)}, and a box of {shape_text(size)} at {list(offset)} is not within it"
+                what = f"{key} is {format_shape(shape)}, and a box of {format_shape(size)} at {list(offset)} is not within it"
                 yield Damage(INDEX, what)
-        missing, double = _uneven(inside, shape)
+        missing, double = _count_uneven_elements(inside, shape)
         if missing or double:
             what = f"of {key}'s {math.prod(shape)} elements {missing} are in no box, {double} in more than one"
             yield Damage(INDEX, what)
 
 
-def _uneven(boxes: list[Box], shape: tuple[int, ...]) -> tuple[int, int]:
+def _count_uneven_elements(boxes: list[TensorSlice], shape: tuple[int, ...]) -> tuple[int, int]:
     """Elements in no box, and in more than one: counted on the grid that the boxes' edges make."""
-    edges = [sorted({0, n, *(o[d] for o, _ in boxes), *(o[d] + s[d] for o, s in boxes)}) for d, n in enumerate(shape)]
+    edges = [
+        sorted({0, n, *(o[d] for o, _ in boxes), *(o[d] + s[d] for o, s in boxes)})
+        for d, n in enumerate(shape)
+    ]
     times = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int64)
     for offset, size in boxes:
         cells = zip(edges, offset, size, strict=True)
@@ -288,7 +337,7 @@ def _uneven(boxes: list[Box], shape: tuple[int, ...]) -> tuple[int, int]:
     return int(volume[times == 0].sum()), int(volume[times > 1].sum())
 
 
-def check_kinds(index: Index, manifest: Manifest) -> Iterator[Damage]:
+def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
     """Each moment has its weight's shape, and none is missing where the optimizer is in the checkpoint."""
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in index.tensors.items():
@@ -302,9 +351,9 @@ def check_kinds(index: Index, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(INDEX, f"the kinds of {name} have different shapes: {kinds}")
 
 
-def check_headers(folder: Path, index: Index, manifest: Manifest) -> Iterator[Damage]:
+def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
     """The safetensors library must open each file and find in it what the index says, where the index says."""
-    expected: dict[str, set[Stored]] = {name: set() for name in index.blocks}
+    expected: dict[str, set[StoredTensor]] = {name: set() for name in index.blocks}
     for key, tensor in index.tensors.items():
         for box in tensor["boxes"]:
             name = f"{key}@{','.join(map(str, box['offset']))}"
@@ -313,21 +362,21 @@ def check_headers(folder: Path, index: Index, manifest: Manifest) -> Iterator[Da
         yield Damage(INDEX, f"it has tensors in {file}, which {MANIFEST} does not name")
     for file in sorted(expected.keys() & manifest.files.keys()):
         try:
-            found = stored_in(folder / file)
+            found = list_stored_tensors(folder / file)
         except FileNotFoundError:
             continue  # told already
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             yield Damage(file, f"safetensors cannot open {file}: {error}")
             continue
         for begin, name, shape in sorted(expected[file] - found):
-            what = f"{INDEX} has {name}, {shape_text(shape)}, at byte {begin} of {file}, and safetensors does not find it there"
+            what = f"{INDEX} has {name}, {format_shape(shape)}, at byte {begin} of {file}, and safetensors does not find it there"
             yield Damage(file, what)
         for begin, name, shape in sorted(found - expected[file]):
-            what = f"safetensors finds {name}, {shape_text(shape)}, at byte {begin} of {file}, and {INDEX} does not have it there"
+            what = f"safetensors finds {name}, {format_shape(shape)}, at byte {begin} of {file}, and {INDEX} does not have it there"
             yield Damage(file, what)
 
 
-def stored_in(path: Path) -> set[Stored]:
+def list_stored_tensors(path: Path) -> set[StoredTensor]:
     """What the library finds, and where. It checks that the header fits the file but does not tell positions: the header does.
 
     Raises:
@@ -338,9 +387,12 @@ def stored_in(path: Path) -> set[Stored]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    return {(8 + length + header[name]["data_offsets"][0], name, shape) for name, shape in shapes.items()}
+    return {
+        (8 + length + header[name]["data_offsets"][0], name, shape)
+        for name, shape in shapes.items()
+    }
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     """3 x 4."""
     return " x ".join(map(str, shape)) or "one number"

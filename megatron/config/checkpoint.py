@@ -46,4 +46,8 @@ class CheckpointConfig:
     @property
     def resumes_itself(self) -> bool:
         """--load and --save are one folder, however they are spelled."""
-        return self.load is not None and self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
+        return (
+            self.load is not None
+            and self.save is not None
+            and os.path.realpath(self.load) == os.path.realpath(self.save)
+        )

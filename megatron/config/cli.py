@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.compare import config_digest, differences
-from megatron.config.deepspeed_json import merge
-from megatron.config.fields import Given, all_fields, build, missing
+from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.deepspeed_json import merge_json
+from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
 from megatron.config.normalise import read_argv
 from megatron.config.tree import Config
-from megatron.config.yaml_file import read_file, read_text, to_yaml
+from megatron.config.yaml_file import dump_yaml, read_file, read_text
 from megatron.errors import ConfigError
 
-__all__ = ["LoadedConfig", "config_digest", "differences", "from_yaml", "load_config", "to_yaml"]
+__all__ = [
+    "LoadedConfig",
+    "compute_config_digest",
+    "dump_yaml",
+    "list_config_differences",
+    "load_config",
+    "load_yaml",
+]
 
 
 @dataclass(frozen=True)
@@ -41,49 +48,59 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     if line.help:
         print_help(prog)
         raise SystemExit(0)
-    given: dict[str, Given] = {}
+    given: dict[str, ValueWithOrigin] = {}
     errors = list(line.errors)
     if line.config_file is not None:
         given, yaml_errors = read_file(line.config_file)
         errors += yaml_errors
     given |= line.given
     warnings = list(line.warnings)
-    if _value(given, "parallel.deepspeed"):
-        path = _value(given, "parallel.deepspeed_config")
+    if _get_value(given, "parallel.deepspeed"):
+        path = _get_value(given, "parallel.deepspeed_config")
         if path is not None and Path(path).exists():  # where it does not, the plan says so
-            from_json, json_errors, json_warnings = merge(path, given)
+            from_json, json_errors, json_warnings = merge_json(path, given)
             given |= from_json
             errors += json_errors
             warnings += json_warnings
-    if _value(given, "optimizer.use_bnb_optimizer"):  # as in Megatron-DeepSpeed
-        given.setdefault("model.embed_layernorm", Given(True, given["optimizer.use_bnb_optimizer"].origin))
+    if _get_value(given, "optimizer.use_bnb_optimizer"):  # as in Megatron-DeepSpeed
+        given.setdefault(
+            "model.embed_layernorm",
+            ValueWithOrigin(True, given["optimizer.use_bnb_optimizer"].origin),
+        )
     for shown, row in line.conditions:
         field = all_fields()[row.needs]
         if row.needs not in given or given[row.needs].value == field.default:
             errors.append(f"{shown} needs {field.flag} beside it: {row.reason}.")
     if not errors:  # a typing error in a required flag would be reported twice
-        errors += missing(given)
+        errors += find_missing(given)
     if errors:
-        raise as_error(errors)
-    origin = {dotted: given[dotted].origin if dotted in given else "default" for dotted in all_fields()}
-    return LoadedConfig(build({dotted: item.value for dotted, item in given.items()}), origin, warnings)
+        raise combine_errors(errors)
+    origin = {
+        dotted: given[dotted].origin if dotted in given else "default" for dotted in all_fields()
+    }
+    return LoadedConfig(
+        build_config({dotted: item.value for dotted, item in given.items()}), origin, warnings
+    )
 
 
-def _value(given: Mapping[str, Given], dotted: str) -> Any:
+def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:
     return given[dotted].value if dotted in given else None
 
 
-def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote. Raises ConfigError."""
+def load_yaml(text: str) -> Config:
+    """The configuration that `dump_yaml` wrote. Raises ConfigError."""
     given, errors = read_text(text, "<yaml>")
-    errors = errors or missing(given)
+    errors = errors or find_missing(given)
     if errors:
-        raise as_error(errors)
-    return build({dotted: item.value for dotted, item in given.items()})
+        raise combine_errors(errors)
+    return build_config({dotted: item.value for dotted, item in given.items()})
 
 
-def as_error(errors: Sequence[str]) -> ConfigError:
+def combine_errors(errors: Sequence[str]) -> ConfigError:
     """One error that reports all of them."""
     if len(errors) == 1:
         return ConfigError(errors[0])
-    return ConfigError(f"{len(errors)} errors in the configuration:" + "".join(f"\n  - {error}" for error in errors))
+    return ConfigError(
+        f"{len(errors)} errors in the configuration:"
+        + "".join(f"\n  - {error}" for error in errors)
+    )

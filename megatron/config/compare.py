@@ -12,15 +12,19 @@ from megatron.config.tree import Config
 _PER_RANK = {"parallel.local_rank"}
 
 
-def config_digest(config: Config) -> str:
+def compute_config_digest(config: Config) -> str:
     """SHA-256 over all fields that must agree between ranks, as 64 hexadecimal digits."""
     values = {dotted: value for dotted, value in flatten(config).items() if dotted not in _PER_RANK}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def differences(a: Config, b: Config) -> list[str]:
+def list_config_differences(a: Config, b: Config) -> list[str]:
     """One line for each field that differs: dotted name, value in `a`, value in `b`. Empty when the digests are equal."""
     left, right = flatten(a), flatten(b)
     # JSON, as in the digest: nan equals itself there, and 1 is not 1.0
-    shown = {dotted: (json.dumps(left[dotted]), json.dumps(right[dotted])) for dotted in left if dotted not in _PER_RANK}
+    shown = {
+        dotted: (json.dumps(left[dotted]), json.dumps(right[dotted]))
+        for dotted in left
+        if dotted not in _PER_RANK
+    }
     return [f"{dotted}: {x} and {y}" for dotted, (x, y) in shown.items() if x != y]

@@ -18,18 +18,25 @@ SYSTEMS: dict[str, tuple[Row, ...]] = {
 TABLE: tuple[Row, ...] = tuple(row for table in SYSTEMS.values() for row in table)
 
 
-def rows(flag: str) -> list[Row]:
+def find_rows(flag: str) -> list[Row]:
     """The rows of a flag, spelled with hyphens; several where its values differ in meaning."""
-    return _by_flag().get(flag, [])
+    return _index_by_flag().get(flag, [])
 
 
 def find_row(flag: str, values: Sequence[str]) -> Row | None:
     """The row that holds for a flag with these values."""
-    return next((row for row in rows(flag) if not row.only or (len(values) == 1 and values[0] in row.only)), None)
+    return next(
+        (
+            row
+            for row in find_rows(flag)
+            if not row.only or (len(values) == 1 and values[0] in row.only)
+        ),
+        None,
+    )
 
 
 @functools.cache
-def _by_flag() -> dict[str, list[Row]]:
+def _index_by_flag() -> dict[str, list[Row]]:
     table: dict[str, list[Row]] = {}
     for row in TABLE:
         table.setdefault(row.flag, []).append(row)

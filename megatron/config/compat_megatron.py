@@ -3,7 +3,14 @@
 Invariant: as in `compat_row`. Source: the argument parsers of the three, and what their code makes of each argument.
 """
 
-from megatron.config.compat_row import Row, all_harmless, all_refused, harmless, refused, renamed
+from megatron.config.compat_row import (
+    Row,
+    ignore_flag,
+    ignore_flags,
+    refuse_flag,
+    refuse_flags,
+    rename_flag,
+)
 
 _SDPA = "attention runs in PyTorch's scaled_dot_product_attention, which picks its kernel itself"
 _KERNELS = "the kernels in use are chosen, and printed, at the start"
@@ -18,19 +25,27 @@ _EXPERTS = "it is for mixtures of experts, and there are none"
 _FP8 = "there is no fp8: take it out and say --bf16"
 _DECAY = "the weight decay is constant: --weight-decay"
 _ONE_TEXT = "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of documents"
-_SPLITS = "say --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
+_SPLITS = (
+    "say --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
+)
 _INDEX = "indices are built from the data and the seed; --data-cache-path says where they are kept"
 _ULYSSES = "sequences are cut by --sequence-parallel with --tensor-model-parallel-size"
-_ZERO_BUBBLE = "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
-_SENTENCEPIECE = "convert the tokenizer to Hugging Face's form and say --tokenizer-type PretrainedFromHF"
+_ZERO_BUBBLE = (
+    "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
+)
+_SENTENCEPIECE = (
+    "convert the tokenizer to Hugging Face's form and say --tokenizer-type PretrainedFromHF"
+)
 _ZERO_BUFFERS = "the engine sizes and orders its communication itself"
-_NO_PROFILER = "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
+_NO_PROFILER = (
+    "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
+)
 _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
 _BY_ITSELF = "each layer is recomputed by itself"
 
 _MODEL = (
-    renamed(
+    rename_flag(
         "--swiglu",
         "--glu-activation",
         "swiglu",
@@ -38,51 +53,90 @@ _MODEL = (
         reason="without it the width there is 8/3 x hidden size, rounded down to a multiple of 64, and here 4 x hidden size",
     ),
     # without biases there is no fused kernel there, so GELU has its erf form
-    renamed("--disable-bias-linear", "--no-add-bias-linear", "--no-bias-gelu-fusion"),
-    renamed("--norm-epsilon", "--layernorm-epsilon", arity=1),
-    renamed("--normalization", "--normalization", "LayerNorm", arity=1, only=("layernorm",)),
-    renamed("--normalization", "--normalization", "RMSNorm", arity=1, only=("rmsnorm",)),
-    renamed("--num-key-value-heads", "--num-query-groups", arity=1),
-    renamed("--encoder-num-layers", "--num-layers", arity=1),
-    renamed("--encoder-seq-length", "--seq-length", arity=1),
-    renamed("--use-rotary-position-embeddings", "--position-embedding-type", "rotary"),
-    renamed("--position-embedding-type", "--position-embedding-type", "rotary", arity=1, only=("rope",)),
-    renamed("--position-embedding-type", "--position-embedding-type", "absolute", arity=1, only=("learned_absolute",)),
-    renamed("--rotary-position-embeddings-theta", "--rotary-base", arity=1),
-    harmless("--group-query-attention", "the number of groups alone turns it on", needs="model.num_query_groups"),
-    harmless(
+    rename_flag("--disable-bias-linear", "--no-add-bias-linear", "--no-bias-gelu-fusion"),
+    rename_flag("--norm-epsilon", "--layernorm-epsilon", arity=1),
+    rename_flag("--normalization", "--normalization", "LayerNorm", arity=1, only=("layernorm",)),
+    rename_flag("--normalization", "--normalization", "RMSNorm", arity=1, only=("rmsnorm",)),
+    rename_flag("--num-key-value-heads", "--num-query-groups", arity=1),
+    rename_flag("--encoder-num-layers", "--num-layers", arity=1),
+    rename_flag("--encoder-seq-length", "--seq-length", arity=1),
+    rename_flag("--use-rotary-position-embeddings", "--position-embedding-type", "rotary"),
+    rename_flag(
+        "--position-embedding-type", "--position-embedding-type", "rotary", arity=1, only=("rope",)
+    ),
+    rename_flag(
+        "--position-embedding-type",
+        "--position-embedding-type",
+        "absolute",
+        arity=1,
+        only=("learned_absolute",),
+    ),
+    rename_flag("--rotary-position-embeddings-theta", "--rotary-base", arity=1),
+    ignore_flag(
+        "--group-query-attention",
+        "the number of groups alone turns it on",
+        needs="model.num_query_groups",
+    ),
+    ignore_flag(
         "--no-position-embedding",
         "rotary and ALiBi models have no table of positions anyway",
         needs="model.position_embedding_type",
     ),
-    harmless("--no-query-key-layer-scaling", _SCORES),
-    harmless("--apply-query-key-layer-scaling", _SCORES),
-    harmless("--attention-softmax-in-fp32", _SDPA),
-    harmless("--use-cpu-initialization", "every weight is initialised from the seed and its name, the same on any device"),
-    harmless("--no-initialization", "weights are always initialised; a checkpoint replaces them"),
-    refused("--data-parallel-random-init", "data-parallel ranks train one model, so their weights are the same"),
-    refused("--openai-gelu", "GELU in its tanh form is the default: take out this flag and --no-bias-gelu-fusion"),
-    refused("--squared-relu", "the MLP has GELU or a gate: --glu-activation"),
-    refused("--onnx-safe", "nothing is exported to ONNX: take it out", arity=1),
-    refused("--apply-residual-connection-post-layernorm", "residuals are taken before the norm (pre-LN), as in GPT-2"),
-    refused("--apply-layernorm-1p", "norms hold their weight itself, in fp32 masters: take it out"),
-    refused("--embedding-weights-in-fp32", "--fp32-residual-connection keeps the residual stream in fp32"),
-    refused("--init-method-xavier-uniform", "weights are drawn from a normal distribution; see --init-method-std"),
-    refused("--scattered-embeddings", "--sequence-parallel cuts what follows the embedding"),
-    refused("--memory-centric-tiled-linear", "there is no tiling of matrices: --tensor-model-parallel-size cuts them"),
-    harmless("--tile-factor", "it is for --memory-centric-tiled-linear alone", arity=1),
-    refused("--random-ltd", "every layer sees every token: take it out"),
-    harmless("--num-experts", "there are no mixtures of experts", arity="*", only=("1",)),
-    refused("--num-experts", "there are no mixtures of experts", arity="*"),
-    refused("--num-experts-switch", "there are no mixtures of experts", arity=1),
-    harmless("--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)),
-    *all_harmless(
+    ignore_flag("--no-query-key-layer-scaling", _SCORES),
+    ignore_flag("--apply-query-key-layer-scaling", _SCORES),
+    ignore_flag("--attention-softmax-in-fp32", _SDPA),
+    ignore_flag(
+        "--use-cpu-initialization",
+        "every weight is initialised from the seed and its name, the same on any device",
+    ),
+    ignore_flag(
+        "--no-initialization", "weights are always initialised; a checkpoint replaces them"
+    ),
+    refuse_flag(
+        "--data-parallel-random-init",
+        "data-parallel ranks train one model, so their weights are the same",
+    ),
+    refuse_flag(
+        "--openai-gelu",
+        "GELU in its tanh form is the default: take out this flag and --no-bias-gelu-fusion",
+    ),
+    refuse_flag("--squared-relu", "the MLP has GELU or a gate: --glu-activation"),
+    refuse_flag("--onnx-safe", "nothing is exported to ONNX: take it out", arity=1),
+    refuse_flag(
+        "--apply-residual-connection-post-layernorm",
+        "residuals are taken before the norm (pre-LN), as in GPT-2",
+    ),
+    refuse_flag(
+        "--apply-layernorm-1p", "norms hold their weight itself, in fp32 masters: take it out"
+    ),
+    refuse_flag(
+        "--embedding-weights-in-fp32",
+        "--fp32-residual-connection keeps the residual stream in fp32",
+    ),
+    refuse_flag(
+        "--init-method-xavier-uniform",
+        "weights are drawn from a normal distribution; see --init-method-std",
+    ),
+    refuse_flag("--scattered-embeddings", "--sequence-parallel cuts what follows the embedding"),
+    refuse_flag(
+        "--memory-centric-tiled-linear",
+        "there is no tiling of matrices: --tensor-model-parallel-size cuts them",
+    ),
+    ignore_flag("--tile-factor", "it is for --memory-centric-tiled-linear alone", arity=1),
+    refuse_flag("--random-ltd", "every layer sees every token: take it out"),
+    ignore_flag("--num-experts", "there are no mixtures of experts", arity="*", only=("1",)),
+    refuse_flag("--num-experts", "there are no mixtures of experts", arity="*"),
+    refuse_flag("--num-experts-switch", "there are no mixtures of experts", arity=1),
+    ignore_flag(
+        "--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)
+    ),
+    *ignore_flags(
         _EXPERTS,
         "--mlp-type --topk --expert-interval --moe-expert-parallel-size --moe-train-capacity-factor --moe-eval-capacity-factor "
         "--moe-min-capacity --moe-loss-coeff",
         arity=1,
     ),
-    *all_harmless(
+    *ignore_flags(
         _EXPERTS,
         "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --create-moe-param-group --use-tutel "
         "--enable-expert-tensor-parallelism",
@@ -90,148 +144,220 @@ _MODEL = (
 )
 
 _KERNEL_CHOICES = (
-    harmless("--no-masked-softmax-fusion", _SDPA),
-    *all_harmless(
-        _SDPA, "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder"
+    ignore_flag("--no-masked-softmax-fusion", _SDPA),
+    *ignore_flags(
+        _SDPA,
+        "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder",
     ),
-    harmless("--attention-backend", _SDPA, arity=1),
-    harmless("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
-    harmless("--no-bias-dropout-fusion", _KERNELS),
-    harmless("--no-gradient-accumulation-fusion", _KERNELS),
-    harmless("--no-persist-layer-norm", _KERNELS),
-    harmless("--disable-mem-efficient-ln", _KERNELS),
-    harmless("--transformer-impl", _KERNELS, arity=1),
-    harmless("--use-mcore-models", _KERNELS),
-    harmless("--ds-fused-adam", _KERNELS),
-    *all_refused(_FP8, "--fp8-e4m3 --fp8-hybrid --no-fp8-wgrad"),
-    *all_refused(_FP8, "--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo", arity=1),
+    ignore_flag("--attention-backend", _SDPA, arity=1),
+    ignore_flag("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
+    ignore_flag("--no-bias-dropout-fusion", _KERNELS),
+    ignore_flag("--no-gradient-accumulation-fusion", _KERNELS),
+    ignore_flag("--no-persist-layer-norm", _KERNELS),
+    ignore_flag("--disable-mem-efficient-ln", _KERNELS),
+    ignore_flag("--transformer-impl", _KERNELS, arity=1),
+    ignore_flag("--use-mcore-models", _KERNELS),
+    ignore_flag("--ds-fused-adam", _KERNELS),
+    *refuse_flags(_FP8, "--fp8-e4m3 --fp8-hybrid --no-fp8-wgrad"),
+    *refuse_flags(
+        _FP8, "--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo", arity=1
+    ),
 )
 
 _BATCHES_AND_DATA = (
-    renamed("--batch-size", "--micro-batch-size", arity=1, reason="the batch of one rank, as in old scripts"),
-    harmless("--dataloader-type", "samples come in the order that the seed gives", arity=1, only=("single",)),
-    harmless("--repeated-dataloader", "the order of samples is built for the whole training"),
-    harmless("--mmap-warmup", "the operating system reads ahead"),
-    harmless("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
-    renamed("--tokenizer-type", "--tokenizer-type", "PretrainedFromHF", arity=1, only=("HuggingFaceTokenizer", "HFTokenizer")),
-    refused(
+    rename_flag(
+        "--batch-size",
+        "--micro-batch-size",
+        arity=1,
+        reason="the batch of one rank, as in old scripts",
+    ),
+    ignore_flag(
+        "--dataloader-type",
+        "samples come in the order that the seed gives",
+        arity=1,
+        only=("single",),
+    ),
+    ignore_flag("--repeated-dataloader", "the order of samples is built for the whole training"),
+    ignore_flag("--mmap-warmup", "the operating system reads ahead"),
+    ignore_flag("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
+    rename_flag(
+        "--tokenizer-type",
+        "--tokenizer-type",
+        "PretrainedFromHF",
+        arity=1,
+        only=("HuggingFaceTokenizer", "HFTokenizer"),
+    ),
+    refuse_flag(
         "--tokenizer-type",
         _SENTENCEPIECE,
         arity=1,
         only=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
     ),
-    refused(
+    refuse_flag(
         "--tokenizer-type",
         "data that is tokenised already needs none: say --vocab-size, one more than there for the end of a document",
         arity=1,
         only=("NullTokenizer",),
     ),
-    renamed("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
-    refused("--trust-remote-code", "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard class"),
-    *all_refused(_SPLITS, "--train-data-path --valid-data-path --test-data-path", arity="*"),
-    refused("--aml-data-download-path", "write whole paths in --data-path", arity=1),
-    *all_refused(
-        _INDEX, "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path", arity=1
+    rename_flag("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
+    refuse_flag(
+        "--trust-remote-code",
+        "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard class",
     ),
-    refused("--train-data-exact-num-epochs", "say how long to train by --train-samples", arity=1),
-    refused("--loss-on-targets-only", _ONE_TEXT),
-    refused("--reweight-loss-based-on-position-frequency", _ONE_TEXT),
-    *all_refused(
+    *refuse_flags(_SPLITS, "--train-data-path --valid-data-path --test-data-path", arity="*"),
+    refuse_flag("--aml-data-download-path", "write whole paths in --data-path", arity=1),
+    *refuse_flags(
+        _INDEX,
+        "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path",
+        arity=1,
+    ),
+    refuse_flag(
+        "--train-data-exact-num-epochs", "say how long to train by --train-samples", arity=1
+    ),
+    refuse_flag("--loss-on-targets-only", _ONE_TEXT),
+    refuse_flag("--reweight-loss-based-on-position-frequency", _ONE_TEXT),
+    *refuse_flags(
         "curriculum learning is by sequence length: --curriculum-schedule-type",
         "--data-efficiency-curriculum-learning --return-data-index",
     ),
-    refused("--use-dataset-only", "megatron.data is a package: import it", arity=1),
+    refuse_flag("--use-dataset-only", "megatron.data is a package: import it", arity=1),
 )
 
 _OPTIMIZER_AND_PRECISION = (
-    renamed("--override-opt-param-scheduler", "--override-lr-scheduler"),
-    renamed("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
-    renamed("--use-distributed-optimizer", "--zero-stage", "1"),
-    harmless("--accumulate-allreduce-grads-in-fp32", _FP32),
-    refused("--fp16-lm-cross-entropy", "the loss is computed in fp32: take it out"),
-    harmless("--sgd-momentum", "the optimizer is AdamW", arity=1),
-    harmless("--weight-decay-incr-style", _DECAY, arity=1, only=("constant",)),
-    refused("--weight-decay-incr-style", _DECAY, arity=1),
-    *all_refused(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
-    refused("--warmup", "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", arity=1),
-    harmless("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
-    refused("--lr-warmup-tokens", "say --lr-warmup-samples, tokens / sequence length", arity=1),
+    rename_flag("--override-opt-param-scheduler", "--override-lr-scheduler"),
+    rename_flag("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+    rename_flag("--use-distributed-optimizer", "--zero-stage", "1"),
+    ignore_flag("--accumulate-allreduce-grads-in-fp32", _FP32),
+    refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: take it out"),
+    ignore_flag("--sgd-momentum", "the optimizer is AdamW", arity=1),
+    ignore_flag("--weight-decay-incr-style", _DECAY, arity=1, only=("constant",)),
+    refuse_flag("--weight-decay-incr-style", _DECAY, arity=1),
+    *refuse_flags(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
+    refuse_flag(
+        "--warmup",
+        "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
+        arity=1,
+    ),
+    ignore_flag("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
+    refuse_flag("--lr-warmup-tokens", "say --lr-warmup-samples, tokens / sequence length", arity=1),
 )
 
 _PARALLELISM = (
-    renamed("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
-    renamed("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
-    renamed("--deepscale", "--deepspeed"),
-    renamed("--deepscale-config", "--deepspeed-config", arity=1),
-    refused("--deepspeed-mpi", "start with torchrun, which sets each process's rank in the environment"),
-    harmless("--DDP-impl", "data parallelism has one implementation", arity=1, only=("local", "torch")),
-    refused("--DDP-impl", "--zero-stage 3 shards parameters, gradients and optimizer states", arity=1, only=("FSDP",)),
-    harmless("--lazy-mpu-init", "process groups are built once, by the entry point", arity=1),
-    *all_harmless(_MEMORY, "--use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --use-pin-memory"),
-    harmless("--empty-unused-memory-level", _MEMORY, arity=1),
-    *all_harmless(
+    rename_flag("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
+    rename_flag("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
+    rename_flag("--deepscale", "--deepspeed"),
+    rename_flag("--deepscale-config", "--deepspeed-config", arity=1),
+    refuse_flag(
+        "--deepspeed-mpi", "start with torchrun, which sets each process's rank in the environment"
+    ),
+    ignore_flag(
+        "--DDP-impl", "data parallelism has one implementation", arity=1, only=("local", "torch")
+    ),
+    refuse_flag(
+        "--DDP-impl",
+        "--zero-stage 3 shards parameters, gradients and optimizer states",
+        arity=1,
+        only=("FSDP",),
+    ),
+    ignore_flag("--lazy-mpu-init", "process groups are built once, by the entry point", arity=1),
+    *ignore_flags(
+        _MEMORY,
+        "--use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --use-pin-memory",
+    ),
+    ignore_flag("--empty-unused-memory-level", _MEMORY, arity=1),
+    *ignore_flags(
         _OVERLAP,
         "--no-scatter-gather-tensors-in-pipeline --no-async-tensor-model-parallel-allreduce --overlap-grad-reduce "
         "--overlap-param-gather --overlap-p2p-communication --use-ring-exchange-p2p",
     ),
-    *all_harmless(_ZERO_BUFFERS, "--zero-reduce-scatter --zero-contigious-gradients"),
-    *all_harmless(_ZERO_BUFFERS, "--zero-reduce-bucket-size --zero-allgather-bucket-size", arity=1),
-    harmless("--remote-device", "parameters stay on the device", arity=1, only=("none",)),
-    refused("--remote-device", "parameters stay on the device: --zero-stage 3 shards them", arity=1),
-    harmless("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
-    harmless("--ds-sequence-parallel-size", _ULYSSES, arity=1, only=("1",)),
-    refused("--ds-sequence-parallel-size", _ULYSSES, arity=1),
-    *all_refused(_ULYSSES, "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-offloading"),
-    refused("--ds-sequence-parallel-fpdt-chunk-size", _ULYSSES, arity=1),
-    *all_refused(_ZERO_BUBBLE, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics"),
-    refused("--standalone-embedding-stage", "--pp-partition-method says how layers and embedding are cut into stages"),
+    *ignore_flags(_ZERO_BUFFERS, "--zero-reduce-scatter --zero-contigious-gradients"),
+    *ignore_flags(_ZERO_BUFFERS, "--zero-reduce-bucket-size --zero-allgather-bucket-size", arity=1),
+    ignore_flag("--remote-device", "parameters stay on the device", arity=1, only=("none",)),
+    refuse_flag(
+        "--remote-device", "parameters stay on the device: --zero-stage 3 shards them", arity=1
+    ),
+    ignore_flag("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
+    ignore_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1, only=("1",)),
+    refuse_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1),
+    *refuse_flags(
+        _ULYSSES,
+        "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-offloading",
+    ),
+    refuse_flag("--ds-sequence-parallel-fpdt-chunk-size", _ULYSSES, arity=1),
+    *refuse_flags(_ZERO_BUBBLE, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics"),
+    refuse_flag(
+        "--standalone-embedding-stage",
+        "--pp-partition-method says how layers and embedding are cut into stages",
+    ),
 )
 
 _RECOMPUTATION = (
-    renamed("--recompute-granularity", "--checkpoint-activations", arity=1, only=("full",)),
-    renamed("--recompute-granularity", "--recompute-attention-core", arity=1, only=("selective",)),
-    renamed("--recompute-activations", "--recompute-attention-core"),
-    renamed("--activations-checkpoint-method", "--checkpoint-activations", arity=1, only=("uniform",)),
-    harmless("--activations-checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    harmless("--recompute-method", _BY_ITSELF, arity=1, only=("uniform",)),
-    harmless("--recompute-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    harmless("--checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    renamed("--deepspeed-activation-checkpointing", "--checkpoint-activations", reason="one implementation serves both engines"),
-    harmless("--profile-backward", "layers are not timed one by one"),
-    renamed("--distribute-checkpointed-activations", "--partition-activations"),
-    renamed("--distribute-saved-activations", "--partition-activations"),
-    *all_harmless(_MEMORY, "--split-transformers --contigious-checkpointing --synchronize-each-layer"),
+    rename_flag("--recompute-granularity", "--checkpoint-activations", arity=1, only=("full",)),
+    rename_flag(
+        "--recompute-granularity", "--recompute-attention-core", arity=1, only=("selective",)
+    ),
+    rename_flag("--recompute-activations", "--recompute-attention-core"),
+    rename_flag(
+        "--activations-checkpoint-method", "--checkpoint-activations", arity=1, only=("uniform",)
+    ),
+    ignore_flag("--activations-checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    ignore_flag("--recompute-method", _BY_ITSELF, arity=1, only=("uniform",)),
+    ignore_flag("--recompute-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    ignore_flag("--checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    rename_flag(
+        "--deepspeed-activation-checkpointing",
+        "--checkpoint-activations",
+        reason="one implementation serves both engines",
+    ),
+    ignore_flag("--profile-backward", "layers are not timed one by one"),
+    rename_flag("--distribute-checkpointed-activations", "--partition-activations"),
+    rename_flag("--distribute-saved-activations", "--partition-activations"),
+    *ignore_flags(
+        _MEMORY, "--split-transformers --contigious-checkpointing --synchronize-each-layer"
+    ),
 )
 
 _STOPPING_AND_CHECKPOINTS = (
-    renamed("--eval-only", "--eval-only", arity=1, only=("True", "true", "1"), reason="a bare flag here"),
-    renamed("--skip-train", "--eval-only"),
-    renamed("--kill-switch-file", "--kill-switch-path", arity=1),
-    renamed("--exit-on-missing-checkpoint", "--require-load"),
-    refused("--load-tag", "say --load-iteration N for global_stepN", arity=1),
-    refused("--use-checkpoint-args", "give the arguments themselves; a resume is checked against its checkpoint"),
-    harmless("--no-load-lr-state", "it has no effect there, either; --override-lr-scheduler gives a resume another schedule"),
-    harmless("--no-load-rng", _COUNTERS),
-    harmless("--no-save-rng", _COUNTERS),
-    harmless("--universal-checkpoint", "every checkpoint loads on any layout"),
-    refused("--adlr-autoresume", "it belongs to one cluster: requeue by --exit-duration-in-mins or SIGTERM"),
-    harmless("--adlr-autoresume-interval", "it is for --adlr-autoresume alone", arity=1),
-    harmless("--exit-signal-handler", "SIGTERM always saves and leaves"),
+    rename_flag(
+        "--eval-only", "--eval-only", arity=1, only=("True", "true", "1"), reason="a bare flag here"
+    ),
+    rename_flag("--skip-train", "--eval-only"),
+    rename_flag("--kill-switch-file", "--kill-switch-path", arity=1),
+    rename_flag("--exit-on-missing-checkpoint", "--require-load"),
+    refuse_flag("--load-tag", "say --load-iteration N for global_stepN", arity=1),
+    refuse_flag(
+        "--use-checkpoint-args",
+        "give the arguments themselves; a resume is checked against its checkpoint",
+    ),
+    ignore_flag(
+        "--no-load-lr-state",
+        "it has no effect there, either; --override-lr-scheduler gives a resume another schedule",
+    ),
+    ignore_flag("--no-load-rng", _COUNTERS),
+    ignore_flag("--no-save-rng", _COUNTERS),
+    ignore_flag("--universal-checkpoint", "every checkpoint loads on any layout"),
+    refuse_flag(
+        "--adlr-autoresume",
+        "it belongs to one cluster: requeue by --exit-duration-in-mins or SIGTERM",
+    ),
+    ignore_flag("--adlr-autoresume-interval", "it is for --adlr-autoresume alone", arity=1),
+    ignore_flag("--exit-signal-handler", "SIGTERM always saves and leaves"),
 )
 
 _LOGGING = (
-    renamed("--no-log-learnig-rate-to-tensorboard", "--no-log-learning-rate-to-tensorboard"),
-    *all_harmless(_MESSAGES, "--log-level --log-level-replica", arity=1),
-    harmless("--log-path", "every checkpoint holds the configuration", arity=1),
-    harmless("--log-throughput", "the log line always has it"),
-    *all_harmless(_STEP_TIMES, "--timing-log-level --timing-log-option", arity=1),
-    harmless("--no-barrier-with-level-1-timing", _STEP_TIMES),
-    *all_harmless(
-        _TENSORBOARD, "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard"
+    rename_flag("--no-log-learnig-rate-to-tensorboard", "--no-log-learning-rate-to-tensorboard"),
+    *ignore_flags(_MESSAGES, "--log-level --log-level-replica", arity=1),
+    ignore_flag("--log-path", "every checkpoint holds the configuration", arity=1),
+    ignore_flag("--log-throughput", "the log line always has it"),
+    *ignore_flags(_STEP_TIMES, "--timing-log-level --timing-log-option", arity=1),
+    ignore_flag("--no-barrier-with-level-1-timing", _STEP_TIMES),
+    *ignore_flags(
+        _TENSORBOARD,
+        "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard",
     ),
-    *all_harmless(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
-    *all_harmless(_NO_PROFILER, "--profile --profile-steps", arity=1),
-    harmless("--profile-ranks", _NO_PROFILER, arity="*"),
+    *ignore_flags(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
+    *ignore_flags(_NO_PROFILER, "--profile --profile-steps", arity=1),
+    ignore_flag("--profile-ranks", _NO_PROFILER, arity="*"),
 )
 
 MEGATRON: tuple[Row, ...] = (

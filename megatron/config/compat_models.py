@@ -3,7 +3,7 @@
 Invariant: as in `compat_row`. Source: the argument parsers of the three.
 """
 
-from megatron.config.compat_row import Row, all_refused, refused
+from megatron.config.compat_row import Row, refuse_flag, refuse_flags
 
 _GPT = "only GPT and Llama models are trained here"
 _BERT = f"it is for BERT and T5, and {_GPT}"
@@ -13,20 +13,22 @@ _INFERENCE = "this trains; tools/generate.py samples from a checkpoint"
 _DISTILLATION = "there is no distillation: take it out"
 
 OTHER_MODELS: tuple[Row, ...] = (
-    refused("--tokenizer-type", _BERT, arity=1, only=("BertWordPieceLowerCase", "BertWordPieceCase")),
-    refused("--bert-no-binary-head", _BERT),
-    *all_refused(
+    refuse_flag(
+        "--tokenizer-type", _BERT, arity=1, only=("BertWordPieceLowerCase", "BertWordPieceCase")
+    ),
+    refuse_flag("--bert-no-binary-head", _BERT),
+    *refuse_flags(
         _BERT,
         "--decoder-num-layers --decoder-seq-length --pipeline-model-parallel-split-rank --mask-prob --short-seq-prob "
         "--noise-density --mean-noise-span-length",
         arity=1,
     ),
-    *all_refused(
+    *refuse_flags(
         _RETRIEVAL,
         "--biencoder-shared-query-context-model --use-one-sent-docs --retriever-score-scaling --retro-add-retriever "
         "--retro-return-doc-ids",
     ),
-    *all_refused(
+    *refuse_flags(
         _RETRIEVAL,
         "--retriever-seq-length --sample-rate --ict-head-size --biencoder-projection-dim --ict-load --bert-load --titles-data-path "
         "--query-in-block-prob --evidence-data-path --block-data-path --embedding-path --indexer-batch-size --indexer-log-interval "
@@ -34,9 +36,9 @@ OTHER_MODELS: tuple[Row, ...] = (
         "--retro-encoder-attention-dropout --retro-num-neighbors --retro-num-retrieved-chunks",
         arity=1,
     ),
-    refused("--retriever-report-topk-accuracies", _RETRIEVAL, arity="*"),
-    *all_refused(_VISION, "--no-data-sharding --vision-pretraining --dino-norm-last-layer"),
-    *all_refused(
+    refuse_flag("--retriever-report-topk-accuracies", _RETRIEVAL, arity="*"),
+    *refuse_flags(_VISION, "--no-data-sharding --vision-pretraining --dino-norm-last-layer"),
+    *refuse_flags(
         _VISION,
         "--num-classes --img-dim --img-h --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
         "--head-lr-mult --vision-pretraining-type --vision-backbone-type --swin-backbone-type --mask-type --mask-factor "
@@ -44,15 +46,19 @@ OTHER_MODELS: tuple[Row, ...] = (
         "--dino-freeze-last-layer --dino-warmup-teacher-temp --dino-teacher-temp --dino-warmup-teacher-temp-epochs",
         arity=1,
     ),
-    *all_refused(_INFERENCE, "--inference --ds-inference --output-bert-embeddings"),
-    *all_refused(_INFERENCE, "--inference-batch-times-seqlen-threshold --max-tokens-to-oom --bert-embedder-type", arity=1),
-    *all_refused(_DISTILLATION, "--mos --kd"),
-    *all_refused(
+    *refuse_flags(_INFERENCE, "--inference --ds-inference --output-bert-embeddings"),
+    *refuse_flags(
+        _INFERENCE,
+        "--inference-batch-times-seqlen-threshold --max-tokens-to-oom --bert-embedder-type",
+        arity=1,
+    ),
+    *refuse_flags(_DISTILLATION, "--mos --kd"),
+    *refuse_flags(
         _DISTILLATION,
         "--num-layers-teacher --hidden-size-teacher --num-attention-heads-teacher --kd-alpha-ce --kd-beta-ce --kd-temp "
         "--load-teacher",
         arity=1,
     ),
-    refused("--num-experts-teacher", _DISTILLATION, arity="*"),
-    refused("--reset-iteration", "--finetune loads the weights and starts the counters afresh"),
+    refuse_flag("--num-experts-teacher", _DISTILLATION, arity="*"),
+    refuse_flag("--reset-iteration", "--finetune loads the weights and starts the counters afresh"),
 )

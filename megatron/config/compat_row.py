@@ -31,23 +31,32 @@ class Row:
     """The row holds only if this field is given, too, and not its default; then `reason` says why."""
 
 
-def renamed(flag: str, *to: str, arity: Arity = 0, only: tuple[str, ...] = (), reason: str = "", needs: str = "") -> Row:
+def rename_flag(
+    flag: str,
+    *to: str,
+    arity: Arity = 0,
+    only: tuple[str, ...] = (),
+    reason: str = "",
+    needs: str = "",
+) -> Row:
     return Row(flag, "renamed", arity, reason, to, only, needs)
 
 
-def harmless(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = "") -> Row:
+def ignore_flag(
+    flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = ""
+) -> Row:
     return Row(flag, "harmless", arity, reason, (), only, needs)
 
 
-def refused(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = ()) -> Row:
+def refuse_flag(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = ()) -> Row:
     return Row(flag, "refused", arity, reason, (), only)
 
 
-def all_harmless(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
+def ignore_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
     """A row for each of the flags, which are separated by spaces."""
-    return tuple(harmless(flag, reason, arity) for flag in flags.split())
+    return tuple(ignore_flag(flag, reason, arity) for flag in flags.split())
 
 
-def all_refused(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
+def refuse_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
     """A row for each of the flags, which are separated by spaces."""
-    return tuple(refused(flag, reason, arity) for flag in flags.split())
+    return tuple(refuse_flag(flag, reason, arity) for flag in flags.split())

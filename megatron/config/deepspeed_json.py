@@ -1,7 +1,7 @@
 """DeepSpeed's JSON, read into the same configuration as the flags: what both give must agree, "auto" is left to the flags.
 
 Invariant: no key is dropped in silence. A key is a field of the configuration under another name, or has one value that is taken,
-or has no effect and a warning says so, or goes on to DeepSpeed as it is (`passed_on`); every other one is an error. Which is which
+or has no effect and a warning says so, or goes on to DeepSpeed as it is (`select_passed_on`); every other one is an error. Which is which
 is in `deepspeed_keys.py`. Two blocks have their own rule: of the loss scale the fp16 block decides, as in Megatron-DeepSpeed; and
 the legacy `curriculum_learning` block, which DeepSpeed itself has dropped, describes our own schedule.
 """
@@ -24,10 +24,10 @@ from megatron.config.deepspeed_keys import (
     PASSED,
     STEPS,
     WITHOUT_EFFECT,
-    takes_auto,
-    way_out,
+    can_be_auto,
+    suggest_fix,
 )
-from megatron.config.fields import Given, all_fields
+from megatron.config.fields import ValueWithOrigin, all_fields
 from megatron.errors import ConfigError
 
 
@@ -40,20 +40,29 @@ def read_json(path: str) -> dict[str, Any]:
     if Path(path).is_dir():
         raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
 
-    def one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if doubled := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise ConfigError(f"{named} has {_named(doubled[0])} twice in one object; leave one of them.")
+            raise ConfigError(
+                f"{named} has {_format_key(doubled[0])} twice in one object; leave one of them."
+            )
         return dict(pairs)
 
-    def finite(text: str) -> float:
+    def parse_finite(text: str) -> float:
         if not math.isfinite(value := float(text)):
-            raise ConfigError(f"{named} has the number {text}, which is not finite; say another, or leave the key out.")
+            raise ConfigError(
+                f"{named} has the number {text}, which is not finite; say another, or leave the key out."
+            )
         return value
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
-        content = json.loads(text, object_pairs_hook=one_of_each, parse_float=finite, parse_constant=finite)
+        content = json.loads(
+            text,
+            object_pairs_hook=refuse_doubled_keys,
+            parse_float=parse_finite,
+            parse_constant=parse_finite,
+        )
     except json.JSONDecodeError as error:
         line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
         raise ConfigError(
@@ -65,40 +74,48 @@ def read_json(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{named} is nested too deeply; a configuration has four levels.") from error
+        raise ConfigError(
+            f"{named} is nested too deeply; a configuration has four levels."
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{named} must hold an object, as in {{...}}, not {type(content).__name__}.")
+        raise ConfigError(
+            f"{named} must hold an object, as in {{...}}, not {type(content).__name__}."
+        )
     return content
 
 
-def merge(path: str, given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str], list[str]]:
+def merge_json(
+    path: str, given: Mapping[str, ValueWithOrigin]
+) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
     """(fields that the JSON gives, errors, warnings); `given`: what flags and YAML say."""
     try:
         flat, problems = _flatten(read_json(path))
     except ConfigError as error:
         return {}, [str(error)], []
-    flat = _in_force(flat, given)
-    found: dict[str, Given] = {}
-    errors = [f"{path}: {problem}." for problem in (*problems, *_refusals(flat, given))]
+    flat = _drop_disabled_blocks(flat, given)
+    found: dict[str, ValueWithOrigin] = {}
+    errors = [f"{path}: {problem}." for problem in (*problems, *_find_refusals(flat, given))]
     warnings = [f"{path}: {key} has no effect here." for key in flat if key in WITHOUT_EFFECT]
     for key, value in flat.items():
         if value == "auto" or not _is_taken(key, value):
             continue
         for dotted, convert in FIELDS.get(key, ()) + LOSS_SCALE.get(key, ()):
             try:
-                item = _given(dotted, convert(value), f"{path}: {key}")
+                item = _convert_value(dotted, convert(value), f"{path}: {key}")
             except ValueError as error:
-                errors.append(f"{path}: {key} is {_shown_value(value)}, and {error}.")
+                errors.append(f"{path}: {key} is {_format_value(value)}, and {error}.")
                 continue
             before = found.get(dotted) or given.get(dotted)
             if before is None or before.value == item.value:
                 found[dotted] = item
             elif key in LOSS_SCALE:
                 found[dotted] = item
-                warnings.append(f"{_shown(dotted, before)} is not used: {path} says {key} {json.dumps(value)}, which decides.")
+                warnings.append(
+                    f"{_format_field(dotted, before)} is not used: {path} says {key} {json.dumps(value)}, which decides."
+                )
             else:
                 errors.append(
-                    f"{_shown(dotted, before)} contradicts {path}, where {key} is {_shown_value(value)}; change one of them, or "
+                    f"{_format_field(dotted, before)} contradicts {path}, where {key} is {_format_value(value)}; change one of them, or "
                     'say "auto" there.'
                 )
     fp16 = found.get("precision.fp16") or given.get("precision.fp16")
@@ -110,8 +127,8 @@ def merge(path: str, given: Mapping[str, Given]) -> tuple[dict[str, Given], list
     return found, list(dict.fromkeys(errors)), warnings
 
 
-def passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What is DeepSpeed's own business, of a JSON in which `merge` found no error."""
+def select_passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What is DeepSpeed's own business, of a JSON in which `merge_json` found no error."""
     result: dict[str, Any] = {}
     for key, value in _flatten(content)[0].items():
         if key in PASSED and value != "auto":
@@ -123,8 +140,8 @@ def passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def accumulation_steps(content: Mapping[str, Any]) -> int | None:
-    """What the JSON says of them, where `merge` found no error in it; None: nothing, or "auto"."""
+def read_accumulation_steps(content: Mapping[str, Any]) -> int | None:
+    """What the JSON says of them, where `merge_json` found no error in it; None: nothing, or "auto"."""
     steps = content.get(STEPS, "auto")
     return None if steps == "auto" else int(steps)
 
@@ -138,63 +155,85 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for name, value in part.items():
             key = prefix + name
             if key in OFF:
-                if value != {} and not (isinstance(value, Mapping) and value.get("enabled") is False):
+                if value != {} and not (
+                    isinstance(value, Mapping) and value.get("enabled") is False
+                ):
                     problems.append(f"{key} is not taken; {OFF[key]}")
             elif key in BLOCKS and "." not in name:
                 if isinstance(value, Mapping):
                     walk(value, f"{key}.")
                 else:
-                    problems.append(f"{key} is {_shown_value(value)}, and must be an object, as in {{...}}")
+                    problems.append(
+                        f"{key} is {_format_value(value)}, and must be an object, as in {{...}}"
+                    )
             elif key in LEAVES and "." not in name:
                 flat[key] = value
             else:
-                problems.append(f"{_named(key)} is not taken; {way_out(key)}")
+                problems.append(f"{_format_key(key)} is not taken; {suggest_fix(key)}")
 
-    walk(_bf16_by_its_name(content, problems), "")
+    walk(_rename_bfloat16(content, problems), "")
     return flat, problems
 
 
-def _bf16_by_its_name(content: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
+def _rename_bfloat16(content: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
     """DeepSpeed reads an older name of the block, too."""
     if "bfloat16" not in content:
         return content
     if "bf16" in content:
         problems.append("bfloat16 and bf16 are the same block; leave one of them")
-    return {"bf16" if name == "bfloat16" else name: value for name, value in content.items() if name != "bf16"}
+    return {
+        "bf16" if name == "bfloat16" else name: value
+        for name, value in content.items()
+        if name != "bf16"
+    }
 
 
-def _in_force(flat: dict[str, Any], given: Mapping[str, Given]) -> dict[str, Any]:
+def _drop_disabled_blocks(
+    flat: dict[str, Any], given: Mapping[str, ValueWithOrigin]
+) -> dict[str, Any]:
     """Without blocks that are switched off; an fp16 block that names no loss scale means a dynamic one."""
     fp16 = flat.get("fp16.enabled", False)
     if fp16 == "auto":
         fp16 = "precision.fp16" in given and given["precision.fp16"].value
-    for block, on in (("curriculum_learning", flat.get("curriculum_learning.enabled", False)), ("fp16", fp16)):
+    for block, on in (
+        ("curriculum_learning", flat.get("curriculum_learning.enabled", False)),
+        ("fp16", fp16),
+    ):
         if not on:
-            flat = {key: value for key, value in flat.items() if key == f"{block}.enabled" or not key.startswith(f"{block}.")}
+            flat = {
+                key: value
+                for key, value in flat.items()
+                if key == f"{block}.enabled" or not key.startswith(f"{block}.")
+            }
     if fp16:
         flat.setdefault("fp16.loss_scale", 0)
     return flat
 
 
-def _refusals(flat: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]) -> Iterator[str]:
     for key, value in flat.items():
         if value == "auto" and key not in WITHOUT_EFFECT:
-            if not takes_auto(key):
+            if not can_be_auto(key):
                 yield f'{key} is "auto", which no flag fills; say a value, or leave it out'
         elif not _is_taken(key, value):
             allowed, reason = ONLY[key]
-            yield f"{key} is {_shown_value(value)}; {reason}: say {' or '.join(json.dumps(one) for one in allowed)}"
+            yield f"{key} is {_format_value(value)}; {reason}: say {' or '.join(json.dumps(one) for one in allowed)}"
         elif key in PASSED or key in CHECKED:
             try:
                 (PASSED | CHECKED)[key](value)
             except ValueError as error:
-                yield f"{key} is {_shown_value(value)}, and {error}"
-    if flat.get("curriculum_learning.enabled") is True and "curriculum_learning.schedule_type" not in flat:
+                yield f"{key} is {_format_value(value)}, and {error}"
+    if (
+        flat.get("curriculum_learning.enabled") is True
+        and "curriculum_learning.schedule_type" not in flat
+    ):
         yield "curriculum_learning is enabled and has no schedule_type; say fixed_linear, fixed_root or fixed_discrete"
-    yield from _refused_with_flags(flat, given)
+    yield from _find_refusals_with_flags(flat, given)
 
 
-def _refused_with_flags(flat: Mapping[str, Any], given: Mapping[str, Given]) -> Iterator[str]:
+def _find_refusals_with_flags(
+    flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
+) -> Iterator[str]:
     stages = given.get("parallel.pipeline_model_parallel_size")
     for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
         if flat.get(key) is True and stages is not None and stages.value > 1:
@@ -213,21 +252,28 @@ def _is_taken(key: str, value: Any) -> bool:
     """Whether it is among the values that the key may have. 1 is not true."""
     if key not in ONLY or value == "auto":
         return True
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[key][0])
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[key][0]
+    )
 
 
-def _given(dotted: str, value: Any, origin: str) -> Given:
+def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
     """Read as a flag's text is. Raises ValueError."""
     field = all_fields()[dotted]
     if value is None and field.optional:
-        return Given(None, origin)
+        return ValueWithOrigin(None, origin)
     if isinstance(value, list) != (field.arity == "*"):
         raise ValueError(f"must be {field.expected}")
     items = value if isinstance(value, list) else [value]
-    return Given(field.convert([str(item).lower() if isinstance(item, bool) else str(item) for item in items]), origin)
+    return ValueWithOrigin(
+        field.convert(
+            [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+        ),
+        origin,
+    )
 
 
-def _shown(dotted: str, item: Given) -> str:
+def _format_field(dotted: str, item: ValueWithOrigin) -> str:
     field = all_fields()[dotted]
     note = "" if item.origin.startswith("-") else f" ({item.origin})"
     if isinstance(item.value, bool):
@@ -235,11 +281,11 @@ def _shown(dotted: str, item: Given) -> str:
     return f"{field.flag} {' '.join(map(str, item.value)) if isinstance(item.value, tuple) else item.value}{note}"
 
 
-def _shown_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     shown = json.dumps(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
-def _named(key: str) -> str:
+def _format_key(key: str) -> str:
     """As it is, or in quotes where spaces or strange letters could hide."""
     return key if re.fullmatch(r"[\w.-]+", key, re.ASCII) else json.dumps(key)

@@ -13,17 +13,17 @@ Convert = Callable[[Any], Any]
 """What a value means. Raises ValueError: "must be ..."."""
 
 
-def same(value: Any) -> Any:
+def keep_value(value: Any) -> Any:
     return value
 
 
-def flag(value: Any) -> bool:
+def read_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
 
 
-def number(value: Any) -> float:
+def read_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
     try:
@@ -32,129 +32,148 @@ def number(value: Any) -> float:
         raise ValueError("must be finite") from None
 
 
-def whole(value: Any) -> int:
+def read_whole(value: Any) -> int:
     """5e8 is one, too: templates write sizes so."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise ValueError("must be a whole number")
     return int(value)
 
 
-def count(value: Any) -> int:
-    if whole(value) < 0:
+def read_count(value: Any) -> int:
+    if read_whole(value) < 0:
         raise ValueError("must be at least 0")
-    return whole(value)
+    return read_whole(value)
 
 
-def positive(value: Any) -> int:
-    if whole(value) < 1:
+def read_positive(value: Any) -> int:
+    if read_whole(value) < 1:
         raise ValueError("must be at least 1")
-    return whole(value)
+    return read_whole(value)
 
 
-def text(value: Any) -> str:
+def read_text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("must be text")
     return value
 
 
-def texts(value: Any) -> list[str]:
+def read_texts(value: Any) -> list[str]:
     if not isinstance(value, list):
         raise ValueError("must be a list of text")
-    return [text(item) for item in value]
+    return [read_text(item) for item in value]
 
 
-def _power_of_two(value: Any) -> float:
-    power = whole(value)
+def _read_power_of_two(value: Any) -> float:
+    power = read_whole(value)
     if abs(power) > 1000:
         raise ValueError("must be between -1000 and 1000")
     return math.ldexp(1.0, power)
 
 
-def _beta(index: int) -> Convert:
+def _read_beta(index: int) -> Convert:
     def take(betas: Any) -> float:
         if not isinstance(betas, list) or len(betas) != 2:
             raise ValueError("must be a list of two numbers")
-        return number(betas[index])
+        return read_number(betas[index])
 
     return take
 
 
 FIELDS: dict[str, tuple[tuple[str, Convert], ...]] = {
-    "train_micro_batch_size_per_gpu": (("batch.micro_batch_size", same),),
-    "train_batch_size": (("batch.global_batch_size", same),),
-    "gradient_clipping": (("optimizer.clip_grad", same),),
-    "zero_optimization.stage": (("parallel.zero_stage", same),),
-    "zero_optimization.offload_optimizer.device": (("optimizer.cpu_optimizer", lambda device: device == "cpu"),),
-    "zero_optimization.cpu_offload": (("optimizer.cpu_optimizer", flag),),  # its name before 0.3.16
-    "fp16.enabled": (("precision.fp16", same),),
-    "bf16.enabled": (("precision.bf16", same),),
-    "optimizer.params.lr": (("optimizer.lr", same),),
-    "optimizer.params.betas": (("optimizer.adam_beta1", _beta(0)), ("optimizer.adam_beta2", _beta(1))),
-    "optimizer.params.eps": (("optimizer.adam_eps", same),),
-    "optimizer.params.weight_decay": (("optimizer.weight_decay", same),),
-    "activation_checkpointing.partition_activations": (("recompute.partition_activations", same),),
-    "activation_checkpointing.cpu_checkpointing": (("recompute.checkpoint_in_cpu", same),),
-    "curriculum_learning.min_difficulty": (("curriculum.curriculum_min_difficulty", same),),
-    "curriculum_learning.max_difficulty": (("curriculum.curriculum_max_difficulty", same),),
-    "curriculum_learning.schedule_type": (("curriculum.curriculum_schedule_type", same),),
-    "curriculum_learning.schedule_config.total_curriculum_step": (("curriculum.curriculum_total_step", same),),
-    "curriculum_learning.schedule_config.difficulty_step": (("curriculum.curriculum_difficulty_step", same),),
-    "curriculum_learning.schedule_config.root_degree": (("curriculum.curriculum_root_degree", same),),
-    "curriculum_learning.schedule_config.difficulty": (("curriculum.curriculum_difficulties", same),),
-    "curriculum_learning.schedule_config.max_step": (("curriculum.curriculum_max_steps", same),),
+    "train_micro_batch_size_per_gpu": (("batch.micro_batch_size", keep_value),),
+    "train_batch_size": (("batch.global_batch_size", keep_value),),
+    "gradient_clipping": (("optimizer.clip_grad", keep_value),),
+    "zero_optimization.stage": (("parallel.zero_stage", keep_value),),
+    "zero_optimization.offload_optimizer.device": (
+        ("optimizer.cpu_optimizer", lambda device: device == "cpu"),
+    ),
+    "zero_optimization.cpu_offload": (
+        ("optimizer.cpu_optimizer", read_flag),
+    ),  # its name before 0.3.16
+    "fp16.enabled": (("precision.fp16", keep_value),),
+    "bf16.enabled": (("precision.bf16", keep_value),),
+    "optimizer.params.lr": (("optimizer.lr", keep_value),),
+    "optimizer.params.betas": (
+        ("optimizer.adam_beta1", _read_beta(0)),
+        ("optimizer.adam_beta2", _read_beta(1)),
+    ),
+    "optimizer.params.eps": (("optimizer.adam_eps", keep_value),),
+    "optimizer.params.weight_decay": (("optimizer.weight_decay", keep_value),),
+    "activation_checkpointing.partition_activations": (
+        ("recompute.partition_activations", keep_value),
+    ),
+    "activation_checkpointing.cpu_checkpointing": (("recompute.checkpoint_in_cpu", keep_value),),
+    "curriculum_learning.min_difficulty": (("curriculum.curriculum_min_difficulty", keep_value),),
+    "curriculum_learning.max_difficulty": (("curriculum.curriculum_max_difficulty", keep_value),),
+    "curriculum_learning.schedule_type": (("curriculum.curriculum_schedule_type", keep_value),),
+    "curriculum_learning.schedule_config.total_curriculum_step": (
+        ("curriculum.curriculum_total_step", keep_value),
+    ),
+    "curriculum_learning.schedule_config.difficulty_step": (
+        ("curriculum.curriculum_difficulty_step", keep_value),
+    ),
+    "curriculum_learning.schedule_config.root_degree": (
+        ("curriculum.curriculum_root_degree", keep_value),
+    ),
+    "curriculum_learning.schedule_config.difficulty": (
+        ("curriculum.curriculum_difficulties", keep_value),
+    ),
+    "curriculum_learning.schedule_config.max_step": (
+        ("curriculum.curriculum_max_steps", keep_value),
+    ),
 }
 """Fields of the configuration under another name: a JSON value that flags contradict is an error."""
 LOSS_SCALE: dict[str, tuple[tuple[str, Convert], ...]] = {
-    "fp16.loss_scale": (("precision.loss_scale", lambda value: number(value) or None),),
-    "fp16.initial_scale_power": (("precision.initial_loss_scale", _power_of_two),),
-    "fp16.loss_scale_window": (("precision.loss_scale_window", whole),),
-    "fp16.hysteresis": (("precision.hysteresis", whole),),
-    "fp16.min_loss_scale": (("precision.min_loss_scale", number),),
+    "fp16.loss_scale": (("precision.loss_scale", lambda value: read_number(value) or None),),
+    "fp16.initial_scale_power": (("precision.initial_loss_scale", _read_power_of_two),),
+    "fp16.loss_scale_window": (("precision.loss_scale_window", read_whole),),
+    "fp16.hysteresis": (("precision.hysteresis", read_whole),),
+    "fp16.min_loss_scale": (("precision.min_loss_scale", read_number),),
 }
 """The same, but the JSON decides."""
 STEPS = "gradient_accumulation_steps"
 """Follows from the batch sizes and the number of ranks: the plan's to compare."""
-CHECKED: dict[str, Convert] = {STEPS: positive, "curriculum_learning.enabled": flag}
+CHECKED: dict[str, Convert] = {STEPS: read_positive, "curriculum_learning.enabled": read_flag}
 
 PASSED: dict[str, Convert] = {
-    "steps_per_print": positive,
-    "wall_clock_breakdown": flag,
-    "memory_breakdown": flag,
-    "dump_state": flag,
-    "disable_python_gc": flag,
-    "log_level": text,
-    "comms_logger.enabled": flag,
-    "comms_logger.verbose": flag,
-    "comms_logger.prof_all": flag,
-    "comms_logger.prof_ops": texts,
-    "comms_logger.debug": flag,
-    "flops_profiler.enabled": flag,
-    "flops_profiler.recompute_fwd_factor": number,
-    "flops_profiler.profile_step": positive,
-    "flops_profiler.module_depth": whole,
-    "flops_profiler.top_modules": positive,
-    "flops_profiler.detailed": flag,
-    "flops_profiler.output_file": lambda value: None if value is None else text(value),
-    "timers.throughput.enabled": flag,
-    "timers.throughput.synchronized": flag,
-    "pipeline.pipe_partitioned": flag,
-    "pipeline.grad_partitioned": flag,
-    "zero_optimization.contiguous_gradients": flag,
-    "zero_optimization.overlap_comm": flag,
-    "zero_optimization.reduce_scatter": flag,
-    "zero_optimization.reduce_bucket_size": positive,
-    "zero_optimization.use_multi_rank_bucket_allreduce": flag,
-    "zero_optimization.allgather_partitions": flag,
-    "zero_optimization.allgather_bucket_size": positive,
-    "zero_optimization.sub_group_size": positive,
-    "zero_optimization.stage3_prefetch_bucket_size": count,
-    "zero_optimization.stage3_param_persistence_threshold": count,
-    "zero_optimization.stage3_model_persistence_threshold": count,
-    "zero_optimization.stage3_max_live_parameters": count,
-    "zero_optimization.stage3_max_reuse_distance": count,
-    "zero_optimization.log_trace_cache_warnings": flag,
-    "zero_optimization.enable_sanity_checks": flag,
-    "zero_optimization.offload_optimizer.pin_memory": flag,
+    "steps_per_print": read_positive,
+    "wall_clock_breakdown": read_flag,
+    "memory_breakdown": read_flag,
+    "dump_state": read_flag,
+    "disable_python_gc": read_flag,
+    "log_level": read_text,
+    "comms_logger.enabled": read_flag,
+    "comms_logger.verbose": read_flag,
+    "comms_logger.prof_all": read_flag,
+    "comms_logger.prof_ops": read_texts,
+    "comms_logger.debug": read_flag,
+    "flops_profiler.enabled": read_flag,
+    "flops_profiler.recompute_fwd_factor": read_number,
+    "flops_profiler.profile_step": read_positive,
+    "flops_profiler.module_depth": read_whole,
+    "flops_profiler.top_modules": read_positive,
+    "flops_profiler.detailed": read_flag,
+    "flops_profiler.output_file": lambda value: None if value is None else read_text(value),
+    "timers.throughput.enabled": read_flag,
+    "timers.throughput.synchronized": read_flag,
+    "pipeline.pipe_partitioned": read_flag,
+    "pipeline.grad_partitioned": read_flag,
+    "zero_optimization.contiguous_gradients": read_flag,
+    "zero_optimization.overlap_comm": read_flag,
+    "zero_optimization.reduce_scatter": read_flag,
+    "zero_optimization.reduce_bucket_size": read_positive,
+    "zero_optimization.use_multi_rank_bucket_allreduce": read_flag,
+    "zero_optimization.allgather_partitions": read_flag,
+    "zero_optimization.allgather_bucket_size": read_positive,
+    "zero_optimization.sub_group_size": read_positive,
+    "zero_optimization.stage3_prefetch_bucket_size": read_count,
+    "zero_optimization.stage3_param_persistence_threshold": read_count,
+    "zero_optimization.stage3_model_persistence_threshold": read_count,
+    "zero_optimization.stage3_max_live_parameters": read_count,
+    "zero_optimization.stage3_max_reuse_distance": read_count,
+    "zero_optimization.log_trace_cache_warnings": read_flag,
+    "zero_optimization.enable_sanity_checks": read_flag,
+    "zero_optimization.offload_optimizer.pin_memory": read_flag,
 }
 """What goes on to DeepSpeed as it is."""
 
@@ -175,15 +194,27 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.immediate_grad_update": ((False,), _NUMBERS),
     "bf16.check_grad_overflow": ((True,), "a step with an infinity is dropped"),
     "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
-    "curriculum_learning.curriculum_type": (("seqlen",), "the length of the sequences is what changes"),
-    "zero_optimization.offload_optimizer.device": (("cpu", "none"), "checkpoints are read from memory"),
+    "curriculum_learning.curriculum_type": (
+        ("seqlen",),
+        "the length of the sequences is what changes",
+    ),
+    "zero_optimization.offload_optimizer.device": (
+        ("cpu", "none"),
+        "checkpoints are read from memory",
+    ),
     "zero_optimization.offload_optimizer.ratio": ((1.0,), "all of the optimizer moves, or nothing"),
     "zero_optimization.offload_optimizer.super_offload": ((False,), _NUMBERS),
     "zero_optimization.offload_param.device": (("none",), _WEIGHTS_STAY),
     "zero_optimization.cpu_offload_param": ((False,), _WEIGHTS_STAY),
-    "zero_optimization.round_robin_gradients": ((False,), "checkpoints know one order of the partitions"),
+    "zero_optimization.round_robin_gradients": (
+        (False,),
+        "checkpoints know one order of the partitions",
+    ),
     "zero_optimization.parameter_alignment": ((False,), "checkpoints know partitions without gaps"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), "weights are cut over all data-parallel ranks"),
+    "zero_optimization.zero_hpz_partition_size": (
+        (1,),
+        "weights are cut over all data-parallel ranks",
+    ),
     "zero_optimization.zero_quantized_weights": ((False,), _NUMBERS),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _NUMBERS),
     "zero_optimization.zero_quantized_gradients": ((False,), _NUMBERS),
@@ -202,27 +233,62 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "sparse_gradients": ((False,), "gradients of embeddings are dense"),
     "managed_gradient_accumulation": ((True,), "the trainer's batch sizes say when a step ends"),
     "disable_allgather": ((False,), "DeepSpeed has dropped it"),
-    "pipeline.activation_checkpoint_interval": ((0,), "--checkpoint-activations and the flags beside it say what is recomputed"),
-    "checkpoint.load_universal": ((False,), "--load reads this trainer's checkpoints, at any layout"),
+    "pipeline.activation_checkpoint_interval": (
+        (0,),
+        "--checkpoint-activations and the flags beside it say what is recomputed",
+    ),
+    "checkpoint.load_universal": (
+        (False,),
+        "--load reads this trainer's checkpoints, at any layout",
+    ),
 }
 """Where DeepSpeed could do what this trainer does not: the values that are taken, and why."""
 
 WITHOUT_EFFECT = {
-    *(f"activation_checkpointing.{key}" for key in ("contiguous_memory_optimization", "number_checkpoints", "profile")),
+    *(
+        f"activation_checkpointing.{key}"
+        for key in ("contiguous_memory_optimization", "number_checkpoints", "profile")
+    ),
     "activation_checkpointing.synchronize_checkpoint_boundary",
-    *(f"aio.{key}" for key in ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit")),
+    *(
+        f"aio.{key}"
+        for key in (
+            "block_size",
+            "queue_depth",
+            "thread_count",
+            "intra_op_parallelism",
+            "single_submit",
+        )
+    ),
     *(f"aio.{key}" for key in ("overlap_events", "use_gds")),
-    *(f"checkpoint.{key}" for key in ("tag_validation", "checkpoint_serialization", "use_node_local_storage", "writer")),
+    *(
+        f"checkpoint.{key}"
+        for key in (
+            "tag_validation",
+            "checkpoint_serialization",
+            "use_node_local_storage",
+            "writer",
+        )
+    ),
     "checkpoint.parallel_write",
     "dataloader_drop_last",
     "vocabulary_size",
-    *(f"zero_optimization.{key}" for key in ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint")),
+    *(
+        f"zero_optimization.{key}"
+        for key in ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint")
+    ),
     "zero_optimization.override_module_apply",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-    *(f"zero_optimization.offload_optimizer.{key}" for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")),
+    *(
+        f"zero_optimization.offload_optimizer.{key}"
+        for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
+    ),
     *(f"zero_optimization.offload_optimizer.{key}" for key in ("fast_init", "cpuadam_cores_perc")),
-    *(f"zero_optimization.offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")),
+    *(
+        f"zero_optimization.offload_param.{key}"
+        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    ),
     "zero_optimization.offload_param.pin_memory",
 }
 """About DeepSpeed's own loading, saving and NVMe, which are not used."""
@@ -237,7 +303,10 @@ OFF: dict[str, str] = {
     "wandb": _MONITORS,
     "csv_monitor": _MONITORS,
     "comet": _MONITORS,
-    **dict.fromkeys(("autotuning", "eigenvalue", "hybrid_engine", "nebula", "progressive_layer_drop"), "leave it out"),
+    **dict.fromkeys(
+        ("autotuning", "eigenvalue", "hybrid_engine", "nebula", "progressive_layer_drop"),
+        "leave it out",
+    ),
 }
 """Blocks that may be there if they say "enabled": false, and what else to do."""
 WAYS_OUT: dict[str, str] = {
@@ -257,19 +326,27 @@ BLOCKS = {key[:index] for key in LEAVES for index, letter in enumerate(key) if l
 _AUTO = ("zero_optimization.", "fp16.", "bf16.")
 
 
-def takes_auto(key: str) -> bool:
+def can_be_auto(key: str) -> bool:
     """Whether "auto" means: as the flags say; or in some blocks, where DeepSpeed knows the word, its default."""
     return key in FIELDS or key in LOSS_SCALE or key == STEPS or key.startswith(_AUTO)
 
 
-def way_out(key: str) -> str:
+def suggest_fix(key: str) -> str:
     """What to do about a key that is not taken."""
     block, _, name = key.rpartition(".")
-    siblings = [known.rpartition(".")[2] for known in LEAVES | BLOCKS | set(OFF) if known.rpartition(".")[0] == block]
+    siblings = [
+        known.rpartition(".")[2]
+        for known in LEAVES | BLOCKS | set(OFF)
+        if known.rpartition(".")[0] == block
+    ]
     close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
     elsewhere = sorted(known for known in LEAVES | BLOCKS if known.rpartition(".")[2] == name)[:2]
     if key in WAYS_OUT:
         return WAYS_OUT[key]
     if close or elsewhere:
         return f"perhaps you meant {' or '.join(close or elsewhere)}"
-    return "see --optimizer and the flags beside it" if key.startswith("optimizer.") else "leave it out"
+    return (
+        "see --optimizer and the flags beside it"
+        if key.startswith("optimizer.")
+        else "leave it out"
+    )

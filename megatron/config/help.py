@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from megatron.config.fields import Field, all_fields, groups
+from megatron.config.fields import Field, all_fields, list_groups
 
 DESCRIPTION = """Pretrain a GPT or Llama model.
 
@@ -25,30 +25,42 @@ _MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 def print_help(prog: str | None = None) -> None:
     """Print the help text to stdout."""
     with contextlib.suppress(SystemExit):
-        tyro.cli(_help_class(), prog=prog, description=DESCRIPTION, args=["--help"], config=_MARKERS)
+        tyro.cli(
+            _make_help_class(), prog=prog, description=DESCRIPTION, args=["--help"], config=_MARKERS
+        )
 
 
-def _help_class() -> type:
+def _make_help_class() -> type:
     """A copy of `Config` whose fields carry their help text."""
-    by_group: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in groups()}
+    by_group: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in list_groups()}
     for field in all_fields().values():
-        by_group[field.group].append((field.name, _annotated(field), dataclasses.field(default=field.default)))
-    file_help = tyro.conf.arg(metavar="FILE", help="YAML file with values by group; flags win over it.", help_behavior_hint="")
-    members: list[tuple[str, Any, Any]] = [("config", Annotated[str | None, file_help], dataclasses.field(default=None))]
+        by_group[field.group].append(
+            (field.name, _add_help(field), dataclasses.field(default=field.default))
+        )
+    file_help = tyro.conf.arg(
+        metavar="FILE",
+        help="YAML file with values by group; flags win over it.",
+        help_behavior_hint="",
+    )
+    members: list[tuple[str, Any, Any]] = [
+        ("config", Annotated[str | None, file_help], dataclasses.field(default=None))
+    ]
     for group, items in by_group.items():
         cls = dataclasses.make_dataclass(group, items, kw_only=True)
         members.append((group, cls, dataclasses.MISSING))
     return dataclasses.make_dataclass("Config", members, kw_only=True)
 
 
-def _annotated(field: Field) -> Any:
+def _add_help(field: Field) -> Any:
     """The field's type with its text; for a boolean that is on, --help shows the form that turns it off."""
-    metavar, text, hint = help_line(field)
+    metavar, text, hint = format_help_line(field)
     annotation = field.annotation | None if field.optional else field.annotation
-    return Annotated[annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)]
+    return Annotated[
+        annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)
+    ]
 
 
-def help_line(field: Field) -> tuple[str, str, str]:
+def format_help_line(field: Field) -> tuple[str, str, str]:
     """(what its values look like, its text, its default), as --help shows them; empty where there is nothing to show."""
     many = field.arity == "*" and ("INT ..." if field.annotation == tuple[int, ...] else "STR ...")
     metavar = "" if field.is_bool else many or field.spec.metavar
@@ -57,7 +69,9 @@ def help_line(field: Field) -> tuple[str, str, str]:
     elif field.default is None or field.default == ():
         hint = ""
     else:
-        shown = ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
+        shown = (
+            ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
+        )
         hint = f"(default: {shown})"
     doc = f"Turns off: {field.doc}" if field.is_bool and field.default else field.doc
     return metavar, doc, hint

@@ -6,7 +6,7 @@ Invariant: every number of the configuration has a range; one without an entry h
 import math
 from collections.abc import Iterator
 
-from megatron.config.asked import Asked
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 
 _POSITIVE = "(0, inf)"
@@ -57,34 +57,40 @@ RANGES = {
 """Intervals in mathematical notation: [a, b) holds a but not b."""
 
 
-def range_errors(asked: Asked) -> Iterator[str]:
+def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
     """A message for each number that is out of its range."""
-    for dotted, value in asked.values().items():
+    for dotted, value in settings.list_values().items():
         several = value if isinstance(value, tuple) and dotted in RANGES else (value,)
-        numbers = [number for number in several if isinstance(number, int | float) and not isinstance(number, bool)]
+        numbers = [
+            number
+            for number in several
+            if isinstance(number, int | float) and not isinstance(number, bool)
+        ]
         default = "[1, inf)" if all_fields()[dotted].annotation is int else "(-inf, inf)"
         interval = RANGES.get(dotted, default)
-        if not all(_inside(number, interval) for number in numbers):
-            yield f"{asked.given(dotted)} must be {_in_words(interval)}."
+        if not all(_is_inside(number, interval) for number in numbers):
+            yield f"{settings.describe(dotted)} must be {_describe_interval(interval)}."
 
 
-def _inside(value: float, interval: str) -> bool:
-    low, high = _bounds(interval)
+def _is_inside(value: float, interval: str) -> bool:
+    low, high = _parse_bounds(interval)
     above = value >= low if interval.startswith("[") else value > low
     below = value <= high if interval.endswith("]") else value < high
     return above and below  # false for nan
 
 
-def _in_words(interval: str) -> str:
-    low, high = _bounds(interval)
+def _describe_interval(interval: str) -> str:
+    low, high = _parse_bounds(interval)
     if math.isfinite(high):
         lower = "at least" if interval.startswith("[") else "above"
-        return f"{lower} {low:.10g} and {'at most' if interval.endswith(']') else 'below'} {high:.10g}"
+        return (
+            f"{lower} {low:.10g} and {'at most' if interval.endswith(']') else 'below'} {high:.10g}"
+        )
     if math.isfinite(low):
         return f"at least {low:g}" if interval.startswith("[") else f"above {low:g}, and finite"
     return "finite"
 
 
-def _bounds(interval: str) -> tuple[float, float]:
+def _parse_bounds(interval: str) -> tuple[float, float]:
     low, _, high = interval[1:-1].partition(", ")
     return float(low), float(high)

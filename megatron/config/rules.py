@@ -9,169 +9,185 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from megatron.config.asked import Asked
-from megatron.config.cautions import WARNINGS
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
-from megatron.config.ranges import range_errors
+from megatron.config.ranges import check_ranges
 from megatron.config.tree import Config
+from megatron.config.warning_rules import WARNINGS
 
-Rule = Callable[[Asked], Iterator[str]]
+Rule = Callable[[ConfigWithOrigin], Iterator[str]]
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 
 
-def check(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
+def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
     """(errors, warnings) of all rules. `origin`: where each field came from, as in `LoadedConfig`; may be empty."""
-    asked = Asked(config, origin)
-    return _run(ERRORS, asked), _run(WARNINGS, asked)
+    settings = ConfigWithOrigin(config, origin)
+    return _run(ERRORS, settings), _run(WARNINGS, settings)
 
 
-def _run(rules: tuple[Rule, ...], asked: Asked) -> list[str]:
-    return [message for rule in rules for message in rule(asked)]
+def _run(rules: tuple[Rule, ...], settings: ConfigWithOrigin) -> list[str]:
+    return [message for rule in rules for message in rule(settings)]
 
 
 # ---- Errors --------------------------------------------------------------------------------------------------------------------
 
 
-def no_empty_text(asked: Asked) -> Iterator[str]:
+def check_no_empty_text(settings: ConfigWithOrigin) -> Iterator[str]:
     """An empty path would mean the present folder, or nothing at all."""
-    for dotted, value in asked.values().items():
+    for dotted, value in settings.list_values().items():
         if value == "" or (isinstance(value, tuple) and "" in value):
             flag = all_fields()[dotted].flag
             yield f"{flag} is given an empty text; is a shell variable unset? Leave the flag out, or give a value."
 
 
-def one_length(asked: Asked) -> Iterator[str]:
-    batch = asked.config.batch
+def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
+    batch = settings.config.batch
     if batch.train_iters is not None and batch.train_samples is not None:
-        yield f"{asked.given('batch.train_iters', 'batch.train_samples')} both say how long to train; give one of them."
+        yield f"{settings.describe('batch.train_iters', 'batch.train_samples')} both say how long to train; give one of them."
     if batch.train_iters is None and batch.train_samples is None and not batch.eval_only:
         yield "how long to train is not said: give --train-iters or --train-samples (or --eval-only)."
 
 
-def one_unit_of_progress(asked: Asked) -> Iterator[str]:
+def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
     """A run by samples has its learning rate by samples, a run by iterations by iterations."""
-    batch = asked.config.batch
+    batch = settings.config.batch
     if (batch.train_iters is None) == (batch.train_samples is None):
         return
     length, foreign, own = (
-        ("batch.train_iters", "samples", "iters") if batch.train_samples is None else ("batch.train_samples", "iters", "samples")
+        ("batch.train_iters", "samples", "iters")
+        if batch.train_samples is None
+        else ("batch.train_samples", "iters", "samples")
     )
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         dotted = f"optimizer.{name}_{foreign}"
-        if asked[dotted]:
+        if settings[dotted]:
             instead = all_fields()[f"optimizer.{name}_{own}"].flag
-            yield f"{asked.given(dotted)} does not go with {asked.given(length)}; use {instead}."
+            yield f"{settings.describe(dotted)} does not go with {settings.describe(length)}; use {instead}."
 
 
-def one_warmup(asked: Asked) -> Iterator[str]:
-    optimizer = asked.config.optimizer
+def check_one_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
+    optimizer = settings.config.optimizer
     if optimizer.lr_warmup_fraction is not None:
         for dotted in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
-            if asked[dotted]:
-                yield f"{asked.given('optimizer.lr_warmup_fraction', dotted)} both say how long to warm up; give one of them."
+            if settings[dotted]:
+                yield f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both say how long to warm up; give one of them."
 
 
-def lr_is_given(asked: Asked) -> Iterator[str]:
-    if asked.config.optimizer.lr is None and not asked.config.batch.eval_only:
+def check_lr_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.optimizer.lr is None and not settings.config.batch.eval_only:
         yield "--lr is required: the peak learning rate, as in 6e-5."
 
 
-def one_batch_size_schedule(asked: Asked) -> Iterator[str]:
-    batch = asked.config.batch
+def check_one_batch_size_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
+    batch = settings.config.batch
     if batch.rampup_batch_size is not None and batch.step_batch_size_schedule is not None:
-        yield f"{asked.given('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} exclude each other; give one of them."
+        yield f"{settings.describe('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} exclude each other; give one of them."
 
 
-def one_source_of_the_schedule(asked: Asked) -> Iterator[str]:
-    optimizer = asked.config.optimizer
+def check_one_source_of_lr_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
+    optimizer = settings.config.optimizer
     if optimizer.override_lr_scheduler and optimizer.use_checkpoint_lr_scheduler:
         yield (
-            f"{asked.given('optimizer.override_lr_scheduler', 'optimizer.use_checkpoint_lr_scheduler')} exclude each other: the "
+            f"{settings.describe('optimizer.override_lr_scheduler', 'optimizer.use_checkpoint_lr_scheduler')} exclude each other: the "
             "schedule comes from here or from the checkpoint; give one of them."
         )
 
 
-def one_precision(asked: Asked) -> Iterator[str]:
-    if asked.config.precision.fp16 and asked.config.precision.bf16:
-        yield f"{asked.given('precision.fp16', 'precision.bf16')} exclude each other; give one of them."
+def check_one_precision(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.precision.fp16 and settings.config.precision.bf16:
+        yield f"{settings.describe('precision.fp16', 'precision.bf16')} exclude each other; give one of them."
 
 
-def loss_scale_bounds(asked: Asked) -> Iterator[str]:
-    precision = asked.config.precision
+def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
+    precision = settings.config.precision
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
-            f"{asked.given('precision.min_loss_scale')} must not exceed {asked.given('precision.initial_loss_scale')}, which the "
+            f"{settings.describe('precision.min_loss_scale')} must not exceed {settings.describe('precision.initial_loss_scale')}, which the "
             "dynamic loss scale begins with."
         )
 
 
-def whole_heads(asked: Asked) -> Iterator[str]:
-    model = asked.config.model
+def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
+    model = settings.config.model
     if model.num_attention_heads < 1:
         return
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         yield (
-            f"{asked.given('model.num_attention_heads')} must divide {asked.given('model.hidden_size')}; change one, or give the "
+            f"{settings.describe('model.num_attention_heads')} must divide {settings.describe('model.hidden_size')}; change one, or give the "
             "width of a head by --kv-channels."
         )
     groups = model.num_query_groups
     if groups is not None and groups >= 1 and model.num_attention_heads % groups:
-        divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
+        divisors = [
+            n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0
+        ]
         yield (
-            f"{asked.given('model.num_query_groups')} must divide {asked.given('model.num_attention_heads')}; use one of "
+            f"{settings.describe('model.num_query_groups')} must divide {settings.describe('model.num_attention_heads')}; use one of "
             f"{', '.join(map(str, divisors))}."
         )
 
 
-def rotary_pairs(asked: Asked) -> Iterator[str]:
+def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
     """Rotary positions turn channels in pairs."""
-    model = asked.config.model
-    if model.position_embedding_type != "rotary" or model.num_attention_heads < 1 or not 0 < model.rotary_percent <= 1:
+    model = settings.config.model
+    if (
+        model.position_embedding_type != "rotary"
+        or model.num_attention_heads < 1
+        or not 0 < model.rotary_percent <= 1
+    ):
         return
-    head = model.kv_channels if model.kv_channels is not None else model.hidden_size // model.num_attention_heads
+    head = (
+        model.kv_channels
+        if model.kv_channels is not None
+        else model.hidden_size // model.num_attention_heads
+    )
     rotated = int(head * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield (
-            f"{asked.given('model.rotary_percent')} of a head's {head} channels are {rotated}, but rotary positions turn pairs; "
+            f"{settings.describe('model.rotary_percent')} of a head's {head} channels are {rotated}, but rotary positions turn pairs; "
             "choose a head size or part that makes an even number of at least 2."
         )
 
 
-def positions_for_the_sequence(asked: Asked) -> Iterator[str]:
-    model = asked.config.model
+def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
+    model = settings.config.model
     size = model.max_position_embeddings
     if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
         yield (
-            f"{asked.given('model.max_position_embeddings')} must be at least {asked.given('model.seq_length')}: each token of a "
+            f"{settings.describe('model.max_position_embeddings')} must be at least {settings.describe('model.seq_length')}: each token of a "
             "sample needs a position."
         )
 
 
-def three_shares(asked: Asked) -> Iterator[str]:
-    text = asked.config.data.split
+def check_split_has_three_weights(settings: ConfigWithOrigin) -> Iterator[str]:
+    text = settings.config.data.split
     try:
         shares = [float(share) for share in text.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares) > 0:
-        yield f"{asked.given('data.split')} must be three numbers, not negative and not all 0, as in 949,50,1."
+    if (
+        not 1 <= len(shares) <= 3
+        or not all(math.isfinite(share) and share >= 0 for share in shares)
+        or not sum(shares) > 0
+    ):
+        yield f"{settings.describe('data.split')} must be three numbers, not negative and not all 0, as in 949,50,1."
 
 
-def weights_and_paths(asked: Asked) -> Iterator[str]:
-    values = asked.config.data.data_path
+def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
+    values = settings.config.data.data_path
     if len(values) < 2:
         return
     if len(values) % 2:
         yield (
-            f"{asked.given('data.data_path')} has {len(values)} values, but a mixture is pairs: WEIGHT PATH WEIGHT PATH ... "
+            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture is pairs: WEIGHT PATH WEIGHT PATH ... "
             "(a single data set: PATH alone)."
         )
         return
     for weight in values[::2]:
         if not _is_weight(weight):
-            yield f"{asked.given('data.data_path')}: '{weight}' must be a weight, a number above 0, as in 0.7 PATH 0.3 PATH."
+            yield f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number above 0, as in 0.7 PATH 0.3 PATH."
 
 
 def _is_weight(text: str) -> bool:
@@ -181,22 +197,25 @@ def _is_weight(text: str) -> bool:
         return False
 
 
-def one_description_of_the_data(asked: Asked) -> Iterator[str]:
-    data = asked.config.data
+def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
+    data = settings.config.data
     for which in ("train", "valid", "test"):
-        paths, file = f"data.{which}_weighted_split_paths", f"data.{which}_weighted_split_paths_path"
-        if asked[paths] and asked[file] is not None:
-            yield f"{asked.given(paths, file)} both name the data; give one of them."
+        paths, file = (
+            f"data.{which}_weighted_split_paths",
+            f"data.{which}_weighted_split_paths_path",
+        )
+        if settings[paths] and settings[file] is not None:
+            yield f"{settings.describe(paths, file)} both name the data; give one of them."
         for dotted in (paths, file):
-            if data.data_path and asked[dotted]:
+            if data.data_path and settings[dotted]:
                 yield (
-                    f"{asked.given('data.data_path')} is divided by --split, {asked.given(dotted)} says the parts itself; "
+                    f"{settings.describe('data.data_path')} is divided by --split, {settings.describe(dotted)} says the parts itself; "
                     "give one of them."
                 )
 
 
-def folders_that_flags_need(asked: Asked) -> Iterator[str]:
-    checkpoint, batch = asked.config.checkpoint, asked.config.batch
+def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
+    checkpoint, batch = settings.config.checkpoint, settings.config.batch
     saving = {
         "checkpoint.save_interval": checkpoint.save_interval is not None,
         "checkpoint.save_at": bool(checkpoint.save_at),
@@ -205,10 +224,10 @@ def folders_that_flags_need(asked: Asked) -> Iterator[str]:
     }
     for dotted, wanted in saving.items():
         if wanted and checkpoint.save is None:
-            yield f"{asked.given(dotted)} needs --save: without it nothing would be saved."
+            yield f"{settings.describe(dotted)} needs --save: without it nothing would be saved."
     if checkpoint.keep_every is not None and checkpoint.keep_latest_checkpoints is None:
         yield (
-            f"{asked.given('checkpoint.keep_every')} says what --keep-latest-checkpoints may not remove; without that flag all "
+            f"{settings.describe('checkpoint.keep_every')} says what --keep-latest-checkpoints may not remove; without that flag all "
             "checkpoints are kept."
         )
     wanting = {
@@ -219,50 +238,55 @@ def folders_that_flags_need(asked: Asked) -> Iterator[str]:
     }
     for dotted, wanted in wanting.items():
         if wanted and checkpoint.load is None:
-            yield f"{asked.given(dotted)} needs --load, the folder of the checkpoint."
+            yield f"{settings.describe(dotted)} needs --load, the folder of the checkpoint."
 
 
-def one_manner_of_start(asked: Asked) -> Iterator[str]:
-    if asked.config.checkpoint.require_load and asked.config.checkpoint.allow_fresh_start:
-        yield f"{asked.given('checkpoint.require_load', 'checkpoint.allow_fresh_start')} exclude each other; give one of them."
+def check_one_kind_of_start(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.checkpoint.require_load and settings.config.checkpoint.allow_fresh_start:
+        yield f"{settings.describe('checkpoint.require_load', 'checkpoint.allow_fresh_start')} exclude each other; give one of them."
 
 
-def optimizers_of_deepspeed(asked: Asked) -> Iterator[str]:
+def check_deepspeed_optimizers(settings: ConfigWithOrigin) -> Iterator[str]:
     """FSDP2 has neither."""
-    optimizer = asked.config.optimizer
+    optimizer = settings.config.optimizer
     if optimizer.cpu_optimizer and optimizer.use_bnb_optimizer:
-        yield f"{asked.given('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} exclude each other; give one of them."
+        yield f"{settings.describe('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} exclude each other; give one of them."
     for dotted in ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer"):
-        if asked[dotted] and not asked.config.parallel.deepspeed:
-            yield f"{asked.given(dotted)} needs --deepspeed; without it, --zero-stage shards the optimizer's states over the ranks."
+        if settings[dotted] and not settings.config.parallel.deepspeed:
+            yield f"{settings.describe(dotted)} needs --deepspeed; without it, --zero-stage shards the optimizer's states over the ranks."
 
 
-def curriculum_of_one_type(asked: Asked) -> Iterator[str]:
+def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[str]:
     """A forgotten --curriculum-schedule-type would train another run, so a flag that has no effect is an error here."""
-    style = asked.config.curriculum.curriculum_schedule_type
+    style = settings.config.curriculum.curriculum_schedule_type
     needed, taken = USED[style] if style is not None else (set(), set())
-    for name in vars(asked.config.curriculum):
+    for name in vars(settings.config.curriculum):
         dotted = f"curriculum.{name}"
-        if name in needed and not asked.differs(dotted):
-            yield f"{asked.given('curriculum.curriculum_schedule_type')} needs {all_fields()[dotted].flag}."
-        elif name in {"curriculum_schedule_type", *needed, *taken} or not asked.differs(dotted):
+        if name in needed and not settings.is_changed(dotted):
+            yield f"{settings.describe('curriculum.curriculum_schedule_type')} needs {all_fields()[dotted].flag}."
+        elif name in {"curriculum_schedule_type", *needed, *taken} or not settings.is_changed(
+            dotted
+        ):
             continue
         elif style is None:
-            yield f"{asked.given(dotted)} needs --curriculum-schedule-type; without it there is no curriculum."
+            yield f"{settings.describe(dotted)} needs --curriculum-schedule-type; without it there is no curriculum."
         else:
-            yield f"{asked.given(dotted)} has no effect with {asked.given('curriculum.curriculum_schedule_type')}; leave it out."
+            yield f"{settings.describe(dotted)} has no effect with {settings.describe('curriculum.curriculum_schedule_type')}; leave it out."
 
 
-def one_way_to_cut_layers(asked: Asked) -> Iterator[str]:
-    method, virtual = "parallel.pp_partition_method", "parallel.num_layers_per_virtual_pipeline_stage"
-    if asked[virtual] is not None and (asked[method] or "uniform").lower() != "uniform":
-        yield f"{asked.given(method, virtual)} both say where layers are cut into stages; give one of them."
+def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[str]:
+    method, virtual = (
+        "parallel.pp_partition_method",
+        "parallel.num_layers_per_virtual_pipeline_stage",
+    )
+    if settings[virtual] is not None and (settings[method] or "uniform").lower() != "uniform":
+        yield f"{settings.describe(method, virtual)} both say where layers are cut into stages; give one of them."
 
 
-def documents_have_ends(asked: Asked) -> Iterator[str]:
+def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     """Only a tokenizer knows the id that ends documents; --vocab-size does not tell it."""
-    wanted = [dotted for dotted in DOCUMENT_FLAGS if asked[dotted]]
-    tokenizer = asked.config.tokenizer
+    wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
+    tokenizer = settings.config.tokenizer
     files = (
         (tokenizer.vocab_file, tokenizer.merge_file)
         if tokenizer.tokenizer_type == "GPT2BPETokenizer"
@@ -270,45 +294,45 @@ def documents_have_ends(asked: Asked) -> Iterator[str]:
     )
     if wanted and None in files:
         yield (
-            f"{asked.given(*wanted)} must know the id that ends documents, which the tokenizer of the data tells: give "
+            f"{settings.describe(*wanted)} must know the id that ends documents, which the tokenizer of the data tells: give "
             "--vocab-file and --merge-file, or --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
         )
 
 
-def readable_fraction_of_layers(asked: Asked) -> Iterator[str]:
+def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
     try:
-        fraction = Fraction(asked.config.recompute.checkpoint_fraction)
+        fraction = Fraction(settings.config.recompute.checkpoint_fraction)
     except (ValueError, ZeroDivisionError):
         fraction = Fraction(0)
     if not 0 < fraction <= 1:
         yield (
-            f"{asked.given('recompute.checkpoint_fraction')} must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 "
+            f"{settings.describe('recompute.checkpoint_fraction')} must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 "
             "for every third, 0.5 for every other."
         )
 
 
 ERRORS: tuple[Rule, ...] = (
-    no_empty_text,
-    range_errors,
-    one_length,
-    one_unit_of_progress,
-    one_warmup,
-    lr_is_given,
-    one_batch_size_schedule,
-    one_source_of_the_schedule,
-    one_precision,
-    loss_scale_bounds,
-    whole_heads,
-    rotary_pairs,
-    positions_for_the_sequence,
-    three_shares,
-    weights_and_paths,
-    one_description_of_the_data,
-    folders_that_flags_need,
-    one_manner_of_start,
-    optimizers_of_deepspeed,
-    curriculum_of_one_type,
-    documents_have_ends,
-    one_way_to_cut_layers,
-    readable_fraction_of_layers,
+    check_no_empty_text,
+    check_ranges,
+    check_one_training_length,
+    check_one_unit_of_progress,
+    check_one_warmup,
+    check_lr_is_given,
+    check_one_batch_size_schedule,
+    check_one_source_of_lr_schedule,
+    check_one_precision,
+    check_loss_scale_bounds,
+    check_heads_divide_hidden_size,
+    check_rotary_dim_is_even,
+    check_positions_cover_sequence,
+    check_split_has_three_weights,
+    check_data_path_has_pairs,
+    check_one_description_of_data,
+    check_needed_folders,
+    check_one_kind_of_start,
+    check_deepspeed_optimizers,
+    check_curriculum_flags,
+    check_end_of_document_is_known,
+    check_one_partition_method,
+    check_recompute_fraction,
 )

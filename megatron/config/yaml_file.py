@@ -10,15 +10,18 @@ from typing import Any
 
 import yaml
 
-from megatron.config.fields import Field, Given, all_fields, flatten, groups
+from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 
-_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")}
+_PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
+}
 _NULLS = ("", "~", "null", "Null", "NULL", "None")
 _SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
-def read_file(path: str) -> tuple[dict[str, Given], list[str]]:
+def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
     """The values that a file gives by dotted name, and a message for each thing that is wrong with it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -28,7 +31,7 @@ def read_file(path: str) -> tuple[dict[str, Given], list[str]]:
     return read_text(text, path)
 
 
-def read_text(text: str, name: str) -> tuple[dict[str, Given], list[str]]:
+def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
     """As `read_file`, for text; `name` stands for the file in origins and messages."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -37,31 +40,39 @@ def read_text(text: str, name: str) -> tuple[dict[str, Given], list[str]]:
         return {}, [f"{name}:{line} is not YAML: {error.problem}."]
     except yaml.YAMLError as error:
         return {}, [f"{name}:1 is not YAML: {str(error).splitlines()[0]}."]
-    given: dict[str, Given] = {}
+    given: dict[str, ValueWithOrigin] = {}
     errors: list[str] = []
-    for group, value in _items(root, name, "the file", errors):
-        if group.value not in groups():
-            errors.append(f"{name}:{_line(group)} has an unknown group '{group.value}'{_other_group(group.value)}")
+    for group, value in _read_items(root, name, "the file", errors):
+        if group.value not in list_groups():
+            errors.append(
+                f"{name}:{_get_line(group)} has an unknown group '{group.value}'{_suggest_group(group.value)}"
+            )
             continue
-        for key, node in _items(value, name, f"'{group.value}'", errors):
+        for key, node in _read_items(value, name, f"'{group.value}'", errors):
             field = all_fields().get(f"{group.value}.{key.value}")
             if field is None:
                 unknown = f"{group.value}.{key.value}"
-                errors.append(f"{name}:{_line(key)} has an unknown key '{unknown}'{_other_key(unknown)}")
+                errors.append(
+                    f"{name}:{_get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
+                )
                 continue
             try:
-                given[field.dotted] = Given(_value(field, node), f"{name}:{_line(key)}")
+                given[field.dotted] = ValueWithOrigin(
+                    _read_value(field, node), f"{name}:{_get_line(key)}"
+                )
             except ValueError as error:
-                errors.append(f"{field.dotted}: {_shown(node)} ({name}:{_line(node)}) {error}.")
+                errors.append(
+                    f"{field.dotted}: {_format_node(node)} ({name}:{_get_line(node)}) {error}."
+                )
     return given, errors
 
 
-def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; `from_yaml` gives back an equal one."""
-    tree: dict[str, dict[str, Any]] = {group: {} for group in groups()}
+def dump_yaml(config: Config) -> str:
+    """The whole configuration as YAML, defaults included; `load_yaml` gives back an equal one."""
+    tree: dict[str, dict[str, Any]] = {group: {} for group in list_groups()}
     for dotted, value in flatten(config).items():
         group, _, name = dotted.partition(".")
-        tree[group][name] = _dumpable(value)
+        tree[group][name] = _convert_for_dump(value)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
 
 
@@ -74,41 +85,59 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'))
-_Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True))
+_Dumper.add_representer(
+    _Text,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'),
+)
+_Dumper.add_representer(
+    tuple,
+    lambda dumper, items: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", items, flow_style=True
+    ),
+)
 
 
-def _dumpable(value: Any) -> Any:
+def _convert_for_dump(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_dumpable(item) for item in value)
+        return tuple(_convert_for_dump(item) for item in value)
     return _Text(value) if isinstance(value, str) else value
 
 
-def _items(node: yaml.Node | None, name: str, what: str, errors: list[str]) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+def _read_items(
+    node: yaml.Node | None, name: str, what: str, errors: list[str]
+) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     """Keys and values of a mapping; an absent or empty one has none."""
     if node is None or (isinstance(node, yaml.ScalarNode) and _is_null(node)):
         return []
     if not isinstance(node, yaml.MappingNode):
-        errors.append(f"{name}:{_line(node)} {what} must be a mapping (key: value), not {_shown(node)}.")
+        errors.append(
+            f"{name}:{_get_line(node)} {what} must be a mapping (key: value), not {_format_node(node)}."
+        )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            errors.append(f"{name}:{_line(key)} has a key that is not a word.")
+            errors.append(f"{name}:{_get_line(key)} has a key that is not a word.")
         elif key.value in items:
-            first = _line(items[key.value][0])
-            errors.append(f"{name}:{_line(key)} gives '{key.value}' again (first in line {first}); take one out.")
+            first = _get_line(items[key.value][0])
+            errors.append(
+                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); take one out."
+            )
         else:
             items[key.value] = (key, value)
     return list(items.values())
 
 
-def _value(field: Field, node: yaml.Node) -> Any:
+def _read_value(field: Field, node: yaml.Node) -> Any:
     """The value in `node`. Raises ValueError saying what was expected."""
     if node.tag not in _PLAIN_TAGS:
-        raise ValueError(f"must be {field.expected}, without the tag {node.tag.replace('tag:yaml.org,2002:', '!!')}")
+        raise ValueError(
+            f"must be {field.expected}, without the tag {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+        )
     if isinstance(node, yaml.SequenceNode):
-        if field.arity in (0, 1) or not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        if field.arity in (0, 1) or not all(
+            isinstance(item, yaml.ScalarNode) for item in node.value
+        ):
             raise ValueError(f"must be {field.expected}")
         return field.convert([item.value for item in node.value])
     if not isinstance(node, yaml.ScalarNode):
@@ -129,28 +158,40 @@ def _is_null(node: yaml.ScalarNode) -> bool:
     return not node.style and node.value in _NULLS
 
 
-def _line(node: yaml.Node) -> int:
+def _get_line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
 
 
-def _shown(node: yaml.Node) -> str:
+def _format_node(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         return f"'{node.value}'"
     if isinstance(node, yaml.SequenceNode):
-        return "[" + ", ".join(item.value if isinstance(item, yaml.ScalarNode) else "..." for item in node.value) + "]"
+        return (
+            "["
+            + ", ".join(
+                item.value if isinstance(item, yaml.ScalarNode) else "..." for item in node.value
+            )
+            + "]"
+        )
     return "a mapping"
 
 
-def _other_group(word: str) -> str:
+def _suggest_group(word: str) -> str:
     owners = [field.dotted for field in all_fields().values() if field.name == word]
     if owners:
         return f"; write it under its group: {owners[0]}."
-    close = difflib.get_close_matches(word, groups(), n=1)
-    return f"; perhaps you meant '{close[0]}'." if close else f"; the groups are {', '.join(groups())}."
+    close = difflib.get_close_matches(word, list_groups(), n=1)
+    return (
+        f"; perhaps you meant '{close[0]}'."
+        if close
+        else f"; the groups are {', '.join(list_groups())}."
+    )
 
 
-def _other_key(dotted: str) -> str:
+def _suggest_key(dotted: str) -> str:
     group, _, name = dotted.partition(".")
-    owners = [field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")]
+    owners = [
+        field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")
+    ]
     close = owners or difflib.get_close_matches(dotted, all_fields(), n=1)
     return f"; perhaps you meant '{close[0]}'." if close else f"; --help lists the {group} options."

@@ -27,15 +27,23 @@ class Microbatch:
     """For each sample the bounds of its documents, 0 first and s last, where attention must stay within them."""
 
 
-def sample_positions(consumed: int, batch_size: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> NDArray[np.int64]:
+def compute_sample_positions(
+    consumed: int, batch_size: int, dp_rank: int, dp_size: int, micro_batch_size: int
+) -> NDArray[np.int64]:
     """[m, b]: microbatch m takes the samples [consumed + (m x dp_size + dp_rank) x b, + b)."""
     span = micro_batch_size * dp_size
-    assert batch_size % span == 0, f"batch size {batch_size} is no multiple of micro-batch size x data-parallel size = {span}"
+    assert batch_size % span == 0, (
+        f"batch size {batch_size} is no multiple of micro-batch size x data-parallel size = {span}"
+    )
     first = consumed + dp_rank * micro_batch_size
-    return first + np.arange(0, batch_size, span, dtype=np.int64)[:, None] + np.arange(micro_batch_size, dtype=np.int64)
+    return (
+        first
+        + np.arange(0, batch_size, span, dtype=np.int64)[:, None]
+        + np.arange(micro_batch_size, dtype=np.int64)
+    )
 
 
-def cut_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> list[Microbatch]:
+def split_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> list[Microbatch]:
     """Samples [m x b, s + 1] -> m microbatches of [b, s]; tokens and labels are contiguous."""
     rows = torch.from_numpy(samples)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -31,7 +31,7 @@ class DocumentRules:
     eod_mask_loss: bool
 
     @classmethod
-    def of(cls, data: DataConfig, eod: int) -> "DocumentRules":
+    def from_config(cls, data: DataConfig, eod: int) -> "DocumentRules":
         return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
     def apply(self, microbatch: Microbatch) -> Microbatch:
@@ -39,27 +39,29 @@ class DocumentRules:
         tokens = microbatch.tokens
         return dataclasses.replace(
             microbatch,
-            loss_mask=loss_mask(tokens, self.eod) if self.eod_mask_loss else None,
-            position_ids=position_ids(tokens, self.eod) if self.reset_position_ids else None,
-            documents=document_bounds(tokens, self.eod) if self.reset_attention_mask else None,
+            loss_mask=make_loss_mask(tokens, self.eod) if self.eod_mask_loss else None,
+            position_ids=make_position_ids(tokens, self.eod) if self.reset_position_ids else None,
+            documents=find_document_bounds(tokens, self.eod) if self.reset_attention_mask else None,
         )
 
 
-def regards_documents(data: DataConfig) -> bool:
+def needs_documents(data: DataConfig) -> bool:
     """Whether a flag needs to know where documents end."""
     return data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
 
 
-def document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...]:
+def find_document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...]:
     """For each sample of tokens [b, s], s >= 1, its n + 1 bounds, 0 first and s last: document i is [bounds[i], bounds[i + 1])."""
     length = tokens.shape[1]
     samples: list[list[int]] = [[0] for _ in tokens]
-    for sample, place in torch.nonzero(tokens[:, :-1] == eod).tolist():  # in the order of rows, then of columns
+    for sample, place in torch.nonzero(
+        tokens[:, :-1] == eod
+    ).tolist():  # in the order of rows, then of columns
         samples[sample].append(place + 1)
     return tuple((*starts, length) for starts in samples)
 
 
-def position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
+def make_position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
     """[b, s]: each token's place in its document, as far as the sample holds it."""
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     begins = torch.zeros_like(places)
@@ -67,12 +69,12 @@ def position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
     return places - begins.cummax(dim=1).values  # type: ignore[return-value]
 
 
-def loss_mask(tokens: Tensor, eod: int) -> torch.FloatTensor:
+def make_loss_mask(tokens: Tensor, eod: int) -> torch.FloatTensor:
     """[b, s]: 0 where the input is an end of document, whose successor is another text's beginning; 1 elsewhere."""
     return (tokens != eod).float()  # type: ignore[return-value]
 
 
-def require_ends(indexed: IndexedDataset, eod: int) -> None:
+def check_documents_end(indexed: IndexedDataset, eod: int) -> None:
     """Raises DataError where no document that is looked at ends with `eod`: bounds would be found nowhere, and nobody be told."""
     lasts = indexed.document_offsets[1 : _CHECKED_DOCUMENTS + 1] - 1
     lasts = lasts[(lasts >= 0) & (indexed.sizes[lasts] > 0)]

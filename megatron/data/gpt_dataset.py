@@ -33,7 +33,7 @@ class IndexShape:
     samples_before_last_epoch: int
 
     @classmethod
-    def of(cls, tokens_per_epoch: int, seq_length: int, num_samples: int) -> "IndexShape":
+    def compute(cls, tokens_per_epoch: int, seq_length: int, num_samples: int) -> "IndexShape":
         epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
         total = (epochs * tokens_per_epoch - 1) // seq_length
         before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length if epochs > 1 else 0
@@ -57,12 +57,19 @@ class GPTDataset:
         num_samples: int,
         cache: IndexCache,
     ) -> None:
-        self.indexed, self.documents, self.seq_length, self.seed = indexed, documents, seq_length, seed
+        self.indexed, self.documents, self.seq_length, self.seed = (
+            indexed,
+            documents,
+            seq_length,
+            seed,
+        )
         self.tokens_per_epoch = count_tokens(indexed, documents)
         check_large_enough(indexed.prefix, documents, self.tokens_per_epoch, seq_length)
-        self.shape = IndexShape.of(self.tokens_per_epoch, seq_length, num_samples)
-        arrays = cache.open("samples", self._key(), self._shapes(), self._build)
-        self.doc_idx, self.sample_idx, self.shuffle_idx = (arrays[name] for name in ("doc_idx", "sample_idx", "shuffle_idx"))
+        self.shape = IndexShape.compute(self.tokens_per_epoch, seq_length, num_samples)
+        arrays = cache.open("samples", self._make_key(), self._choose_shapes(), self._build)
+        self.doc_idx, self.sample_idx, self.shuffle_idx = (
+            arrays[name] for name in ("doc_idx", "sample_idx", "shuffle_idx")
+        )
 
     def __len__(self) -> int:
         return self.shape.num_samples
@@ -72,7 +79,9 @@ class GPTDataset:
         self.read(np.array([index], np.int64), np.zeros(1, np.int64), out)
         return out[0]
 
-    def read(self, samples: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    def read(
+        self, samples: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]
+    ) -> None:
         """out[rows[i]] = the first out.shape[1] <= s + 1 tokens of samples[i]; samples and rows are [k]. Releases the GIL.
 
         Raises RuntimeError where index or data name what does not exist: a file has changed since it was opened.
@@ -81,7 +90,9 @@ class GPTDataset:
         check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
         starts = self.sample_idx[numbers].astype(np.int64)
         data = self.indexed
-        index_helpers.gather_tokens(data.tokens, data.pointers, data.sizes, self.doc_idx, starts, rows, out)
+        index_helpers.gather_tokens(
+            data.tokens, data.pointers, data.sizes, self.doc_idx, starts, rows, out
+        )
 
     def locate(self, sample: int, column: int) -> tuple[int, int]:
         """(document, offset in it) of one token of a sample. Raises RuntimeError as `read`."""
@@ -98,9 +109,9 @@ class GPTDataset:
                 return int(document[0]), place
             index, place = index + 1, place - size
 
-    def _key(self) -> dict:
+    def _make_key(self) -> dict:
         return {
-            "data": self.indexed.fingerprint(),
+            "data": self.indexed.compute_fingerprint(),
             "documents": list(self.documents),
             "seq_length": self.seq_length,
             "seed": self.seed,
@@ -108,14 +119,17 @@ class GPTDataset:
             "separate_last_epoch": self.shape.separate_last_epoch,
         }
 
-    def _shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
+    def _choose_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
         """32 bits while they are enough, as the reference has them; the limits are those of the values held."""
         first, last = self.documents
         repeated, samples = (last - first) * self.shape.num_epochs, self.shape.num_samples
         return {
-            "doc_idx": (signed_type(last - 1), (repeated,)),
-            "sample_idx": (signed_type(repeated - 1), (samples + 1, 2)),
-            "shuffle_idx": (np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64, (samples,)),
+            "doc_idx": (choose_signed_type(last - 1), (repeated,)),
+            "sample_idx": (choose_signed_type(repeated - 1), (samples + 1, 2)),
+            "shuffle_idx": (
+                np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64,
+                (samples,),
+            ),
         }
 
     def _build(self, arrays: Arrays) -> None:
@@ -125,18 +139,26 @@ class GPTDataset:
         per_epoch = self.documents[1] - self.documents[0]
         for epoch in range(shape.num_epochs):
             doc_idx[epoch * per_epoch : (epoch + 1) * per_epoch] = np.arange(*self.documents)
-        shuffle_parts(doc_idx, len(doc_idx) - per_epoch if shape.separate_last_epoch else len(doc_idx), rng)
+        shuffle_parts(
+            doc_idx, len(doc_idx) - per_epoch if shape.separate_last_epoch else len(doc_idx), rng
+        )
 
-        index_helpers.sample_index(self.indexed.sizes, doc_idx, self.seq_length, arrays["sample_idx"])
+        index_helpers.sample_index(
+            self.indexed.sizes, doc_idx, self.seq_length, arrays["sample_idx"]
+        )
 
         shuffle_idx = arrays["shuffle_idx"]
         for start in range(0, len(shuffle_idx), _CHUNK):
             stop = min(start + _CHUNK, len(shuffle_idx))
             shuffle_idx[start:stop] = np.arange(start, stop)
-        shuffle_parts(shuffle_idx, shape.samples_before_last_epoch if shape.separate_last_epoch else len(shuffle_idx), rng)
+        shuffle_parts(
+            shuffle_idx,
+            shape.samples_before_last_epoch if shape.separate_last_epoch else len(shuffle_idx),
+            rng,
+        )
 
 
-def signed_type(largest: int) -> type:
+def choose_signed_type(largest: int) -> type:
     """int32 where it holds `largest`, else int64."""
     return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
@@ -151,10 +173,15 @@ def shuffle_parts(array: NDArray, border: int, rng: np.random.RandomState) -> No
 def count_tokens(indexed: IndexedDataset, documents: tuple[int, int]) -> int:
     """Tokens of the documents [first, last)."""
     first, last = documents
-    return sum(int(indexed.sizes[at : min(at + _CHUNK, last)].sum(dtype=np.int64)) for at in range(first, last, _CHUNK))
+    return sum(
+        int(indexed.sizes[at : min(at + _CHUNK, last)].sum(dtype=np.int64))
+        for at in range(first, last, _CHUNK)
+    )
 
 
-def check_large_enough(prefix: str, documents: tuple[int, int], tokens: int, seq_length: int) -> None:
+def check_large_enough(
+    prefix: str, documents: tuple[int, int], tokens: int, seq_length: int
+) -> None:
     """Raises DataError where the documents hold fewer tokens than one sample."""
     if tokens < seq_length + 1:
         raise DataError(

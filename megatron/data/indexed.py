@@ -25,23 +25,30 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
-    for code, name in ((1, "uint8"), (2, "int8"), (3, "int16"), (4, "int32"), (5, "int64"), (8, "uint16"))
+    for code, name in (
+        (1, "uint8"),
+        (2, "int8"),
+        (3, "int16"),
+        (4, "int32"),
+        (5, "int64"),
+        (8, "uint16"),
+    )
 }
 _HEADER = struct.Struct("<9sQBQQ")
 _AGAIN = "Preprocess the data again."
 _CHUNK = 1 << 20  # items that a pass over the index holds in memory at once
 
 
-def best_dtype(vocab_size: int) -> np.dtype:
+def choose_dtype(vocab_size: int) -> np.dtype:
     """uint16 where every id below vocab_size fits (the limit is Megatron's 65500, not 65536), else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def bin_path(prefix: str | os.PathLike) -> Path:
+def get_bin_path(prefix: str | os.PathLike) -> Path:
     return Path(f"{os.fspath(prefix)}.bin")
 
 
-def idx_path(prefix: str | os.PathLike) -> Path:
+def get_idx_path(prefix: str | os.PathLike) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -55,18 +62,26 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike) -> None:
         self.prefix = os.fspath(prefix)
-        self._idx, self._bin = idx_path(prefix), bin_path(prefix)
+        self._idx, self._bin = get_idx_path(prefix), get_bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                raise DataError(f"{path} does not exist; a data set is given by its path without .bin and .idx, and needs both.")
+                raise DataError(
+                    f"{path} does not exist; a data set is given by its path without .bin and .idx, and needs both."
+                )
         raw, self.dtype, count, offsets = self._read_header()
         at = _HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(raw, "<i4", count, at)
         self.pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", count, at + 4 * count)
-        self.document_offsets: NDArray[np.int64] = np.frombuffer(raw, "<i8", offsets, at + 12 * count)
+        self.document_offsets: NDArray[np.int64] = np.frombuffer(
+            raw, "<i8", offsets, at + 12 * count
+        )
         total = self._check_index()
         self._check_bin(total)
-        self.tokens: NDArray = np.memmap(self._bin, self.dtype, "r").view(np.ndarray) if total else np.empty(0, self.dtype)
+        self.tokens: NDArray = (
+            np.memmap(self._bin, self.dtype, "r").view(np.ndarray)
+            if total
+            else np.empty(0, self.dtype)
+        )
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -83,11 +98,13 @@ class IndexedDataset:
         """Tokens [offset, offset + length) of a sequence, to its end by default: a view of the file, dtype[length]."""
         size = int(self.sizes[index])
         length = size - offset if length is None else length
-        assert 0 <= offset <= offset + length <= size, f"tokens {offset} + {length} of sequence {index}, which has {size}"
+        assert 0 <= offset <= offset + length <= size, (
+            f"tokens {offset} + {length} of sequence {index}, which has {size}"
+        )
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """32 hex digits that change with the data: all of the .idx, the size of the .bin and 4 KiB at 64 places of it.
 
         Neither path nor time of change take part, so that a data set may be copied or moved.
@@ -109,17 +126,27 @@ class IndexedDataset:
     def _read_header(self) -> tuple[NDArray[np.uint8], np.dtype, int, int]:
         found = self._idx.stat().st_size
         if found < _HEADER.size:
-            raise DataError(f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is cut off. {_AGAIN}")
+            raise DataError(
+                f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is cut off. {_AGAIN}"
+            )
         raw = np.memmap(self._idx, np.uint8, "r").view(np.ndarray)
         magic, version, code, count, offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
         if magic != MAGIC:
-            raise DataError(f"{self._idx} begins with {magic!r}, not with {MAGIC!r}: it is not the index of an mmap data set.")
+            raise DataError(
+                f"{self._idx} begins with {magic!r}, not with {MAGIC!r}: it is not the index of an mmap data set."
+            )
         if version != VERSION:
-            raise DataError(f"{self._idx} has format version {version}; only version {VERSION} is known.")
+            raise DataError(
+                f"{self._idx} has format version {version}; only version {VERSION} is known."
+            )
         if code not in DTYPES:
-            reason = " (6 and 7 mean different types in different programs)" if code in (6, 7) else ""
+            reason = (
+                " (6 and 7 mean different types in different programs)" if code in (6, 7) else ""
+            )
             known = ", ".join(f"{c} {d.name}" for c, d in DTYPES.items())
-            raise DataError(f"{self._idx} has dtype code {code}{reason}; known are {known}. {_AGAIN}")
+            raise DataError(
+                f"{self._idx} has dtype code {code}{reason}; known are {known}. {_AGAIN}"
+            )
         expected = _HEADER.size + 12 * count + 8 * offsets
         if found != expected:
             what = "cut off" if found < expected else "longer than it says"
@@ -135,7 +162,9 @@ class IndexedDataset:
         for start in range(0, len(self.sizes), _CHUNK):
             sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
             if sizes.min() < 0:
-                raise DataError(f"{self._idx}: sequence {start + int(sizes.argmin())} has size {sizes.min()}. {_AGAIN}")
+                raise DataError(
+                    f"{self._idx}: sequence {start + int(sizes.argmin())} has size {sizes.min()}. {_AGAIN}"
+                )
             ends = expected + np.cumsum(sizes) * width
             begins = ends - sizes * width
             wrong = np.flatnonzero(begins != self.pointers[start : start + _CHUNK])
@@ -147,7 +176,12 @@ class IndexedDataset:
                 )
             expected = int(ends[-1])
         ends = self.document_offsets
-        ordered = len(ends) > 0 and ends[0] == 0 and ends[-1] == len(self.sizes) and bool(np.all(ends[1:] >= ends[:-1]))
+        ordered = (
+            len(ends) > 0
+            and ends[0] == 0
+            and ends[-1] == len(self.sizes)
+            and bool(np.all(ends[1:] >= ends[:-1]))
+        )
         if not ordered:
             described = f"from {ends[0]} to {ends[-1]}" if len(ends) else "none"
             raise DataError(
@@ -183,8 +217,13 @@ class IndexedDatasetWriter:
             )
         self._code = codes[0]
         self._limits = (int(np.iinfo(self.dtype).min), int(np.iinfo(self.dtype).max))
-        self._partial = {part: Path(f"{self.prefix}.{part}.partial") for part in ("bin", "idx", "sizes", "documents")}
-        self._files: dict[str, BinaryIO] = {part: _create(path) for part, path in self._partial.items()}
+        self._partial = {
+            part: Path(f"{self.prefix}.{part}.partial")
+            for part in ("bin", "idx", "sizes", "documents")
+        }
+        self._files: dict[str, BinaryIO] = {
+            part: _create(path) for part, path in self._partial.items()
+        }
         self._files["documents"].write(struct.pack("<q", 0))
         self.num_sequences = 0
         self.num_documents = 0
@@ -193,7 +232,12 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.finalize()
         else:
@@ -232,12 +276,14 @@ class IndexedDatasetWriter:
             self._files[part].flush()
             os.fsync(self._files[part].fileno())
         self._close()
-        idx_path(self.prefix).unlink(missing_ok=True)  # an old index must never stand beside the new .bin
-        os.replace(self._partial["bin"], bin_path(self.prefix))
-        os.replace(self._partial["idx"], idx_path(self.prefix))
+        get_idx_path(self.prefix).unlink(
+            missing_ok=True
+        )  # an old index must never stand beside the new .bin
+        os.replace(self._partial["bin"], get_bin_path(self.prefix))
+        os.replace(self._partial["idx"], get_idx_path(self.prefix))
         self._partial["sizes"].unlink()
         self._partial["documents"].unlink()
-        sync_folder(idx_path(self.prefix).parent)
+        sync_folder(get_idx_path(self.prefix).parent)
 
     def discard(self) -> None:
         """Give up: remove what was written so far."""
@@ -246,7 +292,9 @@ class IndexedDatasetWriter:
             path.unlink(missing_ok=True)
 
     def _append(self, tokens: NDArray, sizes: NDArray[np.int64]) -> None:
-        assert int(sizes.sum()) == tokens.size, f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
+        assert int(sizes.sum()) == tokens.size, (
+            f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
+        )
         self._write_tokens(tokens)
         self._write_sizes(sizes)
 
@@ -277,15 +325,19 @@ class IndexedDatasetWriter:
         for part in ("sizes", "documents"):
             self._files[part].flush()
         out = self._files["idx"]
-        out.write(_HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-        for block in _blocks(self._partial["sizes"]):
+        out.write(
+            _HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+        )
+        for block in _read_blocks(self._partial["sizes"]):
             out.write(block)
         place = 0
-        for block in _blocks(self._partial["sizes"]):
-            ends = place + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self.dtype.itemsize
+        for block in _read_blocks(self._partial["sizes"]):
+            ends = (
+                place + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self.dtype.itemsize
+            )
             out.write(np.concatenate(([place], ends[:-1])).astype("<i8").tobytes())
             place = int(ends[-1])
-        for block in _blocks(self._partial["documents"]):
+        for block in _read_blocks(self._partial["documents"]):
             out.write(block)
 
     def _close(self) -> None:
@@ -297,10 +349,13 @@ class IndexedDatasetWriter:
 def _create(path: Path) -> BinaryIO:
     """Open a fresh file. What stands there is removed: through a link, writing would empty another file."""
     path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666),
+        "wb",
+    )
 
 
-def _blocks(path: Path) -> Iterable[bytes]:
+def _read_blocks(path: Path) -> Iterable[bytes]:
     with open(path, "rb") as file:
         while block := file.read(4 * _CHUNK):
             yield block

@@ -51,5 +51,7 @@ class Prefetcher(Generic[Request, Result]):
         under_way = [request for request, _ in self._ahead]
         for guess in guesses:
             if guess not in under_way:
-                self._pool = self._pool or ThreadPoolExecutor(self.threads, thread_name_prefix="data")
+                self._pool = self._pool or ThreadPoolExecutor(
+                    self.threads, thread_name_prefix="data"
+                )
                 self._ahead.append((guess, self._pool.submit(self._read, guess)))

@@ -28,11 +28,11 @@ class SplitPart:
     piece: int | None = None
     """Which of --split's three pieces; None for START:END."""
 
-    def documents(self, count: int) -> tuple[int, int]:
+    def select_documents(self, count: int) -> tuple[int, int]:
         """The half-open range of documents, of `count`."""
         if self.piece is None:
-            return range_bounds(self.split, count)
-        bounds = split_bounds(self.split, count)
+            return parse_range_bounds(self.split, count)
+        bounds = compute_split_bounds(self.split, count)
         return bounds[self.piece], bounds[self.piece + 1]
 
 
@@ -44,9 +44,9 @@ class NamedMixture:
     parts: tuple[SplitPart, ...]
 
 
-def train_mixture(data: DataConfig) -> NamedMixture | None:
+def find_train_mixture(data: DataConfig) -> NamedMixture | None:
     """The training data, or None where none is configured. Raises ConfigError."""
-    mixtures = _mixtures(data, "train", 0)
+    mixtures = _read_mixtures(data, "train", 0)
     if len(mixtures) > 1:
         names = ", ".join(mixture.name for mixture in mixtures)
         raise ConfigError(
@@ -55,20 +55,28 @@ def train_mixture(data: DataConfig) -> NamedMixture | None:
     return mixtures[0] if mixtures else None
 
 
-def evaluation_mixtures(data: DataConfig, which: Literal["valid", "test"]) -> tuple[NamedMixture, ...]:
+def find_evaluation_mixtures(
+    data: DataConfig, which: Literal["valid", "test"]
+) -> tuple[NamedMixture, ...]:
     """The validation or test sets; one named "validation" or "test" where --data-path and --split give it. Raises ConfigError."""
-    return _mixtures(data, which, 1 if which == "valid" else 2)
+    return _read_mixtures(data, which, 1 if which == "valid" else 2)
 
 
-def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
+def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     """Bounds of training, validation and test documents for "949,50,1". Raises ConfigError for anything else."""
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    valid = 1 <= len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    valid = (
+        1 <= len(shares) <= 3
+        and all(math.isfinite(share) and share >= 0 for share in shares)
+        and sum(shares) > 0
+    )
     if not valid:
-        raise ConfigError(f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not all 0.")
+        raise ConfigError(
+            f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not all 0."
+        )
     total = sum(shares)
     bounds = [0]
     for share in [*shares, 0.0, 0.0][:3]:
@@ -78,14 +86,16 @@ def split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     return 0, train, valid_end, end
 
 
-def range_bounds(text: str, count: int) -> tuple[int, int]:
+def parse_range_bounds(text: str, count: int) -> tuple[int, int]:
     """Bounds of the documents for "0:0.95". Raises ConfigError for anything else."""
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
         start, end = 1.0, 0.0
     if not 0 <= start < end <= 1:
-        raise ConfigError(f"the range {text!r} must be START:END with 0 <= START < END <= 1, as in 0:0.95.")
+        raise ConfigError(
+            f"the range {text!r} must be START:END with 0 <= START < END <= 1, as in 0:0.95."
+        )
     return round(start * float(count)), round(end * float(count))
 
 
@@ -94,9 +104,12 @@ def parse_data_path(values: tuple[str, ...]) -> tuple[tuple[float, str], ...]:
     if len(values) == 1:
         return ((1.0, values[0]),)
     if len(values) % 2:
-        raise ConfigError(f"--data-path has {len(values)} values; give one path, or pairs: WEIGHT PATH WEIGHT PATH ...")
+        raise ConfigError(
+            f"--data-path has {len(values)} values; give one path, or pairs: WEIGHT PATH WEIGHT PATH ..."
+        )
     return tuple(
-        (_weight(weight, f"--data-path ... {weight} {path}"), path) for weight, path in zip(values[::2], values[1::2], strict=True)
+        (_parse_weight(weight, f"--data-path ... {weight} {path}"), path)
+        for weight, path in zip(values[::2], values[1::2], strict=True)
     )
 
 
@@ -105,14 +118,22 @@ def parse_weighted_split_paths(text: str) -> NamedMixture:
     name, colon, rest = text.partition(":")
     name = name.strip()
     if not colon or not name or len(name.split()) > 1:
-        raise ConfigError(f"{text!r} does not begin with a NAME and a colon; the form is {GRAMMAR}.")
+        raise ConfigError(
+            f"{text!r} does not begin with a NAME and a colon; the form is {GRAMMAR}."
+        )
     parts = []
     for entry in rest.split(","):
         fields = entry.split(maxsplit=2)
         if len(fields) != 3 or ":" not in fields[1]:
-            raise ConfigError(f"{entry.strip()!r} in {name!r} is not WEIGHT START:END PATH; the form is {GRAMMAR}.")
-        range_bounds(fields[1], 1)
-        parts.append(SplitPart(_weight(fields[0], f"{name}: {entry.strip()}"), fields[2].strip(), fields[1]))
+            raise ConfigError(
+                f"{entry.strip()!r} in {name!r} is not WEIGHT START:END PATH; the form is {GRAMMAR}."
+            )
+        parse_range_bounds(fields[1], 1)
+        parts.append(
+            SplitPart(
+                _parse_weight(fields[0], f"{name}: {entry.strip()}"), fields[2].strip(), fields[1]
+            )
+        )
     return NamedMixture(name, tuple(parts))
 
 
@@ -120,14 +141,18 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
     """The arguments that a file holds: quoted as on a command line, or one a line. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
-        return tuple(shlex.split(text)) if text[:1] in ("'", '"') else tuple(line for line in text.splitlines() if line.strip())
+        return (
+            tuple(shlex.split(text))
+            if text[:1] in ("'", '"')
+            else tuple(line for line in text.splitlines() if line.strip())
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as weighted split paths ({error}); it holds what the flag would: {GRAMMAR}."
         ) from error
 
 
-def _mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, ...]:
+def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, ...]:
     flag = f"--{which}-weighted-split-paths"
     given: tuple[str, ...] = getattr(data, f"{which}_weighted_split_paths")
     path: str | None = getattr(data, f"{which}_weighted_split_paths_path")
@@ -141,23 +166,31 @@ def _mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, .
         mixtures = tuple(parse_weighted_split_paths(text) for text in given)
         names = [mixture.name for mixture in mixtures]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own.")
+            raise ConfigError(
+                f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
+            )
         return mixtures
     if not data.data_path:
         return ()
     name = ("train", "validation", "test")[piece]
     return (
         NamedMixture(
-            name, tuple(SplitPart(weight, prefix, data.split, piece) for weight, prefix in parse_data_path(data.data_path))
+            name,
+            tuple(
+                SplitPart(weight, prefix, data.split, piece)
+                for weight, prefix in parse_data_path(data.data_path)
+            ),
         ),
     )
 
 
-def _weight(text: str, where: str) -> float:
+def _parse_weight(text: str, where: str) -> float:
     try:
         weight = float(text)
     except ValueError:
         weight = -1.0
     if not (weight > 0 and math.isfinite(weight)):
-        raise ConfigError(f"the weight {text!r} in {where!r} must be a positive number; leave out what shall not be drawn.")
+        raise ConfigError(
+            f"the weight {text!r} in {where!r} must be a positive number; leave out what shall not be drawn."
+        )
     return weight

@@ -9,14 +9,14 @@ import torch
 
 from megatron.data.batches import Microbatch
 from megatron.model.inputs import Inputs
-from megatron.parallel.chunk import Chunk
-from megatron.parallel.rng import Moment
+from megatron.parallel.rng import DropoutKey
+from megatron.parallel.shard import TensorShard
 
 PhaseTimers = Callable[[str], AbstractContextManager[None]]
 """Entered around `forward-backward` and `optimizer`."""
 
 
-def no_timers(phase: str) -> AbstractContextManager[None]:
+def skip_timing(phase: str) -> AbstractContextManager[None]:
     """For who does not ask where the time goes."""
     return nullcontext()
 
@@ -44,19 +44,30 @@ class StepResult:
         return not self.applied and not self.overflow
 
 
-def inputs_of(microbatches: Sequence[Microbatch], iteration: int, device: torch.device) -> list[Inputs]:
+def build_inputs(
+    microbatches: Sequence[Microbatch], iteration: int, device: torch.device
+) -> list[Inputs]:
     """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
     return [
-        Inputs(m.tokens, m.labels, m.loss_mask, m.position_ids, m.documents, Moment(iteration, number)).to(device)
+        Inputs(
+            m.tokens,
+            m.labels,
+            m.loss_mask,
+            m.position_ids,
+            m.documents,
+            DropoutKey(iteration, number),
+        ).to(device)
         for number, m in enumerate(microbatches)
     ]
 
 
 class Engine(Protocol):
-    before_update: Callable[[], None]
+    pre_update_hook: Callable[[], None]
     """Called before weights or moments change: a save may still be copying them."""
 
-    def train_batch(self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+    ) -> StepResult:
         """Train one global batch: this rank's microbatches, in order. `iteration` (1-based) seeds dropout."""
         ...
 
@@ -64,15 +75,15 @@ class Engine(Protocol):
         """Mean loss of one global batch without training."""
         ...
 
-    def chunks(self, *, optimizer: bool) -> list[Chunk]:
+    def shards(self, *, optimizer: bool) -> list[TensorShard]:
         """The live state of this rank: weights, and with `optimizer` the moments."""
         ...
 
-    def scalars(self) -> dict[str, Any]:
+    def get_scalars(self) -> dict[str, Any]:
         """The rest of the optimizer's state as JSON: its step count, and the search for a loss scale."""
         ...
 
-    def loaded(self, scalars: dict[str, Any] | None) -> None:
+    def finish_load(self, scalars: dict[str, Any] | None) -> None:
         """Chunks were written into: take over what follows from them. None: the optimizer starts afresh."""
         ...
 
@@ -86,10 +97,10 @@ class Engine(Protocol):
         """
         ...
 
-    def parameter_norm(self) -> float:
+    def compute_parameter_norm(self) -> float:
         """Norm of all weights of the model."""
         ...
 
-    def kernels(self) -> list[tuple[str, str, str]]:
+    def describe_kernels(self) -> list[tuple[str, str, str]]:
         """(what, which implementation, why) for the table at start."""
         ...

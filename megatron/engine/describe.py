@@ -12,30 +12,37 @@ Row = tuple[str, str, str]
 """(what, which implementation, why)"""
 
 
-def kernels_in_use(plan: Plan, mesh: Mesh, execution: Execution, loss_scale: LossScale | None, pipelined: str) -> list[Row]:
+def list_kernels(
+    plan: Plan, mesh: Mesh, execution: Execution, loss_scale: LossScale | None, pipelined: str
+) -> list[Row]:
     """`pipelined`: who runs the schedule of a pipeline."""
     rows = [
-        ("attention", *_attention(plan, mesh, execution)),
+        ("attention", *_describe_attention(plan, mesh, execution)),
         ("norm", *describe_norm(plan.config.model, mesh.device.type)),
         ("loss", "fused projection and cross entropy", "no logits in fp32 are kept"),
-        ("precision", *_precision(execution, loss_scale)),
+        ("precision", *_describe_precision(execution, loss_scale)),
     ]
     if mesh.grid.pipeline > 1:
-        rows.append(("pipeline", *_pipeline(plan, mesh, pipelined)))
-    if recomputation := _recomputation(execution):
+        rows.append(("pipeline", *_describe_pipeline(plan, mesh, pipelined)))
+    if recomputation := _describe_recomputation(execution):
         rows.append(("recomputation", *recomputation))
     if execution.compile:
         graphs = "any sequence length" if execution.dynamic_shapes else "two graphs for all layers"
-        rows.append(("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it"))
+        rows.append(
+            ("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it")
+        )
     return rows
 
 
-def _attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[str, str]:
+def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[str, str]:
     config = plan.config.model
     if config.position_embedding_type == "alibi":
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.attention_dropout > 0 and mesh.device.type == "cpu":
-        attention = "SDPA, math", "attention dropout has no fused kernel on CPU; --attention-dropout 0 does"
+        attention = (
+            "SDPA, math",
+            "attention dropout has no fused kernel on CPU; --attention-dropout 0 does",
+        )
     else:
         attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
     if plan.config.data.reset_attention_mask:
@@ -44,27 +51,35 @@ def _attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[str, str]:
     return attention
 
 
-def _precision(execution: Execution, loss_scale: LossScale | None) -> tuple[str, str]:
+def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> tuple[str, str]:
     stream = ", residual stream fp32" if execution.fp32_residual else ""
     scale = f"; loss scale {loss_scale.describe()}" if loss_scale is not None else ""
     dtype = execution.dtype or torch.float32
-    return str(dtype).removeprefix("torch.") + stream, f"masters, moments and accumulation in fp32{scale}"
+    return str(dtype).removeprefix(
+        "torch."
+    ) + stream, f"masters, moments and accumulation in fp32{scale}"
 
 
-def _pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:
+def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:
     ranks, stages = mesh.grid.pipeline, plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
     virtual = f", {len(stages) // ranks} stages on each" if len(stages) > ranks else ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 
-def _recomputation(execution: Execution) -> tuple[str, str] | None:
+def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
     part, core = execution.recomputed_part, execution.recompute_attention_core
     whole = "every layer" if part == 1 else f"{part} of the layers"
     if part and core and part < 1:
-        return f"{whole}, attention core of the others", "keeps the inputs of those, queries, keys and values of these"
+        return (
+            f"{whole}, attention core of the others",
+            "keeps the inputs of those, queries, keys and values of these",
+        )
     if part:
         return whole, "keeps their inputs only"
     if core:
-        return "attention core", "keeps queries, keys and values, not what is between them and the output"
+        return (
+            "attention core",
+            "keeps queries, keys and values, not what is between them and the output",
+        )
     return None

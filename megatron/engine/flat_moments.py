@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
-from megatron.parallel.chunk import Kind
+from megatron.parallel.shard import Kind
 
 _BLOCK = 256
 """Numbers of bitsandbytes' optimizers that share a scale."""
@@ -37,7 +37,7 @@ class FlatMoments(Protocol):
         ...
 
 
-def adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that was asked for.
 
     Raises:
@@ -49,7 +49,9 @@ def adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.op
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ConfigError(f"--use-bnb-optimizer: {error}; pip install bitsandbytes, or leave the flag out") from error
+        raise ConfigError(
+            f"--use-bnb-optimizer: {error}; pip install bitsandbytes, or leave the flag out"
+        ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=config.adam_eps)
     return optimizer
 
@@ -80,13 +82,18 @@ class TorchMoments:
 class EightBitMoments:
     live = False
 
-    def __init__(self, optimizer: Any, flats: Sequence[Tensor], group_of: Sequence[int], exact: set[int]) -> None:
+    def __init__(
+        self, optimizer: Any, flats: Sequence[Tensor], group_of: Sequence[int], exact: set[int]
+    ) -> None:
         """`group_of`: each tensor's parameter group; of the groups `exact` the moments stay in fp32."""
         self._states: list[dict[str, Any]] = []
         self._opened: dict[tuple[int, Kind], Tensor] = {}
         for flat, index in zip(flats, group_of, strict=True):
             group = optimizer.param_groups[index]
-            now, group["params"] = group["params"], [flat]  # DeepSpeed's ZeRO 3 fills the groups during a step only
+            now, group["params"] = (
+                group["params"],
+                [flat],
+            )  # DeepSpeed's ZeRO 3 fills the groups during a step only
             optimizer.args.optim_bits = 32 if index in exact else 8  # only asked for here
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
@@ -132,18 +139,18 @@ def encode(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=1)
     between = (table[1:] + table[:-1]) / 2
 
-    def nearest(scales: Tensor) -> Tensor:
+    def find_nearest(scales: Tensor) -> Tensor:
         return torch.bucketize(blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(1), between)
 
     scales = largest.clone()
-    codes = nearest(scales)
+    codes = find_nearest(scales)
     inexact = (table[codes] * scales.unsqueeze(1) != blocks).any(dim=1)
     candidate = largest / -table[0]
     infinity = torch.tensor(torch.inf)
     for direction in (infinity, -infinity):  # the quotient is a rounding or two off
         shifted = candidate.clone()
         for _ in range(3 if table[0] < 0 and bool(inexact.any()) else 0):
-            attempt = nearest(shifted)
+            attempt = find_nearest(shifted)
             fits = inexact & (table[attempt] * shifted.unsqueeze(1) == blocks).all(dim=1)
             codes[fits], scales[fits] = attempt[fits], shifted[fits]
             inexact &= ~fits

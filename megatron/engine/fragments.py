@@ -1,4 +1,4 @@
-"""A run of a parameter's elements as boxes of the global tensor: how DeepSpeed's flat partitions become chunks."""
+"""A run of a parameter's elements as boxes of the global tensor: how DeepSpeed's flat partitions become shards."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.parallel.chunk import Chunk, Kind
 from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.shard import Kind, TensorShard
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,23 @@ class Fragment:
     at: int
     """The run's first element in that."""
 
-    def chunks(self, flats: Mapping[Kind, Tensor], *, owner: bool) -> Iterator[Chunk]:
+    def shards(self, flats: Mapping[Kind, Tensor], *, owner: bool) -> Iterator[TensorShard]:
         """Views of this fragment's flat partition, of its weights or moments; without vocabulary padding."""
-        for inner, shape, first in boxes_of_run(self.start, self.start + self.size, self.shape):
+        for inner, shape, first in split_run(self.start, self.start + self.size, self.shape):
             offset = tuple(a + b for a, b in zip(self.offset, inner, strict=True))
             rows = min(shape[0], self.spec.shape[0] - offset[0])
             if rows <= 0:
                 continue
             for kind, flat in flats.items():
-                view = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)[:rows]
-                yield Chunk(kind, self.name, self.spec.shape, offset, view, owner)
+                view = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)[
+                    :rows
+                ]
+                yield TensorShard(kind, self.name, self.spec.shape, offset, view, owner)
 
 
-def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def split_run(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Cut the elements start .. stop - 1 of a contiguous tensor into boxes, in order: (offset, shape, first element) of each."""
     if start >= stop:
         return
@@ -56,6 +60,6 @@ def boxes_of_run(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tupl
             start += rows * row
             continue
         end = min(stop, (index + 1) * row)
-        for offset, box, first in boxes_of_run(inside, end - index * row, shape[1:]):
+        for offset, box, first in split_run(inside, end - index * row, shape[1:]):
             yield (index, *offset), (1, *box), index * row + first
         start = end

@@ -22,7 +22,7 @@ from megatron.config.precision import PrecisionConfig
 
 
 class LossScale:
-    """Static with --loss-scale, else dynamic. Tell it of each step: `applied()` or `overflowed()`."""
+    """Static with --loss-scale, else dynamic. Tell it of each step: `record_applied()` or `record_overflow()`."""
 
     def __init__(self, config: PrecisionConfig) -> None:
         self._config = config
@@ -36,14 +36,14 @@ class LossScale:
         """What the next step's loss is multiplied with."""
         return self._scale
 
-    def after_step(self, *, applied: bool, loss_is_finite: bool) -> bool:
+    def update_after_step(self, *, applied: bool, loss_is_finite: bool) -> bool:
         """Every rank comes to the same scale, as it saw the same norm. True: the step was dropped as part of the search for it."""
         if applied:
-            self.applied()
+            self.record_applied()
             return False
-        return self.overflowed() and loss_is_finite
+        return self.record_overflow() and loss_is_finite
 
-    def applied(self) -> None:
+    def record_applied(self) -> None:
         """A step was good."""
         if not self._dynamic:
             return
@@ -53,7 +53,7 @@ class LossScale:
             self._hysteresis_left = self._config.hysteresis
             self._scale *= 2
 
-    def overflowed(self) -> bool:
+    def record_overflow(self) -> bool:
         """A step was dropped. True: as part of the search, another scale may do. False: static, or at the minimum already."""
         if not self._dynamic:
             return False
@@ -67,7 +67,11 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """JSON."""
         scale = {"dynamic": self._dynamic, "scale": self._scale}
-        return scale | {"good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left} if self._dynamic else scale
+        return (
+            scale | {"good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left}
+            if self._dynamic
+            else scale
+        )
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, within this run's minimum, window and hysteresis.

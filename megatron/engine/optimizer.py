@@ -15,7 +15,7 @@ from megatron.parallel.layers import ParameterSpec
 
 
 @dataclass
-class Master:
+class MasterParameter:
     """One parameter's local part as the optimizer sees it."""
 
     name: str
@@ -36,22 +36,31 @@ class Master:
 class AdamW:
     """Adam with decoupled weight decay on matrices only; moments exist from the start, so that they can be loaded into."""
 
-    def __init__(self, masters: list[Master], config: OptimizerConfig) -> None:
+    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         self.masters = masters
         groups = [
-            {"params": [m.weight for m in masters if m.decays], "weight_decay": config.weight_decay},
+            {
+                "params": [m.weight for m in masters if m.decays],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [m.weight for m in masters if not m.decays], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         betas = (config.adam_beta1, config.adam_beta2)
         on_gpu = any(m.weight.is_cuda for m in masters)
-        apex_adam, reason = apex.find("apex.optimizers", "FusedAdam") if on_gpu else (None, "apex is for GPUs")
+        apex_adam, reason = (
+            apex.find("apex.optimizers", "FusedAdam") if on_gpu else (None, "apex is for GPUs")
+        )
         self._step_in_groups = apex_adam is not None
         if apex_adam is not None:
-            self._optimizer: torch.optim.Optimizer = apex_adam(groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)
+            self._optimizer: torch.optim.Optimizer = apex_adam(
+                groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
+            )
             self.description = ("optimizer", "apex FusedAdam", reason)
         else:
-            self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+            self._optimizer = torch.optim.AdamW(
+                groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True
+            )
             self.description = ("optimizer", "torch AdamW, fused", reason)
         self.step_count = 0
         for master in masters:
@@ -72,15 +81,15 @@ class AdamW:
             step = torch.tensor(float(count), dtype=torch.float32, device=master.weight.device)
             self._optimizer.state[master.weight]["step"] = step
 
-    def moment(self, master: Master, kind: str) -> Tensor:
+    def get_moment(self, master: MasterParameter, kind: str) -> Tensor:
         """The live exp_avg or exp_avg_sq of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
     def reset(self) -> None:
         """Moments and step count as before the first step."""
         for master in self.masters:
-            self.moment(master, "exp_avg").zero_()
-            self.moment(master, "exp_avg_sq").zero_()
+            self.get_moment(master, "exp_avg").zero_()
+            self.get_moment(master, "exp_avg_sq").zero_()
         self.set_step_count(0)
 
     def step(self, lr: float) -> None:
@@ -91,7 +100,7 @@ class AdamW:
         self.step_count += 1
 
 
-def squared_norm(tensors: list[Tensor]) -> Tensor:
+def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
     """Sum of squares of all elements, a scalar in fp64 on their device.
 
     On the CPU, torch's norm of a whole matrix adds its squares up one after the other in fp32, which was wrong by 2e-5 for a word

@@ -11,13 +11,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
-from megatron.engine.sharding import Zero
+from megatron.engine.sharding import ShardedModel
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
-from megatron.schedule.pipeline import choose
+from megatron.schedule.pipeline import choose_schedule
 
 
 class Runner(Protocol):
@@ -27,17 +33,17 @@ class Runner(Protocol):
         ...
 
 
-class OneStage:
+class SingleStageRunner:
     """The whole model on this rank."""
 
-    def __init__(self, model: GPT, zero: Zero | None) -> None:
+    def __init__(self, model: GPT, zero: ShardedModel | None) -> None:
         self._model, self._zero = model, zero
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         for number, microbatch in enumerate(inputs):
             if train and self._zero is not None:
-                self._zero.before_backward(last=number == len(inputs) - 1)
+                self._zero.prepare_backward(last=number == len(inputs) - 1)
             loss = self._model(None, microbatch)
             if train:
                 (loss * factor).backward()
@@ -45,7 +51,7 @@ class OneStage:
         return total
 
 
-class Pipeline:
+class PipelineRunner:
     """This rank's stages, and the schedule that runs them with the other ranks'.
 
     A schedule is made for one number of microbatches of one shape. The last one is kept, and one for evaluation: a ramp-up passes
@@ -53,11 +59,17 @@ class Pipeline:
     """
 
     def __init__(
-        self, models: Sequence[GPT], zeros: Sequence[Zero | None], mesh: Mesh, *, num_stages: int, dtype: torch.dtype
+        self,
+        models: Sequence[GPT],
+        zeros: Sequence[ShardedModel | None],
+        mesh: Mesh,
+        *,
+        num_stages: int,
+        dtype: torch.dtype,
     ) -> None:
         """`dtype` of the residual stream that is sent from stage to stage."""
         self._mesh, self._num_stages, self._dtype = mesh, num_stages, dtype
-        self._parts = [_Part(model) for model in models]
+        self._parts = [_StageModule(model) for model in models]
         self._zeros = list(zeros)
         self._factor = 1.0
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
@@ -89,8 +101,11 @@ class Pipeline:
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
         """`shape` of the microbatches: (b, s)."""
         ranks, per_rank = self._mesh.grid.pipeline, len(self._parts)
-        stages = [self._make_stage(part, zero, shape) for part, zero in zip(self._parts, self._zeros, strict=True)]
-        name = choose(microbatches, ranks, per_rank).name
+        stages = [
+            self._make_stage(part, zero, shape)
+            for part, zero in zip(self._parts, self._zeros, strict=True)
+        ]
+        name = choose_schedule(microbatches, ranks, per_rank).name
         make: Callable[..., Any] = {
             "1F1B": Schedule1F1B,
             "GPipe": ScheduleGPipe,
@@ -104,10 +119,16 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _make_stage(self, part: "_Part", zero: Zero | None, shape: Sequence[int]) -> "_Stage":
+    def _make_stage(
+        self, part: "_StageModule", zero: ShardedModel | None, shape: Sequence[int]
+    ) -> "_Stage":
         batch, length = shape
         tp = self._mesh.tensor_parallel
-        sent = (length // tp.size if tp.sequence_parallel else length, batch, part.model.shape.config.hidden_size)
+        sent = (
+            length // tp.size if tp.sequence_parallel else length,
+            batch,
+            part.model.shape.config.hidden_size,
+        )
         here = part.model.stage
         stream = torch.empty(sent, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
@@ -119,14 +140,14 @@ class Pipeline:
             device=self._mesh.device,
             input_args=() if here.first else (stream,),
             output_args=loss if here.last else stream,
-            group=self._mesh.pipeline_group(),
+            group=self._mesh.get_pipeline_group(),
         )
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """A stage as the schedule calls it: with the stream from the stage before, and the microbatch's number.
 
-    It wraps the model, so that the schedule does not see FSDP2's module and leaves to `Zero` what to gather and reduce when.
+    It wraps the model, so that the schedule does not see FSDP2's module and leaves to `ShardedModel` what to gather and reduce when.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -154,17 +175,19 @@ class _Stage(PipelineStage):
     hundreds, of which 1F1B has at most as many in flight as there are stages.
     """
 
-    def __init__(self, part: _Part, zero: Zero | None, **stage: Any) -> None:
+    def __init__(self, part: _StageModule, zero: ShardedModel | None, **stage: Any) -> None:
         self._zero = zero
         super().__init__(part, **stage)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        self._on_meta(lambda: super(_Stage, self)._setup_forward_recv_info(num_microbatches, has_backward))
+        self._run_on_meta(
+            lambda: super(_Stage, self)._setup_forward_recv_info(num_microbatches, has_backward)
+        )
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        self._on_meta(lambda: super(_Stage, self)._setup_backward_recv_info(num_microbatches))
+        self._run_on_meta(lambda: super(_Stage, self)._setup_backward_recv_info(num_microbatches))
 
-    def _on_meta(self, make_buffers: Callable[[], None]) -> None:
+    def _run_on_meta(self, make_buffers: Callable[[], None]) -> None:
         device, self.device = self.device, torch.device("meta")
         try:
             make_buffers()
@@ -196,17 +219,23 @@ class _Stage(PipelineStage):
         if self.has_backward and not self.is_last:
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
         if self._zero is not None:
-            self._zero.before_backward(last=last_backward)
+            self._zero.prepare_backward(last=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _make_buffers(self, infos: Sequence[Any]) -> None:
         for info in infos:
             if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
+                info.buffer = torch.empty_like(
+                    info.buffer, device=self.device, requires_grad=info.buffer.requires_grad
+                )
 
     def _drop_buffers(self, infos: Sequence[Any]) -> None:
         for info in infos:
             if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=info.buffer.requires_grad)
+                info.buffer = torch.empty_like(
+                    info.buffer, device="meta", requires_grad=info.buffer.requires_grad
+                )

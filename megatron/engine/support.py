@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from megatron.config.deepspeed_json import accumulation_steps, read_json
+from megatron.config.deepspeed_json import read_accumulation_steps, read_json
 from megatron.errors import ConfigError
 from megatron.plan import Plan
 
 
-def unsupported(plan: Plan) -> list[str]:
+def list_unsupported(plan: Plan) -> list[str]:
     """What of a plan its engine cannot run, and what to do instead; one line each."""
-    return _of_deepspeed(plan) if plan.config.parallel.deepspeed else []
+    return _list_unsupported_by_deepspeed(plan) if plan.config.parallel.deepspeed else []
 
 
-def _of_deepspeed(plan: Plan) -> list[str]:
+def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     config, parallel = plan.config, plan.config.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
     problems = []
@@ -27,12 +27,19 @@ def _of_deepspeed(plan: Plan) -> list[str]:
             "DeepSpeed's pipeline has one stage a rank; leave it out, or --deepspeed"
         )
     if config.logging.log_num_zeros_in_grad:
-        problems.append("--log-num-zeros-in-grad: DeepSpeed does not show its gradients; leave it out")
+        problems.append(
+            "--log-num-zeros-in-grad: DeepSpeed does not show its gradients; leave it out"
+        )
     if config.kernels.use_torch_compile:
-        problems.append("--use-torch-compile: not tried under DeepSpeed; leave it out, or --deepspeed")
+        problems.append(
+            "--use-torch-compile: not tried under DeepSpeed; leave it out, or --deepspeed"
+        )
     path = parallel.deepspeed_config
     if path is not None and Path(path).is_file():
-        steps, share = accumulation_steps(read_json(path)), config.batch.micro_batch_size * plan.data_parallel_size
+        steps, share = (
+            read_accumulation_steps(read_json(path)),
+            config.batch.micro_batch_size * plan.data_parallel_size,
+        )
         if steps is not None and steps * share != plan.batch_size.final:
             problems.append(
                 f"{path}: gradient_accumulation_steps is {steps}, and the batch size {plan.batch_size.final} / (micro-batch size "
@@ -47,8 +54,14 @@ def refuse_unsupported(plan: Plan) -> None:
         ConfigError: with one line for each; or DeepSpeed's JSON is not there.
     """
     parallel = plan.config.parallel
-    if parallel.deepspeed and parallel.deepspeed_config is not None and not Path(parallel.deepspeed_config).is_file():
-        raise ConfigError(f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, or leave the flag out")
-    if refused := unsupported(plan):
+    if (
+        parallel.deepspeed
+        and parallel.deepspeed_config is not None
+        and not Path(parallel.deepspeed_config).is_file()
+    ):
+        raise ConfigError(
+            f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, or leave the flag out"
+        )
+    if refused := list_unsupported(plan):
         lines = "".join(f"\n  {line}" for line in refused)
         raise ConfigError(f"--deepspeed does not run:{lines}")

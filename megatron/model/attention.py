@@ -20,25 +20,37 @@ from megatron.model.positions import Positions, rotate
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, split_evenly
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import Moment
+from megatron.parallel.rng import DropoutKey
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, shape: ModelShape, dropout: Dropout, tp: TensorParallel, *, recompute_core: bool = False) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dropout: Dropout,
+        tp: TensorParallel,
+        *,
+        recompute_core: bool = False,
+    ) -> None:
         super().__init__()
         config = shape.config
         self.head_dim = shape.head_dim
         self.groups = split_evenly(shape.query_groups, tp)
         self.heads_per_group = config.num_attention_heads // shape.query_groups
         rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
-        self.qkv = ColumnParallelLinear(config.hidden_size, rows, bias=config.add_bias_linear, tp=tp)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, rows, bias=config.add_bias_linear, tp=tp
+        )
         self.out = RowParallelLinear(
-            config.num_attention_heads * shape.head_dim, config.hidden_size, bias=config.add_bias_linear, tp=tp
+            config.num_attention_heads * shape.head_dim,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            tp=tp,
         )
         self.dropout = dropout
         self.recompute_core = recompute_core
 
-    def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
@@ -51,20 +63,38 @@ class SelfAttention(nn.Module):
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
         value = value.permute(1, 2, 0, 3)
         if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(self._core, query, key, value, positions, moment, use_reentrant=False, preserve_rng_state=False)
+            context = checkpoint(
+                self._compute_core,
+                query,
+                key,
+                value,
+                positions,
+                dropout_key,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         else:
-            context = self._core(query, key, value, positions, moment)
+            context = self._compute_core(query, key, value, positions, dropout_key)
         return self.out(context.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, n d/t]
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, moment: Moment) -> Tensor:
+    def _compute_core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions,
+        dropout_key: DropoutKey,
+    ) -> Tensor:
         """Causal attention of [b, n/t, s, d] on keys and values [b, g/t, s, d] -> [b, n/t, s, d]."""
-        p = self.dropout.seed(moment)
+        p = self.dropout.seed(dropout_key)
         if positions.documents is not None:
             return _attend_by_document(query, key, value, positions.bias, positions.documents, p)
         return _attend(query, key, value, positions.bias, p)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
+) -> Tensor:
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -77,7 +107,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, drop
 
 
 def _attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, documents: Documents, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    documents: Documents,
+    dropout_p: float,
 ) -> Tensor:
     """Each document by itself: no s x s mask is made, and shorter documents cost less. ALiBi's bias depends on distances only."""
     samples = []
@@ -86,6 +121,8 @@ def _attend_by_document(
         for start, stop in pairwise(bounds):
             q, k, v = (t[sample : sample + 1, :, start:stop] for t in (query, key, value))
             length = stop - start
-            parts.append(_attend(q, k, v, None if bias is None else bias[:, :, :length, :length], dropout_p))
+            parts.append(
+                _attend(q, k, v, None if bias is None else bias[:, :, :length, :length], dropout_p)
+            )
         samples.append(torch.cat(parts, dim=2))
     return torch.cat(samples)

@@ -14,7 +14,7 @@ from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import Moment, RandomStreams
+from megatron.parallel.rng import DropoutKey, RandomStreams
 
 _SITES_PER_BLOCK = 3
 
@@ -25,48 +25,65 @@ class Block(nn.Module):
     """Layer number `index` of the whole model, whichever stage it lies in."""
 
     def __init__(
-        self, shape: ModelShape, index: int, tp: TensorParallel, streams: RandomStreams, execution: Execution | None = None
+        self,
+        shape: ModelShape,
+        index: int,
+        tp: TensorParallel,
+        streams: RandomStreams,
+        execution: Execution | None = None,
     ) -> None:
         super().__init__()
         config, execution = shape.config, execution or Execution()
         site = 1 + _SITES_PER_BLOCK * index  # site 0 is the embedding's
-        residual_is_cut = tp.sequence_parallel
+        residual_is_sharded = tp.sequence_parallel
         self.input_norm = build_norm(config, tp)
-        core_dropout = Dropout(config.attention_dropout, site, streams, cut=True)
-        self.attention = SelfAttention(shape, core_dropout, tp, recompute_core=execution.recompute_attention_core)
-        self.attention_dropout = Dropout(config.hidden_dropout, site + 1, streams, cut=residual_is_cut)
+        core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
+        self.attention = SelfAttention(
+            shape, core_dropout, tp, recompute_core=execution.recompute_attention_core
+        )
+        self.attention_dropout = Dropout(
+            config.hidden_dropout, site + 1, streams, sharded=residual_is_sharded
+        )
         self.post_attention_norm = build_norm(config, tp)
         self.mlp = MLP(shape, tp)
-        self.mlp_dropout = Dropout(config.hidden_dropout, site + 2, streams, cut=residual_is_cut)
+        self.mlp_dropout = Dropout(
+            config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
+        )
         self._recompute: Recomputation | None = None
-        if execution.recomputes(index):
-            self._recompute = Recomputation(tp, partition=execution.partition_activations, in_cpu=execution.checkpoint_in_cpu)
+        if execution.is_recomputed(index):
+            self._recompute = Recomputation(
+                tp, partition=execution.partition_activations, in_cpu=execution.checkpoint_in_cpu
+            )
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
         if execution.compile:
             # The functions, not the module: FSDP2's hooks and the recomputation stay outside, and all blocks share the graphs.
             # A break of a graph would only be slow, so it is made an error.
-            self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes)
-            self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=execution.dynamic_shapes)
+            self._first_half = torch.compile(
+                Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes
+            )
+            self._second_half = torch.compile(
+                Block._feed_forward, fullgraph=True, dynamic=execution.dynamic_shapes
+            )
 
-    def forward(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
         if self._recompute is not None and torch.is_grad_enabled():
-            return self._recompute(self._compute, x, positions, moment)
-        return self._compute(x, positions, moment)
+            return self._recompute(self._compute, x, positions, dropout_key)
+        return self._compute(x, positions, dropout_key)
 
-    def _compute(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
+    def _compute(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Dropouts of one half all differ between tensor-parallel ranks or all agree: a seed before each is enough for a graph."""
-        self.attention.dropout.seed(moment)
+        self.attention.dropout.seed(dropout_key)
         # Every batch has other documents: a graph for each would never end.
         attend = self._first_half if positions.documents is None else Block._attend
-        attended = attend(self, x, positions, moment)
-        self.attention_dropout.seed(moment)
-        return self._second_half(self, x, attended, moment)
+        attended = attend(self, x, positions, dropout_key)
+        self.attention_dropout.seed(dropout_key)
+        return self._second_half(self, x, attended, dropout_key)
 
-    def _attend(self, x: Tensor, positions: Positions, moment: Moment) -> Tensor:
-        return self.attention(self.input_norm(x), positions, moment)
+    def _attend(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
+        return self.attention(self.input_norm(x), positions, dropout_key)
 
-    def _feed_forward(self, x: Tensor, attended: Tensor, moment: Moment) -> Tensor:
-        x = x + self.attention_dropout(attended, moment)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), moment)
+    def _feed_forward(self, x: Tensor, attended: Tensor, dropout_key: DropoutKey) -> Tensor:
+        x = x + self.attention_dropout(attended, dropout_key)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), dropout_key)

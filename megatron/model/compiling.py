@@ -16,7 +16,11 @@ def require_compiler(device: torch.device) -> None:
         torch.compile(_probe)(x)
     except torch._dynamo.exc.TorchDynamoException as failure:
         reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
-        needed = "a C++ compiler (g++; $CXX names another one)" if device.type == "cpu" else "Triton and a C compiler"
+        needed = (
+            "a C++ compiler (g++; $CXX names another one)"
+            if device.type == "cpu"
+            else "Triton and a C compiler"
+        )
         raise ConfigError(
             f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it needs {needed}: "
             "install what is missing or leave the flag out"

@@ -29,10 +29,14 @@ class Execution:
     """Compile for any sequence length."""
 
     @classmethod
-    def of(cls, config: Config, *, dynamic_shapes: bool) -> "Execution":
+    def from_config(cls, config: Config, *, dynamic_shapes: bool) -> "Execution":
         recompute, precision = config.recompute, config.precision
         return cls(
-            dtype=torch.float16 if precision.fp16 else torch.bfloat16 if precision.bf16 else torch.float32,
+            dtype=torch.float16
+            if precision.fp16
+            else torch.bfloat16
+            if precision.bf16
+            else torch.float32,
             recomputed_part=recompute.recomputed_part,
             partition_activations=recompute.partition_activations,
             checkpoint_in_cpu=recompute.checkpoint_in_cpu,
@@ -42,6 +46,6 @@ class Execution:
             dynamic_shapes=dynamic_shapes,
         )
 
-    def recomputes(self, layer: int) -> bool:
+    def is_recomputed(self, layer: int) -> bool:
         """Return whether the block with this number in the whole model is recomputed."""
-        return flops.recomputed_layers(range(layer, layer + 1), self.recomputed_part) > 0
+        return flops.count_recomputed_layers(range(layer, layer + 1), self.recomputed_part) > 0

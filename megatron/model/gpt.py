@@ -12,7 +12,7 @@ from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import build_norm
-from megatron.model.partition import Stage, whole_model
+from megatron.model.partition import Stage, make_single_stage
 from megatron.model.positions import PositionTables
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import enter_tensor_parallel
@@ -35,7 +35,9 @@ class Head(nn.Module):
         if not (tied and stage.first):
             rows = split_evenly(shape.padded_vocab_size, tp)
             copy_of = WORD_EMBEDDING if tied else None
-            spec = ParameterSpec((shape.vocab_size, config.hidden_size), cut_dim=0, copy_of=copy_of)
+            spec = ParameterSpec(
+                (shape.vocab_size, config.hidden_size), shard_dim=0, copy_of=copy_of
+            )
             self.weight = make_parameter((rows, config.hidden_size), spec)
 
 
@@ -52,11 +54,17 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.tp = shape, tp
-        self.stage = stage = stage or whole_model(shape)
+        self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
-        self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual) if stage.first else None
-        self.blocks = nn.ModuleDict({str(i): Block(shape, i, tp, streams, execution) for i in stage.layers})
+        self.embedding = (
+            Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
+            if stage.first
+            else None
+        )
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(shape, i, tp, streams, execution) for i in stage.layers}
+        )
         self.head = Head(shape, tp, stage) if stage.last else None
         self._positions = PositionTables(shape, tp)
         rows = split_evenly(shape.padded_vocab_size, tp)
@@ -66,30 +74,38 @@ class GPT(nn.Module):
     def forward(self, x: Tensor | None, inputs: Inputs) -> Tensor:
         """The residual stream behind this stage, [s, b, h] ([s/t, b, h] with sequence parallelism); from the last stage the
         microbatch's mean loss, a scalar in fp32. `x`: the stream before it; None for the first stage."""
-        x = self._through_blocks(x, inputs)
+        x = self._run_blocks(x, inputs)
         if self.head is None:
             return x
         assert inputs.labels is not None, "the loss needs labels"
         mask = None if inputs.loss_mask is None else inputs.loss_mask.t()
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
-        return cross_entropy(hidden, self._output_weight(), inputs.labels.t(), self._vocab, self.tp, mask)
+        return cross_entropy(
+            hidden, self._get_output_weight(), inputs.labels.t(), self._vocab, self.tp, mask
+        )
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def compute_logits(self, tokens: Tensor) -> Tensor:
         """[b, s] -> logits of this rank's real ids in fp32, [b, s, v/t] without padding. For the whole model in one stage."""
         assert self.head is not None, "only the last stage has logits"
-        hidden = enter_tensor_parallel(self.head.norm(self._through_blocks(None, Inputs(tokens))), self.tp)
-        return torch.nn.functional.linear(hidden, self._output_weight()[: self._vocab.real]).float().transpose(0, 1)
+        hidden = enter_tensor_parallel(
+            self.head.norm(self._run_blocks(None, Inputs(tokens))), self.tp
+        )
+        return (
+            torch.nn.functional.linear(hidden, self._get_output_weight()[: self._vocab.real])
+            .float()
+            .transpose(0, 1)
+        )
 
-    def _through_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
+    def _run_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(inputs)
         assert x is not None, "a stage behind the first needs the stream before it"
-        positions = self._positions.of(inputs, self._dtype or x.dtype)
+        positions = self._positions.make_positions(inputs, self._dtype or x.dtype)
         for block in self.blocks.values():
-            x = block(x, positions, inputs.moment)
+            x = block(x, positions, inputs.dropout_key)
         return x
 
-    def _output_weight(self) -> Tensor:
+    def _get_output_weight(self) -> Tensor:
         assert self.head is not None, "only the last stage has an output matrix"
         if self.head.weight is not None:
             return self.head.weight

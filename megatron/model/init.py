@@ -27,7 +27,12 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 def initialise(
-    name: str, local: Tensor, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: ModelShape, seed: int
+    name: str,
+    local: Tensor,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    shape: ModelShape,
+    seed: int,
 ) -> None:
     """Fill the box of parameter `name` that begins at `offset` of its global shape, in place."""
     leaf = name.rsplit(".", 1)[-1]
@@ -38,11 +43,19 @@ def initialise(
     else:
         into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
         std = shape.output_init_std if into_residual else shape.init_std
-        local.copy_(torch.from_numpy(normal_box(seed, name, global_shape, offset, tuple(local.shape))).mul_(std))
+        local.copy_(
+            torch.from_numpy(
+                draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
+            ).mul_(std)
+        )
 
 
-def normal_box(
-    seed: int, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], local_shape: tuple[int, ...]
+def draw_normal_slice(
+    seed: int,
+    name: str,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    local_shape: tuple[int, ...],
 ) -> np.ndarray:
     """A box of the parameter's standard-normal matrix, fp32. Blocks are drawn by several threads: NumPy frees the interpreter."""
     rows, columns = global_shape[0], global_shape[1] if len(global_shape) > 1 else 1
@@ -54,12 +67,20 @@ def normal_box(
     def draw(block: int) -> None:
         start = block * block_rows
         stop = min(start + block_rows, rows)
-        generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence((seed, zlib.crc32(name.encode()), block))))
+        generator = np.random.Generator(
+            np.random.SFC64(np.random.SeedSequence((seed, zlib.crc32(name.encode()), block)))
+        )
         values = generator.standard_normal((stop - start, columns), dtype=np.float32)
         low, high = max(start, first_row), min(stop, first_row + local_rows)
-        out[low - first_row : high - first_row] = values[low - start : high - start, first_column : first_column + local_columns]
+        out[low - first_row : high - first_row] = values[
+            low - start : high - start, first_column : first_column + local_columns
+        ]
 
-    blocks = range(first_row // block_rows, -(-(first_row + local_rows) // block_rows)) if local_rows else range(0)
+    blocks = (
+        range(first_row // block_rows, -(-(first_row + local_rows) // block_rows))
+        if local_rows
+        else range(0)
+    )
     if len(blocks) > 4:
         with ThreadPoolExecutor() as pool:
             list(pool.map(draw, blocks))

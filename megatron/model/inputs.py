@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.parallel.rng import Moment
+from megatron.parallel.rng import DropoutKey
 
-START = Moment(0, 0)
+START = DropoutKey(0, 0)
 
 Documents = tuple[tuple[int, ...], ...]
 """For each sample the bounds of its documents, 0 first and s last: document i is [bounds[i], bounds[i + 1])."""
@@ -30,7 +30,7 @@ class Inputs:
     """[b, s]; None: 0 to s - 1 in every sample."""
     documents: Documents | None = None
     """Given: attention stays within a document."""
-    moment: Moment = START
+    dropout_key: DropoutKey = START
     """Seeds dropout."""
 
     def to(self, device: torch.device) -> "Inputs":
@@ -45,5 +45,5 @@ class Inputs:
             move(self.loss_mask),
             move(self.position_ids),
             self.documents,
-            self.moment,
+            self.dropout_key,
         )

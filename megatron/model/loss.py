@@ -40,7 +40,12 @@ class VocabSlice:
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: VocabSlice, tp: TensorParallel, loss_mask: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: VocabSlice,
+    tp: TensorParallel,
+    loss_mask: Tensor | None = None,
 ) -> Tensor:
     """Mean loss of a microbatch, over the positions that `loss_mask` keeps.
 
@@ -54,7 +59,9 @@ def cross_entropy(
     """
     keep_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     mask = None if loss_mask is None else loss_mask.reshape(-1).float()
-    total = _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients)
+    total = _LinearCrossEntropy.apply(
+        hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients
+    )
     count = float(labels.numel()) if mask is None else mask.sum().clamp(min=1.0)
     return total / count
 
@@ -109,7 +116,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits[part] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if grad_logits is not None:
-            grad_weight = torch.zeros_like(weight) if real < weight.shape[0] else torch.empty_like(weight)
+            grad_weight = (
+                torch.zeros_like(weight) if real < weight.shape[0] else torch.empty_like(weight)
+            )
             torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
             ctx.save_for_backward(grad_hidden, grad_weight)
         return loss

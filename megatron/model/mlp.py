@@ -27,7 +27,12 @@ def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Te
     """The non-linearity; in a gated MLP the one on the gate (geglu's is the erf form, as in the paper)."""
     if glu is None:
         return _gelu_tanh if tanh_gelu else _gelu_erf
-    activations: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": _gelu_erf, "reglu": F.relu, "liglu": _linear}
+    activations: dict[str, Callable[[Tensor], Tensor]] = {
+        "swiglu": F.silu,
+        "geglu": _gelu_erf,
+        "reglu": F.relu,
+        "liglu": _linear,
+    }
     return activations[glu]
 
 
@@ -41,7 +46,9 @@ class MLP(nn.Module):
         self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
         self.up = ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
         self.gate = (
-            ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp) if config.glu_activation else None
+            ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
+            if config.glu_activation
+            else None
         )
         self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from megatron import apex
 from megatron.config.model import ModelConfig
-from megatron.parallel.layers import replicated_parameter
+from megatron.parallel.layers import make_replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 
-_apex_layer_norm, _apex_reason = apex.find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
+_apex_layer_norm, _apex_reason = apex.find(
+    "apex.normalization.fused_layer_norm", "fused_layer_norm_affine"
+)
 _apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
 
 
@@ -24,8 +26,8 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = replicated_parameter((size,), tp)
-        self.bias = replicated_parameter((size,), tp)
+        self.weight = make_replicated_parameter((size,), tp)
+        self.bias = make_replicated_parameter((size,), tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
@@ -43,7 +45,11 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        mean_square = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            .square_()
+            .div_(x.shape[-1])
+        )
         rstd = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (x * rstd).mul_(weight).to(weight.dtype)
@@ -67,11 +73,13 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = replicated_parameter((size,), tp)
+        self.weight = make_replicated_parameter((size,), tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        if torch.compiler.is_compiling():  # a compiler fuses the plain formula with what is around it
+        if (
+            torch.compiler.is_compiling()
+        ):  # a compiler fuses the plain formula with what is around it
             rstd = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
             return (x * rstd * self.weight).to(self.weight.dtype)
         if x.is_cuda and x.dtype == self.weight.dtype and _apex_rms_norm is not None:
@@ -93,4 +101,7 @@ def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
     fused = _apex_layer_norm if config.normalization == "LayerNorm" else _apex_rms_norm
-    return f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused", f"{_apex_reason}; statistics in fp32"
+    return (
+        f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused",
+        f"{_apex_reason}; statistics in fp32",
+    )

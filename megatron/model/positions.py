@@ -26,7 +26,9 @@ class Positions:
     """Given: attention stays within a document."""
 
 
-def rotary_table(seq_length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_rotary_table(
+    seq_length: int, dim: int, base: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, frequency_i = base^(-2i/dim) (https://arxiv.org/abs/2104.09864, section 3.2.2)."""
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     angles = torch.outer(torch.arange(seq_length, device=device, dtype=torch.float32), frequencies)
@@ -64,21 +66,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses the plain formula with what is around it
         half = cos.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
         return torch.cat((turned, rest), dim=-1)
     return _Rotate.apply(x, cos, sin)
 
 
-def alibi_slopes(heads: int) -> list[float]:
+def compute_alibi_slopes(heads: int) -> list[float]:
     """Slopes of ALiBi (https://arxiv.org/abs/2108.12409): 2^(-8i/n); between powers of two, every other slope of the next one."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power) + 1, 2)]
 
 
-def alibi_bias(heads: range, total_heads: int, seq_length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def make_alibi_bias(
+    heads: range, total_heads: int, seq_length: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """slope x (j - i) for key j <= query i, -inf beyond. [1, heads, s, s]"""
-    slopes = torch.tensor([alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32)
+    slopes = torch.tensor(
+        [compute_alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32
+    )
     positions = torch.arange(seq_length, device=device, dtype=torch.float32)
     distance = positions.view(1, -1) - positions.view(-1, 1)
     distance.masked_fill_(distance > 0, float("-inf"))
@@ -94,25 +102,39 @@ class PositionTables:
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._positions = Positions()
 
-    def of(self, inputs: Inputs, dtype: torch.dtype) -> Positions:
+    def make_positions(self, inputs: Inputs, dtype: torch.dtype) -> Positions:
         """The positions of a microbatch; `dtype` of the activations."""
         key = (inputs.tokens.shape[1], inputs.tokens.device, dtype)
         if key != self._key:
             self._key, self._positions = key, self._make(*key)
         positions = self._positions
-        if inputs.position_ids is not None and positions.cos is not None and positions.sin is not None:
+        if (
+            inputs.position_ids is not None
+            and positions.cos is not None
+            and positions.sin is not None
+        ):
             rows = inputs.position_ids.t()
-            cos, sin = (table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin))
+            cos, sin = (
+                table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin)
+            )
             positions = replace(positions, cos=cos, sin=sin)
-        return positions if inputs.documents is None else replace(positions, documents=inputs.documents)
+        return (
+            positions
+            if inputs.documents is None
+            else replace(positions, documents=inputs.documents)
+        )
 
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         config = self._shape.config
         if config.position_embedding_type == "rotary":
-            cos, sin = rotary_table(seq_length, self._shape.rotary_dim, config.rotary_base, device)
+            cos, sin = make_rotary_table(
+                seq_length, self._shape.rotary_dim, config.rotary_base, device
+            )
             return Positions(cos=cos, sin=sin)
         if config.position_embedding_type == "alibi":
             local = config.num_attention_heads // self._tp.size
             heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-            return Positions(bias=alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype))
+            return Positions(
+                bias=make_alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype)
+            )
         return Positions()

@@ -20,7 +20,7 @@ from megatron.parallel.mesh import TensorParallel
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptInput:
     part: Tensor
     """One-dimensional; all elements, or this tensor-parallel rank's."""
     shape: torch.Size
@@ -38,28 +38,32 @@ class Recomputation:
 
     def __call__(self, compute: Callable[..., Tensor], x: Tensor, *others: object) -> Tensor:
         """compute(x, *others) -> [as it is]; of the arguments `x` alone needs a gradient and memory."""
-        with self._storage():
+        with self._make_hooks():
             # Each dropout seeds the generator itself, so there is no state of it to preserve.
             return checkpoint(compute, x, *others, use_reentrant=False, preserve_rng_state=False)
 
-    def _storage(self) -> AbstractContextManager[None]:
+    def _make_hooks(self) -> AbstractContextManager[None]:
         """What `checkpoint` saves of its arguments goes through these hooks; within it, its own are at work."""
-        return saved_tensors_hooks(self._keep, self._give_back) if self._partition or self._in_cpu else nullcontext()
+        return (
+            saved_tensors_hooks(self._keep, self._give_back)
+            if self._partition or self._in_cpu
+            else nullcontext()
+        )
 
-    def _keep(self, x: Tensor) -> _Kept:
+    def _keep(self, x: Tensor) -> _KeptInput:
         part = x.detach().reshape(-1)
         if self._partition:
             part = part.chunk(self._tp.size)[self._tp.rank].clone()
         if self._in_cpu and x.is_cuda:
             host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
             part = host.copy_(part, non_blocking=True)
-        return _Kept(part, x.shape, x.device)
+        return _KeptInput(part, x.shape, x.device)
 
-    def _give_back(self, kept: _Kept) -> Tensor:
+    def _give_back(self, kept: _KeptInput) -> Tensor:
         part = kept.part.to(kept.device, non_blocking=True)
         if self._partition:
             whole = part.new_empty(math.prod(kept.shape))
-            with self._tp.clock():
+            with self._tp.comm_timer():
                 dist.all_gather_into_tensor(whole, part, group=self._tp.group)
             part = whole
         return part.view(kept.shape)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class Emissions:
     """Measures from construction to `stop`, into `emissions.csv` in `directory` (None: off). Use from one rank only."""
 
-    def __init__(self, directory: str | None, country_iso_code: str, *, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, directory: str | None, country_iso_code: str, *, say: Callable[[str], None] = print
+    ) -> None:
         self._say = say
         self._tracker: OfflineEmissionsTracker | None = None
         self._path = Path(directory or "") / "emissions.csv"
@@ -41,7 +43,9 @@ class Emissions:
         except OSError as error:
             self._lost_rows += 1
             if self._lost_rows == 1:
-                self._say(f"cannot write emissions to {self._path}: {error}; training goes on, each save attempts it again")
+                self._say(
+                    f"cannot write emissions to {self._path}: {error}; training goes on, each save attempts it again"
+                )
         except Exception as error:  # a foreign package must not end the training
             self._give_up(error)
         else:
@@ -76,7 +80,9 @@ class Emissions:
     def _say_if_it_works_again(self) -> None:
         """Rows hold totals, so a lost one costs a point of the curve and no energy."""
         if self._lost_rows:
-            self._say(f"emissions are written to {self._path} again; {self._lost_rows} rows were lost")
+            self._say(
+                f"emissions are written to {self._path} again; {self._lost_rows} rows were lost"
+            )
             self._lost_rows = 0
 
     def _start(self, directory: str, country_iso_code: str) -> None:
@@ -88,12 +94,17 @@ class Emissions:
             )
             return
         try:
-            Path(directory).mkdir(parents=True, exist_ok=True)  # codecarbon refuses a folder that is not there
+            Path(directory).mkdir(
+                parents=True, exist_ok=True
+            )  # codecarbon refuses a folder that is not there
             # Before construction too: log_level= takes effect only in the middle of it.
             logging.getLogger("codecarbon").setLevel(logging.ERROR)
             # allow_multiple_runs: a lock file of a killed run must not silence the next one.
             tracker = OfflineEmissionsTracker(
-                output_dir=directory, country_iso_code=country_iso_code, log_level="error", allow_multiple_runs=True
+                output_dir=directory,
+                country_iso_code=country_iso_code,
+                log_level="error",
+                allow_multiple_runs=True,
             )
             tracker.start()
             self._tracker = tracker

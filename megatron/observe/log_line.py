@@ -35,7 +35,7 @@ _VALIDATION = re.compile(
 )
 
 
-def training_log_line(report: IterationReport) -> str:
+def format_training_line(report: IterationReport) -> str:
     """The line of one report; its optional fields (None by default) only where they have a value."""
     parts = [
         f" iteration {report.iteration:8d}/{report.train_iters:8d}",
@@ -66,12 +66,12 @@ def training_log_line(report: IterationReport) -> str:
     return " | ".join(parts)
 
 
-def validation_log_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
+def format_validation_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
     """The line of one evaluation; `name` is the set's, for runs with several."""
-    return f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity(lm_loss):.6E} |"
+    return f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {compute_perplexity(lm_loss):.6E} |"
 
 
-def perplexity(lm_loss: float) -> float:
+def compute_perplexity(lm_loss: float) -> float:
     """exp(loss), the exponent cut at 20 as Megatron does, so that an untrained or broken model cannot overflow it."""
     return math.exp(min(lm_loss, 20.0))
 
@@ -106,38 +106,43 @@ def parse_validation_log_line(text: str) -> dict[str, str | int | float] | None:
     if match is None:
         return None
     loss, ppl = float(match["loss"]), float(match["ppl"])
-    return {"name": match["name"].strip(), "iteration": int(match["iteration"]), "lm_loss": loss, "ppl": ppl}
+    return {
+        "name": match["name"].strip(),
+        "iteration": int(match["iteration"]),
+        "lm_loss": loss,
+        "ppl": ppl,
+    }
 
 
-def saved_checkpoint_line(iteration: int, path: str) -> str:
+def format_saved_checkpoint_line(iteration: int, path: str) -> str:
     return f"successfully saved checkpoint at iteration {iteration:7d} to {path}"
 
 
-def loaded_checkpoint_line(path: str, iteration: int) -> str:
+def format_loaded_checkpoint_line(path: str, iteration: int) -> str:
     return f"successfully loaded checkpoint from {path} at iteration {iteration}"
 
 
-def no_checkpoint_line(path: str) -> str:
+def format_no_checkpoint_line(path: str) -> str:
     """`path` is the checkpoint folder, without /latest."""
     return f"Unable to find latest file at {path}/latest"
 
 
-def kill_switch_line(path: str) -> str:
+def format_kill_switch_line(path: str) -> str:
     return f"Detected kill switch at {path}"
 
 
-def exit_duration_line(minutes: float) -> str:
+def format_exit_duration_line(minutes: float) -> str:
     return f"exiting program after {minutes:g} minutes"
 
 
-def training_complete_line() -> str:
+def format_training_complete_line() -> str:
     return "training is complete"
 
 
-def exit_iteration_line(iteration: int) -> str:
+def format_exit_iteration_line(iteration: int) -> str:
     return f"exiting program at iteration {iteration}"
 
 
-def skipped_range_line(first: int, last: int) -> str:
+def format_skipped_range_line(first: int, last: int) -> str:
     """Once for each merged range, both ends inclusive."""
     return f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag."

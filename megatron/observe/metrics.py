@@ -44,24 +44,30 @@ class MetricsFile:
         """Training starts behind `iteration` (0, or the loaded checkpoint's): readers drop what the file has of later ones."""
         self._append({"kind": "start", "iteration": iteration})
 
-    def train(self, report: IterationReport) -> None:
+    def write_training(self, report: IterationReport) -> None:
         """One iteration. Phases appear as `<phase>_seconds`, and `compute_seconds` is the work without its communication."""
         record: dict[str, Any] = {"kind": "train", **vars(report)}
         phases = dict(record.pop("phase_seconds"))
-        record |= {f"{phase.replace('-', '_')}_seconds": seconds for phase, seconds in phases.items()}
+        record |= {
+            f"{phase.replace('-', '_')}_seconds": seconds for phase, seconds in phases.items()
+        }
         record["compute_seconds"] = compute_seconds(phases)
         self._append(record)
 
-    def validation(self, iteration: int, lm_loss: float, name: str = "validation") -> None:
+    def write_validation(self, iteration: int, lm_loss: float, name: str = "validation") -> None:
         """One evaluation of one validation or test set."""
-        self._append({"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss})
+        self._append(
+            {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
+        )
 
     def close(self) -> None:
         """Close the file. A network file system may report here what it could not write."""
         try:
             self._close()
         except OSError as error:
-            self._say(f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be lost")
+            self._say(
+                f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be lost"
+            )
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -70,7 +76,10 @@ class MetricsFile:
 
     def _append(self, record: dict[str, Any]) -> None:
         record["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({key: _as_json(value) for key, value in record.items()}).encode() + b"\n"
+        line = (
+            json.dumps({key: _encode_non_finite(value) for key, value in record.items()}).encode()
+            + b"\n"
+        )
         try:
             self._write(line)
         except OSError as error:
@@ -78,10 +87,14 @@ class MetricsFile:
                 self._close()  # opened again for the next line: the file may have been moved, or its mount have gone stale
             self._lost_lines += 1
             if self._lost_lines == 1:
-                self._say(f"cannot write metrics to {self._path}: {error.strerror}; training goes on, each line is attempted again")
+                self._say(
+                    f"cannot write metrics to {self._path}: {error.strerror}; training goes on, each line is attempted again"
+                )
             return
         if self._lost_lines:
-            self._say(f"metrics are written to {self._path} again; {self._lost_lines} lines were lost")
+            self._say(
+                f"metrics are written to {self._path} again; {self._lost_lines} lines were lost"
+            )
             self._lost_lines = 0
 
     def _write(self, line: bytes) -> None:
@@ -132,7 +145,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [entries[number] for number in sorted(entries)]
 
 
-def _as_json(value: Any) -> Any:
+def _encode_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -145,4 +158,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
         return None
-    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+    return {
+        key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
+        for key, value in record.items()
+    }

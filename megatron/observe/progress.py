@@ -12,12 +12,16 @@ from tqdm import tqdm
 class ProgressBar:
     """Bar over the iterations of a run; draws only if `show` and `stream` is a terminal, and is silent otherwise."""
 
-    def __init__(self, *, total: int, initial: int = 0, show: bool, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, total: int, initial: int = 0, show: bool, stream: TextIO | None = None
+    ) -> None:
         """`stream` is stderr by default."""
         stream = sys.stderr if stream is None else stream
         self._bar: tqdm[None] | None = None
         if show and stream.isatty():
-            self._bar = tqdm(total=total, initial=initial, unit="it", file=stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total, initial=initial, unit="it", file=stream, dynamic_ncols=True
+            )
 
     def update(self, iterations: int = 1, note: str = "") -> None:
         """Go on by so many iterations; `note` (as in 'loss 3.21') stands at the bar's end."""

@@ -6,14 +6,16 @@ Invariant: the slow choice is said aloud; each row gives its reason.
 from collections.abc import Iterable
 
 
-def start_table(rows: Iterable[tuple[str, str, str]]) -> str:
+def format_start_table(rows: Iterable[tuple[str, str, str]]) -> str:
     """(what, choice, why) rows as one aligned block of lines.
 
-    >>> print(start_table([("attention", "sdpa", "torch's flash kernel"), ("norm", "torch", "apex is not installed")]))
+    >>> print(format_start_table([("attention", "sdpa", "torch's flash kernel"), ("norm", "torch", "apex is not installed")]))
      in use    | choice | why
      attention | sdpa   | torch's flash kernel
      norm      | torch  | apex is not installed
     """
     table = [("in use", "choice", "why"), *rows]
     widths = [max(len(row[column]) for row in table) for column in (0, 1)]
-    return "\n".join(f" {what:<{widths[0]}} | {choice:<{widths[1]}} | {why}" for what, choice, why in table)
+    return "\n".join(
+        f" {what:<{widths[0]}} | {choice:<{widths[1]}} | {why}" for what, choice, why in table
+    )

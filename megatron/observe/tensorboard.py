@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.logging import LoggingConfig
 from megatron.errors import ConfigError
-from megatron.observe.log_line import perplexity
+from megatron.observe.log_line import compute_perplexity
 from megatron.observe.report import Axes, IterationReport
 
 if TYPE_CHECKING:
@@ -46,38 +46,42 @@ class TensorBoard:
     def enabled(self) -> bool:
         return self._file is not None
 
-    def train(self, report: IterationReport) -> None:
+    def write_training(self, report: IterationReport) -> None:
         """One iteration, if it is due by --tensorboard-log-interval."""
         if self._file is None or report.iteration % self._logging.tensorboard_log_interval != 0:
             return
         at = report.axes
-        self._counters(at)
+        self._add_counters(at)
         if report.lm_loss is not None:
-            self._versus(at, "lm-loss-training/lm loss", report.lm_loss, gigaflops=True)
+            self._add_with_axes(at, "lm-loss-training/lm loss", report.lm_loss, gigaflops=True)
         if self._logging.log_learning_rate_to_tensorboard:
-            self._versus(at, "learning-rate/learning-rate", report.learning_rate)
+            self._add_with_axes(at, "learning-rate/learning-rate", report.learning_rate)
         if self._logging.log_batch_size_to_tensorboard:
-            self._versus(at, "batch-size/batch-size", report.global_batch_size)
+            self._add_with_axes(at, "batch-size/batch-size", report.global_batch_size)
         if self._logging.log_loss_scale_to_tensorboard and report.loss_scale is not None:
-            self._versus(at, "loss-scale/loss-scale", report.loss_scale)
+            self._add_with_axes(at, "loss-scale/loss-scale", report.loss_scale)
         if report.grad_norm is not None:
-            self._versus(at, "grad-norm/grad-norm", report.grad_norm)
+            self._add_with_axes(at, "grad-norm/grad-norm", report.grad_norm)
         if report.num_zeros is not None:
-            self._versus(at, "num-zeros/num-zeros", report.num_zeros)
+            self._add_with_axes(at, "num-zeros/num-zeros", report.num_zeros)
         if report.params_norm is not None:
-            self._versus(at, "params-norm/params-norm", report.params_norm)
+            self._add_with_axes(at, "params-norm/params-norm", report.params_norm)
         if report.curriculum_seqlen is not None:
             self._add("curriculum_seqlen", report.curriculum_seqlen, report.iteration)
         if self._logging.log_timers_to_tensorboard:
-            self._versus(at, "iteration-time/iteration-time", report.seconds)
-            self._phases(report.iteration, report.phase_seconds)
+            self._add_with_axes(at, "iteration-time/iteration-time", report.seconds)
+            self._add_phases(report.iteration, report.phase_seconds)
 
-    def validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
+    def write_validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
         """One evaluation; `name` is the set's where there are several."""
-        tag = f"lm-loss-validation/{name}/lm loss validation" if name is not None else "lm-loss-validation/lm loss validation"
-        self._versus(at, tag, lm_loss, gigaflops=True)
+        tag = (
+            f"lm-loss-validation/{name}/lm loss validation"
+            if name is not None
+            else "lm-loss-validation/lm loss validation"
+        )
+        self._add_with_axes(at, tag, lm_loss, gigaflops=True)
         if self._logging.log_validation_ppl_to_tensorboard:
-            self._versus(at, f"{tag} ppl", perplexity(lm_loss), gigaflops=True)
+            self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
 
     def flush(self) -> None:
         """Write what is in memory."""
@@ -90,22 +94,26 @@ class TensorBoard:
             self._file.close()
             self._file = None
 
-    def _counters(self, at: Axes) -> None:
+    def _add_counters(self, at: Axes) -> None:
         self._add("steps-vs-samples/y=steps,x=samples", at.iteration, at.consumed_samples)
         self._add("steps-vs-samples/y=samples,x=steps", at.consumed_samples, at.iteration)
         self._add("steps-vs-tokens/y=steps,x=tokens", at.iteration, at.consumed_tokens)
         self._add("steps-vs-tokens/y=tokens,x=steps", at.consumed_tokens, at.iteration)
 
-    def _phases(self, iteration: int, phase_seconds: Mapping[str, float]) -> None:
+    def _add_phases(self, iteration: int, phase_seconds: Mapping[str, float]) -> None:
         for phase, seconds in phase_seconds.items():
             self._add(f"{phase}-time", seconds, iteration)
 
-    def _versus(self, at: Axes, tag: str, value: float, *, gigaflops: bool = False) -> None:
+    def _add_with_axes(self, at: Axes, tag: str, value: float, *, gigaflops: bool = False) -> None:
         self._add(tag, value, at.iteration)
         self._add(f"{tag} vs samples", value, at.consumed_samples)
         self._add(f"{tag} vs tokens", value, at.consumed_tokens)
         if gigaflops:
-            self._add(f"{tag} vs gigaflos (without embeddings)", value, int(at.gigaflops_without_embeddings))
+            self._add(
+                f"{tag} vs gigaflos (without embeddings)",
+                value,
+                int(at.gigaflops_without_embeddings),
+            )
 
     def _add(self, tag: str, value: float, step: int) -> None:
         if self._file is None:
@@ -168,11 +176,15 @@ class EventFile:
             self._write_at = time.monotonic() + _RETRY_SECONDS
             if not self._failing:
                 way_on = "training goes on without them until it can"
-                self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; {way_on}")
+                self._say(
+                    f"cannot write TensorBoard events to {self._folder}: {error.strerror}; {way_on}"
+                )
             self._failing = True
             return
         if self._failing:
-            self._say(f"TensorBoard events are written to {self._folder} again; {self._lost_events} were lost")
+            self._say(
+                f"TensorBoard events are written to {self._folder} again; {self._lost_events} were lost"
+            )
             self._failing, self._lost_events = False, 0
 
     def close(self) -> None:
@@ -181,7 +193,9 @@ class EventFile:
         try:
             os.close(self._descriptor)
         except OSError as error:  # a network file system may report here what it could not write
-            self._say(f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last ones may be lost")
+            self._say(
+                f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last ones may be lost"
+            )
         if self._failing:
             self._say(f"{self._lost_events + self._events} TensorBoard events were lost")
 
@@ -210,10 +224,17 @@ class EventFile:
 
 def _create(folder: Path) -> int:
     """Create an event file of a name that is free. Returns its descriptor. Raises OSError."""
-    stem, number = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}", 0
+    stem, number = (
+        f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}",
+        0,
+    )
     while True:
         try:
-            return os.open(folder / f"{stem}.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            return os.open(
+                folder / f"{stem}.{number}",
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                0o644,
+            )
         except FileExistsError:  # an earlier file of this process and second
             number += 1
 
@@ -222,12 +243,18 @@ def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile | Non
     try:
         import tensorboard.summary.writer.record_writer  # noqa: F401
     except ImportError:
-        say("--tensorboard-dir is given, but the package tensorboard is not installed: no TensorBoard (pip install tensorboard)")
+        say(
+            "--tensorboard-dir is given, but the package tensorboard is not installed: no TensorBoard (pip install tensorboard)"
+        )
         return None
     folder = str(logging.tensorboard_dir)
     if "://" in folder:
-        raise ConfigError(f"--tensorboard-dir {folder} must be a folder of a file system; sync it from there (tools/hub_sync.py)")
+        raise ConfigError(
+            f"--tensorboard-dir {folder} must be a folder of a file system; sync it from there (tools/hub_sync.py)"
+        )
     try:
         return EventFile(Path(folder), logging.tensorboard_queue_size, say)
     except OSError as error:
-        raise ConfigError(f"--tensorboard-dir {folder} cannot be written: {error}; give another folder") from error
+        raise ConfigError(
+            f"--tensorboard-dir {folder} cannot be written: {error}; give another folder"
+        ) from error

@@ -46,7 +46,7 @@ class Throughput:
     """0 to 1; None where the peak is not known."""
 
 
-def peak_tflops(device_name: str) -> float | None:
+def find_peak_tflops(device_name: str) -> float | None:
     """Dense bf16 peak of a device by the name that `torch.cuda.get_device_name` gives; None where it is not in the table."""
     words = f" {device_name.replace('-', ' ')} ".upper()
     for name, peak in _PEAK_TFLOPS:
@@ -56,8 +56,15 @@ def peak_tflops(device_name: str) -> float | None:
     return None
 
 
-def throughput(
-    *, samples: int, tokens: int, flops: float, model_flops: float, seconds: float, devices: int, peak_tflops: float | None
+def compute_throughput(
+    *,
+    samples: int,
+    tokens: int,
+    flops: float,
+    model_flops: float,
+    seconds: float,
+    devices: int,
+    peak_tflops: float | None,
 ) -> Throughput:
     """Rates of work that took `seconds`: `samples`, `tokens`, `flops` (all that ran) and `model_flops` (without
     recomputation) are totals over all `devices`. TFLOPs count what ran, MFU the model's."""

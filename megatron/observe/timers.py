@@ -23,17 +23,24 @@ SAVE = "save"
 _HOST_PHASES = frozenset({DATA_WAIT, EVALUATE, SAVE})
 
 
-class _WallClock:
+class _WallTimer:
     """Context that adds wall seconds; entering and leaving costs about half a microsecond."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._starts: list[float] = []  # a stack, for a phase entered inside itself: only the outermost counts
+        self._starts: list[
+            float
+        ] = []  # a stack, for a phase entered inside itself: only the outermost counts
 
     def __enter__(self) -> None:
         self._starts.append(time.perf_counter())
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         start = self._starts.pop()
         if not self._starts:
             self._seconds += time.perf_counter() - start
@@ -46,7 +53,7 @@ class _WallClock:
         return seconds
 
 
-class _EventClock:
+class _EventTimer:
     """Context that records a pair of events on the current stream; `take` reads and reuses them."""
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
@@ -64,7 +71,12 @@ class _EventClock:
     def __enter__(self) -> None:
         self._open.append(self._record())
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         start = self._open.pop()
         if self._open:
             self._free.append(start)
@@ -90,19 +102,25 @@ class Timers:
     Entered by the thread that does the work: one phase must not be open in two threads at once.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, make_event: Callable[[], Any] | None = None
+    ) -> None:
         """`device` decides the clock; `make_event` gives timing events with `record`, `synchronize` and `elapsed_time` (ms).
         Default: CUDA's on a CUDA device, else none."""
         if make_event is None and torch.device(device).type == "cuda":
-            make_event = _cuda_event
+            make_event = _make_cuda_event
         self._make_event = make_event
-        self._clocks: dict[str, _WallClock | _EventClock] = {}
+        self._clocks: dict[str, _WallTimer | _EventTimer] = {}
 
-    def __call__(self, phase: str) -> _WallClock | _EventClock:
+    def __call__(self, phase: str) -> _WallTimer | _EventTimer:
         clock = self._clocks.get(phase)
         if clock is None:
             on_host = self._make_event is None or phase in _HOST_PHASES
-            clock = self._clocks[phase] = _WallClock() if on_host or self._make_event is None else _EventClock(self._make_event)
+            clock = self._clocks[phase] = (
+                _WallTimer()
+                if on_host or self._make_event is None
+                else _EventTimer(self._make_event)
+            )
         return clock
 
     def add(self, phase: str, seconds: float) -> None:
@@ -114,7 +132,7 @@ class Timers:
         return {phase: clock.take() for phase, clock in self._clocks.items()}
 
 
-def _cuda_event() -> Any:
+def _make_cuda_event() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 

@@ -109,20 +109,22 @@ def deliver(
     is an event, sent each time.
     """
     now = time.time() if now is None else now
-    channels, unsent = _channels(outlets, os.environ)
+    channels, unsent = _build_channels(outlets, os.environ)
     troubles: list[str] = []
-    with _alone(outlets.memory, troubles):
+    with _lock_memory(outlets.memory, troubles):
         memory = _read(outlets.memory, troubles)
         before = asdict(memory)
-        told, due = _lines_of(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
+        told, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *told]
-        _to_log(outlets.main_log, lines, troubles)
+        _append_to_log(outlets.main_log, lines, troubles)
         for name in channels if due else ():
             memory.outbox.setdefault(name, []).extend(due)
         if asdict(memory) != before:
-            _write(outlets.memory, memory, troubles)  # before sending: a kill in between may send twice, and loses nothing
+            _write(
+                outlets.memory, memory, troubles
+            )  # before sending: a kill in between may send twice, and loses nothing
         unsent += _send(channels, memory, lambda: _write(outlets.memory, memory, troubles))
-    _to_log(outlets.main_log, [log_line("ALERT", text, now) for text in unsent], troubles)
+    _append_to_log(outlets.main_log, [log_line("ALERT", text, now) for text in unsent], troubles)
     return Delivery(lines, [*dict.fromkeys(troubles), *unsent])
 
 
@@ -131,10 +133,10 @@ def deliver(
 
 def log_line(word: str, text: str, now: float) -> str:
     """`word` is PULSE, ALERT or RECOVERED; the time is local."""
-    return f"[{clock(now)}] {word}: {' '.join(text.split())}"
+    return f"[{format_time(now)}] {word}: {' '.join(text.split())}"
 
 
-def own_line_time(line: str) -> float | None:
+def parse_own_line_time(line: str) -> float | None:
     """When a line of these tools was written (seconds since the epoch); None for training output."""
     match = _OWN_LINE.match(line)
     if match is None:
@@ -145,37 +147,46 @@ def own_line_time(line: str) -> float | None:
         return None
 
 
-def clock(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return time.strftime(_TIME, time.localtime(seconds))
 
 
-def _to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None:
+def _append_to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None:
     try:
         append_lines(log, lines)
     except OSError as error:
         lost = " / ".join(lines)
-        troubles.append(f"{log} cannot be written ({error.strerror}); its folder must be there and writable. Not in it: {lost}")
+        troubles.append(
+            f"{log} cannot be written ({error.strerror}); its folder must be there and writable. Not in it: {lost}"
+        )
 
 
 # What is remembered
 
 
 @dataclass
-class _Memory:
+class _AlertMemory:
     lasting: dict[str, dict[str, Any]] = field(default_factory=dict)
     """kind -> {"text", "since", "told"}; times in seconds since the epoch."""
     outbox: dict[str, list[str]] = field(default_factory=dict)
     """channel -> lines that are still to be sent."""
 
     @staticmethod
-    def of(record: Any) -> "_Memory":
+    def parse(record: Any) -> "_AlertMemory":
         """Raises ValueError, TypeError, KeyError or AttributeError where it is of another shape."""
         lasting = {
-            str(kind): {"text": str(each["text"]), "since": float(each["since"]), "told": float(each["told"])}
+            str(kind): {
+                "text": str(each["text"]),
+                "since": float(each["since"]),
+                "told": float(each["told"]),
+            }
             for kind, each in record["lasting"].items()
         }
-        outbox = {str(channel): [str(line) for line in lines] for channel, lines in record["outbox"].items()}
-        return _Memory(lasting, outbox)
+        outbox = {
+            str(channel): [str(line) for line in lines]
+            for channel, lines in record["outbox"].items()
+        }
+        return _AlertMemory(lasting, outbox)
 
 
 def read_record(path: Path) -> Any:
@@ -192,26 +203,34 @@ def read_record(path: Path) -> Any:
         raise OperationsError(f"{path} cannot be read and is begun afresh: {error}") from error
 
 
-def _read(path: Path, troubles: list[str]) -> _Memory:
+def _read(path: Path, troubles: list[str]) -> _AlertMemory:
     try:
         record = read_record(path)
-        return _Memory() if record is None else _Memory.of(record)
+        return _AlertMemory() if record is None else _AlertMemory.parse(record)
     except OperationsError as error:
         troubles.append(f"{error}; alerts that had been sent are sent again")
     except (ValueError, TypeError, KeyError, AttributeError):
-        troubles.append(f"{path} is not what these tools write and is begun afresh; alerts that had been sent are sent again")
-    return _Memory()
+        troubles.append(
+            f"{path} is not what these tools write and is begun afresh; alerts that had been sent are sent again"
+        )
+    return _AlertMemory()
 
 
-def _write(path: Path, memory: _Memory, troubles: list[str]) -> None:
+def _write(path: Path, memory: _AlertMemory, troubles: list[str]) -> None:
     try:
         replace_file(path, json.dumps(asdict(memory), indent=1) + "\n")
     except OSError as error:
-        troubles.append(f"{path} cannot be written ({error.strerror}); until it can, alerts are sent at each check")
+        troubles.append(
+            f"{path} cannot be written ({error.strerror}); until it can, alerts are sent at each check"
+        )
 
 
-def _lines_of(
-    alerts: Sequence[Alert], watched: Collection[str], memory: _Memory, repeat_seconds: float, now: float
+def _format_lines(
+    alerts: Sequence[Alert],
+    watched: Collection[str],
+    memory: _AlertMemory,
+    repeat_seconds: float,
+    now: float,
 ) -> tuple[list[str], list[str]]:
     """(lines for the log, those of them to be sent); brings the memory up to date."""
     lines, due = [], []
@@ -226,18 +245,24 @@ def _lines_of(
         else:
             told = known["told"]
         if alert.kind in watched:
-            memory.lasting[alert.kind] = {"text": alert.text, "since": known["since"] if known else now, "told": told}
+            memory.lasting[alert.kind] = {
+                "text": alert.text,
+                "since": known["since"] if known else now,
+                "told": told,
+            }
     present = {alert.kind for alert in alerts}
     for kind in [kind for kind in memory.lasting if kind in watched and kind not in present]:
         ended = memory.lasting.pop(kind)
-        line = log_line("RECOVERED", f"no longer so: {ended['text']} (since {clock(ended['since'])})", now)
+        line = log_line(
+            "RECOVERED", f"no longer so: {ended['text']} (since {format_time(ended['since'])})", now
+        )
         lines.append(line)
         due.append(line)
     return lines, due
 
 
 @contextlib.contextmanager
-def _alone(memory: Path, troubles: list[str]) -> Iterator[None]:
+def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
     """Two tools that tell one log at the same moment must not overwrite each other's memory."""
     lock: IO[str] | None = None
     try:
@@ -249,7 +274,9 @@ def _alone(memory: Path, troubles: list[str]) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    troubles.append(f"{lock.name} is held for {_LOCK_SECONDS:.0f} s by another tool; went on without it")
+                    troubles.append(
+                        f"{lock.name} is held for {_LOCK_SECONDS:.0f} s by another tool; went on without it"
+                    )
                     break
                 time.sleep(0.1)
     except OSError:
@@ -269,7 +296,9 @@ class _Channel(Protocol):
         """Raises OperationsError where it was not taken; returns what went wrong where it was taken all the same."""
 
 
-def _send(channels: Mapping[str, _Channel | None], memory: _Memory, sent: Callable[[], None]) -> list[str]:
+def _send(
+    channels: Mapping[str, _Channel | None], memory: _AlertMemory, sent: Callable[[], None]
+) -> list[str]:
     """One message for all lines of a channel; `sent` is called after each. Returns what went wrong."""
     troubles = []
     for name, channel in channels.items():
@@ -279,7 +308,9 @@ def _send(channels: Mapping[str, _Channel | None], memory: _Memory, sent: Callab
         try:
             remark = channel.send(lines)
         except OperationsError as error:
-            troubles.append(f"{len(lines)} of these lines not sent, tried again at the next check: {error}")
+            troubles.append(
+                f"{len(lines)} of these lines not sent, tried again at the next check: {error}"
+            )
             continue
         if remark is not None:
             troubles.append(remark)
@@ -288,9 +319,14 @@ def _send(channels: Mapping[str, _Channel | None], memory: _Memory, sent: Callab
     return troubles
 
 
-def _channels(outlets: Outlets, environment: Mapping[str, str]) -> tuple[dict[str, _Channel | None], list[str]]:
+def _build_channels(
+    outlets: Outlets, environment: Mapping[str, str]
+) -> tuple[dict[str, _Channel | None], list[str]]:
     """The channels that are asked for, None where a setting is wrong, and what is wrong: told before an alert needs them."""
-    makers: dict[str, Callable[[Outlets, Mapping[str, str]], _Channel | None]] = {"mail": _mail_of, "webhook": _webhook_of}
+    makers: dict[str, Callable[[Outlets, Mapping[str, str]], _Channel | None]] = {
+        "mail": _build_mail,
+        "webhook": _build_webhook,
+    }
     channels: dict[str, _Channel | None] = {}
     troubles = []
     for name, make in makers.items():
@@ -318,32 +354,47 @@ class _Mail:
     def send(self, lines: Sequence[str]) -> str | None:
         where = f"the mail server {self.host}:{self.port}"
         try:
-            refused = self._deliver(self._message(lines))
+            refused = self._deliver(self._build_message(lines))
         except ssl.SSLError as error:
             way_out = "name the site's certificates by SSL_CERT_FILE"
-            raise OperationsError(f"{where} has no certificate that is trusted here: {error.reason}; {way_out}") from None
+            raise OperationsError(
+                f"{where} has no certificate that is trusted here: {error.reason}; {way_out}"
+            ) from None
         except (OSError, smtplib.SMTPException) as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise OperationsError(
                 f"{where} did not take it: {text.replace(self.password, '***') if self.password else text}"
             ) from None
-        except ValueError as error:  # what is not ASCII in an address or password; the text may quote it
-            raise OperationsError(f"{where} cannot be told: {type(error).__name__}; addresses and password must be ASCII") from None
-        return f"{where} took it, but not for {', '.join(refused)}; mend --mail-to" if refused else None
+        except (
+            ValueError
+        ) as error:  # what is not ASCII in an address or password; the text may quote it
+            raise OperationsError(
+                f"{where} cannot be told: {type(error).__name__}; addresses and password must be ASCII"
+            ) from None
+        return (
+            f"{where} took it, but not for {', '.join(refused)}; mend --mail-to"
+            if refused
+            else None
+        )
 
-    def _message(self, lines: Sequence[str]) -> EmailMessage:
+    def _build_message(self, lines: Sequence[str]) -> EmailMessage:
         message = EmailMessage()
         first = lines[0].split("] ", 1)[-1]
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)
-        message.set_content("\n".join([*lines, "", f"Told by {platform.node()}; the log is {self.log.absolute()}"]) + "\n")
+        message.set_content(
+            "\n".join([*lines, "", f"Told by {platform.node()}; the log is {self.log.absolute()}"])
+            + "\n"
+        )
         return message
 
     def _deliver(self, message: EmailMessage) -> list[str]:
         """Returns the addresses that were refused while others were not."""
-        with smtplib.SMTP(self.host, self.port, local_hostname=platform.node(), timeout=_TIMEOUT_SECONDS) as server:
+        with smtplib.SMTP(
+            self.host, self.port, local_hostname=platform.node(), timeout=_TIMEOUT_SECONDS
+        ) as server:
             server.ehlo()
             encrypted = server.has_extn("starttls")
             if encrypted:
@@ -359,7 +410,7 @@ class _Mail:
             return list(server.send_message(message))
 
 
-def _mail_of(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | None:
+def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | None:
     to = outlets.mail_to or tuple(environment.get("ALERT_MAIL_TO", "").replace(",", " ").split())
     if not to:
         return None
@@ -367,13 +418,21 @@ def _mail_of(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | None:
     host, colon, number = server.rpartition(":")
     host, number = (host.strip("[]"), number) if colon else (server, "25")
     if not host or not number.isdecimal() or not 0 < int(number) < 65536:
-        raise OperationsError(f"{server!r} is no mail server; write --smtp (or ALERT_SMTP) as host:port")
+        raise OperationsError(
+            f"{server!r} is no mail server; write --smtp (or ALERT_SMTP) as host:port"
+        )
     if number == "465":
-        raise OperationsError(f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, 587 or 25")
+        raise OperationsError(
+            f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, 587 or 25"
+        )
     user, password = environment.get("SMTP_USER") or None, environment.get("SMTP_PASSWORD") or None
     if (user is None) != (password is None):
         raise OperationsError("of SMTP_USER and SMTP_PASSWORD only one is set; set both, or none")
-    sender = outlets.mail_from or environment.get("ALERT_MAIL_FROM") or f"{_user_name()}@{platform.node()}"
+    sender = (
+        outlets.mail_from
+        or environment.get("ALERT_MAIL_FROM")
+        or f"{_get_user_name()}@{platform.node()}"
+    )
     for address in (*to, sender):
         if not re.fullmatch(r"[^@\s]+@[^@\s]+", address):
             raise OperationsError(
@@ -382,7 +441,7 @@ def _mail_of(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | None:
     return _Mail(host, int(number), sender, to, outlets.main_log, user, password)
 
 
-def _user_name() -> str:
+def _get_user_name() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a user without a name, as in some containers
@@ -399,14 +458,20 @@ class _Webhook:
         body = json.dumps({"text": "\n".join(lines)}).encode()
         # Errors of urllib and http.client quote the address, which is a secret: only their kind is told, and none is chained.
         try:
-            request = urllib.request.Request(self.address, data=body, headers={"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                self.address, data=body, headers={"Content-Type": "application/json"}
+            )
             with urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_SECONDS):
                 return
         except urllib.error.HTTPError as error:
             reason = f"HTTP {error.code}"
         except urllib.error.URLError as error:
             inner = error.reason
-            reason = inner.strerror or type(inner).__name__ if isinstance(inner, OSError) else "no such host or scheme"
+            reason = (
+                inner.strerror or type(inner).__name__
+                if isinstance(inner, OSError)
+                else "no such host or scheme"
+            )
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = type(error).__name__
         raise OperationsError(f"the webhook of {self.variable} did not take it: {reason}")
@@ -419,7 +484,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _webhook_of(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook | None:
+def _build_webhook(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook | None:
     variable = outlets.webhook or "ALERT_WEBHOOK"
     if "/" in variable or ":" in variable:
         raise OperationsError(
@@ -430,7 +495,11 @@ def _webhook_of(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook | 
     if not address and outlets.webhook is None:
         return None
     if not address:
-        raise OperationsError(f"--webhook {variable}: there is no such environment variable; export it with the webhook's address")
+        raise OperationsError(
+            f"--webhook {variable}: there is no such environment variable; export it with the webhook's address"
+        )
     if not re.match(r"https?://[^\s/]", address):
-        raise OperationsError(f"what {variable} holds is no address of a webhook; it begins with https://")
+        raise OperationsError(
+            f"what {variable} holds is no address of a webhook; it begins with https://"
+        )
     return _Webhook(variable, address)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.checkpoint.folder import pointed_iteration
+from megatron.checkpoint.folder import read_pointed_iteration
 from megatron.durable import append_lines
 from megatron.errors import CheckpointError
 
@@ -34,7 +34,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastAttempt:
     attempt: Attempt
     outcome: str | None
     """None: it ended without a word."""
@@ -48,7 +48,7 @@ def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
         environment.get("SLURM_ARRAY_TASK_ID", ""),
         int(environment.get("SLURM_RESTART_COUNT", "0")),
         environment.get("SLURM_JOB_NODELIST", ""),
-        reached(run),
+        read_reached_iteration(run),
         time.time(),
     )
     append_lines(run / FILE, [json.dumps({"began": asdict(attempt)})])
@@ -57,13 +57,18 @@ def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
 
 def end(run: Path, attempt: Attempt, outcome: str) -> None:
     """`outcome`: a word for what happened. Raises OSError."""
-    record = {"began": attempt.began, "outcome": outcome, "iteration": reached(run), "at": time.time()}
+    record = {
+        "began": attempt.began,
+        "outcome": outcome,
+        "iteration": read_reached_iteration(run),
+        "at": time.time(),
+    }
     append_lines(run / FILE, [json.dumps({"ended": record})])
 
 
-def failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[Past]:
+def list_failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[PastAttempt]:
     """The job's newest attempts that left the checkpoint where it is now and did not end with an outcome `in_order`."""
-    now, failed = reached(run), []
+    now, failed = read_reached_iteration(run), []
     for past in reversed([past for past in _read(run) if past.attempt.job == job]):
         if past.outcome in in_order or past.attempt.iteration != now:
             break
@@ -71,15 +76,15 @@ def failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[Past]
     return failed[::-1]
 
 
-def reached(run: Path) -> int:
+def read_reached_iteration(run: Path) -> int:
     """The iteration that the pointers name; 0 where there is none, or none that can be read: training will say why."""
     try:
-        return pointed_iteration(run) or 0
+        return read_pointed_iteration(run) or 0
     except (CheckpointError, OSError):
         return 0
 
 
-def _read(run: Path) -> Iterator[Past]:
+def _read(run: Path) -> Iterator[PastAttempt]:
     """In order; lines that were cut off by a full disk or a kill are left out."""
     try:
         lines = (run / FILE).read_text(errors="replace").splitlines()
@@ -98,4 +103,4 @@ def _read(run: Path) -> Iterator[Past]:
         except (ValueError, TypeError, KeyError):
             continue
     for began, attempt in attempts.items():
-        yield Past(attempt, outcomes.get(began))
+        yield PastAttempt(attempt, outcomes.get(began))

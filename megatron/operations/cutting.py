@@ -3,7 +3,7 @@
 Invariant: no byte is lost. What goes is on the disk in a file of its own before the other changes, which is then replaced whole;
 done again after a cut-off, or with nothing left to cut, it changes nothing more.
 
-Rules. TensorBoard: each record by its own iteration (see `_Steps`). Metrics: a line's iteration; a start at the iteration itself
+Rules. TensorBoard: each record by its own iteration (see `_EventSteps`). Metrics: a line's iteration; a start at the iteration itself
 goes, with what followed it. Emissions: rows of a later second than the moment given. Log: everything behind the last line that
 belongs to the iteration or to an earlier one. A line that cannot be read goes or stays with the one before it.
 """
@@ -41,7 +41,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutSpans:
     """Where a file is to be cut."""
 
     stamp: tuple[int, int]
@@ -61,11 +61,15 @@ class Cut:
     @property
     def said(self) -> str:
         """For people."""
-        damage = f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart" if self.unreadable else ""
+        damage = (
+            f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart"
+            if self.unreadable
+            else ""
+        )
         return f"{self.count:,} of {self.total:,} {self.unit}{', the whole file' if self.whole else ''}{damage}"
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _read_stamp(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -73,7 +77,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 # Lines
 
 
-def _lines(path: Path) -> Iterator[tuple[Span, bytes]]:
+def _iterate_lines(path: Path) -> Iterator[tuple[Span, bytes]]:
     begin = 0
     with open(path, "rb") as file:
         for line in file:
@@ -81,7 +85,7 @@ def _lines(path: Path) -> Iterator[tuple[Span, bytes]]:
             begin += len(line)
 
 
-def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Neighbours as one."""
     merged: list[Span] = []
     for begin, end in spans:
@@ -92,10 +96,12 @@ def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def _cut_of_lines(path: Path, is_later: Callable[[bytes], bool | None], head: Span = (0, 0)) -> Cut:
+def _find_lines_cut(
+    path: Path, is_later: Callable[[bytes], bool | None], head: Span = (0, 0)
+) -> CutSpans:
     """`is_later` says whether a line goes; None: as the one before it."""
-    stamp, gone, total, later = _stamp(path), [], 0, False
-    for span, line in _lines(path):
+    stamp, gone, total, later = _read_stamp(path), [], 0, False
+    for span, line in _iterate_lines(path):
         if span[0] < head[1]:
             continue
         total += 1
@@ -103,10 +109,10 @@ def _cut_of_lines(path: Path, is_later: Callable[[bytes], bool | None], head: Sp
         later = later if found is None else found
         if later:
             gone.append(span)
-    return Cut(stamp, _merged(gone), head, count=len(gone), total=total)
+    return CutSpans(stamp, _merge_spans(gone), head, count=len(gone), total=total)
 
 
-def _metrics_record(line: bytes) -> dict[str, Any] | None:
+def _parse_metrics_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:  # torn, or not text
@@ -114,20 +120,20 @@ def _metrics_record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
 
 
-def cut_of_metrics(path: Path, iteration: int) -> Cut:
+def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
     """Lines of later iterations; a start behind `iteration` itself is a later launch's, and goes too."""
 
     def is_later(line: bytes) -> bool | None:
-        record = _metrics_record(line)
+        record = _parse_metrics_record(line)
         if record is None:
             return None
         return bool(record["iteration"] >= iteration + (record.get("kind") != "start"))
 
-    return _cut_of_lines(path, is_later)
+    return _find_lines_cut(path, is_later)
 
 
 @dataclass(frozen=True)
-class Trained:
+class PassedIteration:
     """What a metrics file says of when a run passed an iteration."""
 
     to: int
@@ -138,11 +144,11 @@ class Trained:
     """When the first later iteration was done, behind the last time that the run stood at that one; None: there is none."""
 
 
-def when_passed(path: Path, iteration: int) -> Trained:
+def find_when_passed(path: Path, iteration: int) -> PassedIteration:
     """As above, for `iteration`."""
     to, passed, moment = 0, False, None
-    for _, line in _lines(path):
-        record = _metrics_record(line)
+    for _, line in _iterate_lines(path):
+        record = _parse_metrics_record(line)
         if record is None or record.get("kind") == "start":
             continue
         to = max(to, record["iteration"])
@@ -153,43 +159,50 @@ def when_passed(path: Path, iteration: int) -> Trained:
                 moment = datetime.fromisoformat(record["time"])
             except (KeyError, TypeError, ValueError):
                 continue  # the next one tells
-    return Trained(to, passed, moment)
+    return PassedIteration(to, passed, moment)
 
 
-def cut_of_emissions(path: Path, moment: datetime | None) -> Cut:
+def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
     """Rows of a later second than `moment`; None: no row goes. codecarbon writes the host's local time without a zone, in seconds.
 
     Raises:
         OperationsError: it has no column `timestamp`.
     """
-    first = next(_lines(path), None)
+    first = next(_iterate_lines(path), None)
     if first is None or moment is None:
-        return Cut(_stamp(path), unit="rows")
+        return CutSpans(_read_stamp(path), unit="rows")
     head, line = first
-    names = _row(line)
+    names = _parse_row(line)
     if "timestamp" not in names:
-        raise OperationsError(f"{path} has no column 'timestamp' in its first line; it must be a table of codecarbon's: restore it")
-    column, boundary = names.index("timestamp"), moment.astimezone().replace(tzinfo=None, microsecond=0)
+        raise OperationsError(
+            f"{path} has no column 'timestamp' in its first line; it must be a table of codecarbon's: restore it"
+        )
+    column, boundary = (
+        names.index("timestamp"),
+        moment.astimezone().replace(tzinfo=None, microsecond=0),
+    )
 
     def is_later(line: bytes) -> bool | None:
         try:
-            written = datetime.fromisoformat(_row(line)[column])
+            written = datetime.fromisoformat(_parse_row(line)[column])
         except (IndexError, ValueError):
             return None
-        return (written if written.tzinfo is None else written.astimezone().replace(tzinfo=None)) > boundary
+        return (
+            written if written.tzinfo is None else written.astimezone().replace(tzinfo=None)
+        ) > boundary
 
-    cut = _cut_of_lines(path, is_later, head)
-    return Cut(cut.stamp, cut.gone, head, count=cut.count, total=cut.total, unit="rows")
+    cut = _find_lines_cut(path, is_later, head)
+    return CutSpans(cut.stamp, cut.gone, head, count=cut.count, total=cut.total, unit="rows")
 
 
-def _row(line: bytes) -> list[str]:
+def _parse_row(line: bytes) -> list[str]:
     return next(csv.reader([line.decode("utf-8", "replace").rstrip("\r\n")]), [])
 
 
 _SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+) to")
 
 
-def cut_of_log(path: Path, iteration: int) -> Cut:
+def find_log_cut(path: Path, iteration: int) -> CutSpans:
     """Everything behind the last line that belongs to `iteration` or an earlier one.
 
     Training and validation lines tell, and `successfully saved checkpoint` where no later iteration stands before it (an
@@ -198,9 +211,9 @@ def cut_of_log(path: Path, iteration: int) -> Cut:
     Raises:
         OperationsError: it has no such lines.
     """
-    stamp, keep, later, seen = _stamp(path), 0, False, False
+    stamp, keep, later, seen = _read_stamp(path), 0, False, False
     total = kept_lines = 0
-    for span, raw in _lines(path):
+    for span, raw in _iterate_lines(path):
         total += 1
         if b"iteration" not in raw:
             continue
@@ -217,13 +230,13 @@ def cut_of_log(path: Path, iteration: int) -> Cut:
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's own main log")
     gone = ((keep, stamp[0]),) if keep < stamp[0] else ()
-    return Cut(stamp, gone, count=total - kept_lines, total=total)
+    return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 
 # TensorBoard's records: length (8 bytes), its CRC (4), data, its CRC (4), all little-endian
 
 
-def cut_of_events(path: Path, at: Axes) -> Cut:
+def find_events_cut(path: Path, at: Axes) -> CutSpans:
     """Records of iterations behind `at`, wherever their step axis puts them.
 
     Raises:
@@ -233,10 +246,12 @@ def cut_of_events(path: Path, at: Axes) -> Cut:
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as absent:
-        raise OperationsError(f"the package tensorboard is not installed, to cut {path}: pip install -e '.[observe]'") from absent
-    stamp, data = _stamp(path), path.read_bytes()
-    records, unreadable = _records(data)
-    steps, head, gone, later = _Steps(at), (0, 0), [], False
+        raise OperationsError(
+            f"the package tensorboard is not installed, to cut {path}: pip install -e '.[observe]'"
+        ) from absent
+    stamp, data = _read_stamp(path), path.read_bytes()
+    records, unreadable = _find_records(data)
+    steps, head, gone, later = _EventSteps(at), (0, 0), [], False
     for number, (begin, end) in enumerate(records):
         try:
             event = Event.FromString(data[begin + 12 : end - 4])
@@ -251,8 +266,17 @@ def cut_of_events(path: Path, at: Axes) -> Cut:
             gone.append((begin, end))
     total = len(records) - (head != (0, 0))
     if not gone:
-        return Cut(stamp, total=total, unit="records")
-    return Cut(stamp, _merged(gone), head, _merged(unreadable), len(gone) == total, len(gone), total, "records")
+        return CutSpans(stamp, total=total, unit="records")
+    return CutSpans(
+        stamp,
+        _merge_spans(gone),
+        head,
+        _merge_spans(unreadable),
+        len(gone) == total,
+        len(gone),
+        total,
+        "records",
+    )
 
 
 _COUNTED = {
@@ -260,11 +284,14 @@ _COUNTED = {
     " vs tokens": lambda at: at.consumed_tokens,
     " vs gigaflos (without embeddings)": lambda at: int(at.gigaflops_without_embeddings),
 }
-_ITERATION_IS_VALUE = {"steps-vs-samples/y=steps,x=samples": " vs samples", "steps-vs-tokens/y=steps,x=tokens": " vs tokens"}
+_ITERATION_IS_VALUE = {
+    "steps-vs-samples/y=steps,x=samples": " vs samples",
+    "steps-vs-tokens/y=steps,x=tokens": " vs tokens",
+}
 
 
 @dataclass
-class _Steps:
+class _EventSteps:
     """Which iteration a record belongs to, in the order of one launch's file.
 
     A tag with another axis follows the tag without (`lm loss`, then `lm loss vs samples`), so it has that one's iteration; the
@@ -279,28 +306,34 @@ class _Steps:
         """None: it has no step."""
         later = None
         for value in event.summary.value:
-            later = bool(later) or self._value_is_later(value, event.step)
+            later = bool(later) or self._is_value_later(value, event.step)
         return later
 
-    def _value_is_later(self, value: Any, step: int) -> bool:
-        axis, base = _axis(value.tag)
+    def _is_value_later(self, value: Any, step: int) -> bool:
+        axis, base = _split_axis(value.tag)
         if axis is None:
             self._last[base] = step
             return step > self.at.iteration
         if base in _ITERATION_IS_VALUE and value.WhichOneof("value") == "simple_value":
             return round(value.simple_value) > self.at.iteration
         iteration = self._last.get(base)
-        return iteration > self.at.iteration if iteration is not None else step > _COUNTED[axis](self.at)
+        return (
+            iteration > self.at.iteration
+            if iteration is not None
+            else step > _COUNTED[axis](self.at)
+        )
 
 
 @cache
-def _axis(tag: str) -> tuple[str | None, str]:
+def _split_axis(tag: str) -> tuple[str | None, str]:
     """What a tag has for steps, None being the iteration, and the tag of the record with the iteration."""
-    axis = _ITERATION_IS_VALUE.get(tag) or next((suffix for suffix in _COUNTED if tag.endswith(suffix)), None)
+    axis = _ITERATION_IS_VALUE.get(tag) or next(
+        (suffix for suffix in _COUNTED if tag.endswith(suffix)), None
+    )
     return axis, tag.removesuffix(axis or "")
 
 
-def _records(data: bytes) -> tuple[list[Span], list[Span]]:
+def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
     """(whole records, what cannot be read): a record with damaged data is passed over; behind a damaged length nothing is found."""
     begins, lengths, at = array("q"), array("q"), 0
     while at + 16 <= len(data):
@@ -312,13 +345,15 @@ def _records(data: bytes) -> tuple[list[Span], list[Span]]:
         at += 16 + size
     numbers = np.frombuffer(data, np.uint8)
     begin, length = np.array(begins, np.int64), np.array(lengths, np.int64)
-    sound = _crcs(numbers, begin, 8) == _stored(numbers, begin + 8)
+    sound = _compute_crcs(numbers, begin, 8) == _read_stored_crcs(numbers, begin + 8)
     readable = len(begin) if sound.all() else int(np.argmin(sound))
     begin, length = begin[:readable], length[:readable]
     right = np.zeros(readable, bool)
     for size in np.unique(length):
         chosen = np.flatnonzero(length == size)
-        right[chosen] = _crcs(numbers, begin[chosen] + 12, size) == _stored(numbers, begin[chosen] + 12 + size)
+        right[chosen] = _compute_crcs(numbers, begin[chosen] + 12, size) == _read_stored_crcs(
+            numbers, begin[chosen] + 12 + size
+        )
     spans = list(zip(begin.tolist(), (begin + length + 16).tolist(), strict=True))
     unreadable = [span for span, is_right in zip(spans, right, strict=True) if not is_right]
     end = spans[-1][1] if spans else 0
@@ -327,17 +362,19 @@ def _records(data: bytes) -> tuple[list[Span], list[Span]]:
     return [span for span, is_right in zip(spans, right, strict=True) if is_right], unreadable
 
 
-def _crc_table() -> NDArray[np.uint32]:
+def _build_crc_table() -> NDArray[np.uint32]:
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1)
     return table
 
 
-_TABLE = _crc_table()
+_TABLE = _build_crc_table()
 
 
-def _crcs(data: NDArray[np.uint8], begins: NDArray[np.int64], length: int) -> NDArray[np.uint32]:
+def _compute_crcs(
+    data: NDArray[np.uint8], begins: NDArray[np.int64], length: int
+) -> NDArray[np.uint32]:
     """Masked CRC-32C of pieces of one length, all at once: a file may have millions, and TensorBoard's own takes 0.25 s/MB."""
     crc = np.full(len(begins), 0xFFFFFFFF, np.uint32)
     for at in range(length):
@@ -346,7 +383,7 @@ def _crcs(data: NDArray[np.uint8], begins: NDArray[np.int64], length: int) -> ND
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
-def _stored(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDArray[np.uint32]:
+def _read_stored_crcs(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDArray[np.uint32]:
     found = np.zeros(len(begins), np.uint32)
     for at in range(4):
         found |= data[begins + at].astype(np.uint32) << np.uint32(8 * at)
@@ -356,7 +393,7 @@ def _stored(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDArray[np.ui
 # Cutting
 
 
-def cut_out(path: Path, part: Path, cut: Cut, temporary: str) -> None:
+def cut_out(path: Path, part: Path, cut: CutSpans, temporary: str) -> None:
     """Move what goes to `part`, whose folder is made; the two may be on different file systems.
 
     `temporary` is the name under which the file is written anew, beside it. A `part` that is there already and holds something
@@ -383,13 +420,18 @@ def cut_out(path: Path, part: Path, cut: Cut, temporary: str) -> None:
     away = sorted([*cut.gone, *cut.unreadable])
     edges = [(0, 0), *away, (size, size)]
     replace_by(
-        path, [(path, [(before[1], after[0]) for before, after in pairwise(edges)])], temporary, lambda: _refuse_changed(path, cut)
+        path,
+        [(path, [(before[1], after[0]) for before, after in pairwise(edges)])],
+        temporary,
+        lambda: _refuse_changed(path, cut),
     )
 
 
-def _refuse_changed(path: Path, cut: Cut) -> None:
-    if _stamp(path) != cut.stamp:
-        raise OperationsError(f"{path} changed while it was being cut: end what writes to it, and give the same command again")
+def _refuse_changed(path: Path, cut: CutSpans) -> None:
+    if _read_stamp(path) != cut.stamp:
+        raise OperationsError(
+            f"{path} changed while it was being cut: end what writes to it, and give the same command again"
+        )
 
 
 def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
@@ -407,7 +449,10 @@ def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
 
 
 def replace_by(
-    path: Path, pieces: Sequence[tuple[Path, Sequence[Span]] | bytes], temporary: str, confirm: Callable[[], None] = lambda: None
+    path: Path,
+    pieces: Sequence[tuple[Path, Sequence[Span]] | bytes],
+    temporary: str,
+    confirm: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace a file by pieces of files (itself) and bytes, whole or not at all, its permissions kept. `confirm` is asked last."""
     fresh = path.with_name(temporary)
@@ -438,6 +483,8 @@ def _copy(source: Path, spans: Sequence[Span], target: Any) -> None:
             while left:
                 piece = file.read(min(left, _CHUNK))
                 if not piece:
-                    raise OperationsError(f"{source} became shorter while it was being cut: end what writes to it, and try again")
+                    raise OperationsError(
+                        f"{source} became shorter while it was being cut: end what writes to it, and try again"
+                    )
                 target.write(piece)
                 left -= len(piece)

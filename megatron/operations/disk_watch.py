@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import saved_iterations, stored_folder
+from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, OperationsError
@@ -45,7 +45,7 @@ History = dict[str, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
-class Watch:
+class DiskWatch:
     """One path and its limits."""
 
     path: Path
@@ -69,12 +69,12 @@ class Gauge:
     limit: int
     """Where an alert is due."""
 
-    def amount(self, number: float) -> str:
-        return human_bytes(number) if self.unit == BYTES else f"{number:,.0f} inodes"
+    def format_amount(self, number: float) -> str:
+        return format_bytes(number) if self.unit == BYTES else f"{number:,.0f} inodes"
 
-    def text(self) -> str:
+    def describe(self) -> str:
         part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
-        return f"{self.amount(self.used)} of {self.amount(self.full)}{part}"
+        return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
 @dataclass
@@ -87,7 +87,7 @@ class FolderUsage:
 
 
 @dataclass
-class Report:
+class DiskReport:
     """Of one check."""
 
     pulses: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Report:
     troubles: list[str] = field(default_factory=list)
 
 
-def parse_watch(text: str) -> Watch:
+def parse_watch(text: str) -> DiskWatch:
     """Of `PATH=LIMIT[,LIMIT]`.
 
     Raises:
@@ -111,11 +111,13 @@ def parse_watch(text: str) -> Watch:
         if key in found:
             raise OperationsError(f"--watch {text!r} limits {key.replace('_', ' ')} twice; {_SPEC}")
         found[key] = value
-    return Watch(Path(path), **found)
+    return DiskWatch(Path(path), **found)
 
 
 def _limit(limit: str, text: str) -> tuple[str, float | int]:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:(%)|([kmgtp]?)-?inodes|([kmgtp]i?)?b)", limit, re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?) ?(?:(%)|([kmgtp]?)-?inodes|([kmgtp]i?)?b)", limit, re.IGNORECASE
+    )
     if match is None:
         raise OperationsError(f"--watch {text!r}: {limit!r} is no limit; {_SPEC}")
     number = float(match[1])
@@ -132,21 +134,26 @@ def _limit(limit: str, text: str) -> tuple[str, float | int]:
 
 
 def check_disks(
-    watches: Sequence[Watch], runs: Sequence[Path], history_file: Path, *, days_left: float, now: float | None = None
-) -> Report:
+    watches: Sequence[DiskWatch],
+    runs: Sequence[Path],
+    history_file: Path,
+    *,
+    days_left: float,
+    now: float | None = None,
+) -> DiskReport:
     """Look at all paths and runs' folders; one that fails does not keep the others from being checked.
 
     Growth is read from `history_file`; a path that is full in fewer than `days_left` days at that rate is an alert.
     """
     now = time.time() if now is None else now
-    report = Report()
+    report = DiskReport()
     history = _read_history(history_file, report)
     rooms: dict[Path, int] = {}
     for watch in watches:
         try:
             gauges = measure(watch, report)
         except OSError as error:
-            _unseen(
+            _alert_unseen(
                 report,
                 f"disk {watch.path}",
                 f"--watch {watch.path} cannot be looked at: {error.strerror}; give a path that is there",
@@ -155,17 +162,21 @@ def check_disks(
         for gauge in gauges:
             if gauge.of == FOLDER and gauge.unit == BYTES:
                 rooms[watch.path.resolve()] = gauge.full - gauge.used
-        _judge(watch, gauges, history, report, days_left, now)
+        _check_gauges(watch, gauges, history, report, days_left, now)
     for run in runs:
         try:
             _check_run(run, rooms, report)
         except OSError as error:
-            _unseen(report, f"checkpoints {run}", f"--run {run} cannot be looked at: {error.strerror}; give a run's --save folder")
+            _alert_unseen(
+                report,
+                f"checkpoints {run}",
+                f"--run {run} cannot be looked at: {error.strerror}; give a run's --save folder",
+            )
     _write_history(history_file, history, now, report)
     return report
 
 
-def _unseen(report: Report, kind: str, text: str) -> None:
+def _alert_unseen(report: DiskReport, kind: str, text: str) -> None:
     """Who relies on this tool must know that it does not see."""
     report.troubles.append(text)
     report.watched.add(f"{kind} unseen")
@@ -175,7 +186,7 @@ def _unseen(report: Report, kind: str, text: str) -> None:
 # Counting
 
 
-def measure(watch: Watch, report: Report) -> list[Gauge]:
+def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
     """
     Raises:
         OSError: there is no such path.
@@ -183,24 +194,25 @@ def measure(watch: Watch, report: Report) -> list[Gauge]:
     gauges = []
     os.stat(watch.path)
     if watch.percent is not None:
-        gauges += file_system_gauges(watch.path, watch.percent)
+        gauges += measure_file_system(watch.path, watch.percent)
     kind = f"disk {watch.path} unseen"
     report.watched.add(kind)
     if watch.limit_bytes is not None or watch.limit_inodes is not None:
-        found = folder_usage(watch.path)
-        for unit, used, limit in ((BYTES, found.bytes, watch.limit_bytes), (INODES, found.inodes, watch.limit_inodes)):
+        found = measure_folder(watch.path)
+        for unit, used, limit in (
+            (BYTES, found.bytes, watch.limit_bytes),
+            (INODES, found.inodes, watch.limit_inodes),
+        ):
             if limit is not None:
                 gauges.append(Gauge(FOLDER, unit, used, limit, limit))
         if found.unread:
-            text = (
-                f"{found.unread} entries of {watch.path} could not be read, the first: {found.first_error}; its sums are too small"
-            )
+            text = f"{found.unread} entries of {watch.path} could not be read, the first: {found.first_error}; its sums are too small"
             report.troubles.append(text)
             report.alerts.append(Alert(kind, text))
     return gauges
 
 
-def file_system_gauges(path: Path, percent: float) -> list[Gauge]:
+def measure_file_system(path: Path, percent: float) -> list[Gauge]:
     """As df counts: what is kept for root is not there. Without inodes where the file system has no fixed number of them.
 
     Raises:
@@ -218,7 +230,7 @@ def file_system_gauges(path: Path, percent: float) -> list[Gauge]:
     return gauges
 
 
-def folder_usage(path: Path) -> FolderUsage:
+def measure_folder(path: Path) -> FolderUsage:
     """As du counts: blocks on the disk, a file with several names once, links not followed, other file systems left out.
 
     What vanishes meanwhile (a checkpoint that is thinned out) is no error.
@@ -262,31 +274,40 @@ def _count(facts: os.stat_result, device: int, seen: set[int], usage: FolderUsag
 # Judging
 
 
-def _judge(watch: Watch, gauges: Sequence[Gauge], history: History, report: Report, days_left: float, now: float) -> None:
+def _check_gauges(
+    watch: DiskWatch,
+    gauges: Sequence[Gauge],
+    history: History,
+    report: DiskReport,
+    days_left: float,
+    now: float,
+) -> None:
     """A PULSE of all gauges of a path, and alerts for what is over its limit or soon full."""
     over, soon, parts = [], [], []
     for gauge in gauges:
         points = history.setdefault(f"{watch.path.absolute()} {gauge.of} {gauge.unit}", [])
         if not points or now - points[-1][0] > _APART_SECONDS:
             points.append((now, gauge.used))
-        growth = growth_a_day(points, now)
-        text = f"{gauge.of} {gauge.text()}"
+        growth = estimate_daily_growth(points, now)
+        text = f"{gauge.of} {gauge.describe()}"
         if growth is not None and growth > 0:
             left = max(0.0, (gauge.full - gauge.used) / growth)
-            text += f", {gauge.amount(growth)} more a day, full in {left:,.1f} days"
+            text += f", {gauge.format_amount(growth)} more a day, full in {left:,.1f} days"
             if left < days_left:
                 soon.append(text)
         parts.append(text)
         if gauge.used >= gauge.limit:
-            over.append(f"{text}; the limit is {gauge.amount(gauge.limit)}")
+            over.append(f"{text}; the limit is {gauge.format_amount(gauge.limit)}")
     report.pulses.append(f"{watch.path}: {'; '.join(parts)}")
     for kind, found in (("full", over), ("soon full", soon)):
         report.watched.add(f"disk {watch.path} {kind}")
         if found:
-            report.alerts.append(Alert(f"disk {watch.path} {kind}", f"{watch.path} is {kind}: {'; '.join(found)}"))
+            report.alerts.append(
+                Alert(f"disk {watch.path} {kind}", f"{watch.path} is {kind}: {'; '.join(found)}")
+            )
 
 
-def growth_a_day(points: Sequence[tuple[float, float]], now: float) -> float | None:
+def estimate_daily_growth(points: Sequence[tuple[float, float]], now: float) -> float | None:
     """Slope of the straight line through the newest days; None where there is too little history."""
     newest = [(at / _DAY, used) for at, used in points if 0 <= now - at <= _GROWTH_DAYS * _DAY]
     if len(newest) < 2 or newest[-1][0] - newest[0][0] < _GROWTH_SPAN_DAYS:
@@ -294,38 +315,49 @@ def growth_a_day(points: Sequence[tuple[float, float]], now: float) -> float | N
     return statistics.linear_regression(*zip(*newest, strict=True)).slope
 
 
-def _check_run(run: Path, rooms: Mapping[Path, int], report: Report) -> None:
+def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None:
     """What checkpoints take, and how many more there is room for: by the file system, and by the limits of the folders around."""
     kind = f"checkpoints {run}"
     os.scandir(run).close()
     report.watched |= {f"{kind} unseen", f"{kind} room"}
-    found, damaged = _checkpoints(run)
+    found, damaged = _list_checkpoints(run)
     if damaged:
-        _unseen(report, kind, f"{run}: {'; '.join(damaged)}; tools/inspect_checkpoint.py --verify tells more")
+        _alert_unseen(
+            report,
+            kind,
+            f"{run}: {'; '.join(damaged)}; tools/inspect_checkpoint.py --verify tells more",
+        )
     if not found:
         report.pulses.append(f"{run}: no checkpoints")
         return
     size = found[-1][1]
-    text = f"{run}: {len(found)} checkpoint{'s' if len(found) > 1 else ''}, the newest of {human_bytes(size)}"
+    text = f"{run}: {len(found)} checkpoint{'s' if len(found) > 1 else ''}, the newest of {format_bytes(size)}"
     days = (found[-1][0] - found[0][0]) / _DAY
     if days > 0:
         kept = sum(each for _, each in found[1:])
-        text += f", one every {days / (len(found) - 1):.2g} days, {human_bytes(kept / days)} a day are kept"
+        text += f", one every {days / (len(found) - 1):.2g} days, {format_bytes(kept / days)} a day are kept"
     place = os.statvfs(run)
     around = [left for path, left in rooms.items() if run.resolve().is_relative_to(path)]
     room = max(0, min([place.f_bavail * place.f_frsize, *around]))
     more = room // max(1, size)
     report.pulses.append(f"{text}; room for {more:,} more")
     if more < _CHECKPOINTS_OF_ROOM:
-        rule = f"room for {more} more checkpoints of {human_bytes(size)} ({human_bytes(room)} free)"
-        report.alerts.append(Alert(f"{kind} room", f"{run}: {rule}; make room, or thin them out with --keep-latest-checkpoints"))
+        rule = (
+            f"room for {more} more checkpoints of {format_bytes(size)} ({format_bytes(room)} free)"
+        )
+        report.alerts.append(
+            Alert(
+                f"{kind} room",
+                f"{run}: {rule}; make room, or thin them out with --keep-latest-checkpoints",
+            )
+        )
 
 
-def _checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
+def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
     """((when it was saved, bytes) in order, what is damaged)."""
     found, damaged = [], []
-    for iteration in saved_iterations(run):
-        folder = stored_folder(run, iteration)
+    for iteration in list_saved_iterations(run):
+        folder = find_stored_folder(run, iteration)
         try:
             found.append(((folder / MANIFEST).stat().st_mtime, read_manifest(folder).bytes))
         except FileNotFoundError:
@@ -339,29 +371,39 @@ def _checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
 # Growth over days
 
 
-def _read_history(path: Path, report: Report) -> History:
+def _read_history(path: Path, report: DiskReport) -> History:
     try:
         record = read_record(path)
         found = {} if record is None else record
-        return {str(key): [(float(at), float(used)) for at, used in points] for key, points in found.items()}
+        return {
+            str(key): [(float(at), float(used)) for at, used in points]
+            for key, points in found.items()
+        }
     except OperationsError as error:
         report.troubles.append(str(error))
     except (TypeError, ValueError, AttributeError):
-        report.troubles.append(f"{path} is not what this tool writes and is begun afresh; growth is known again after 6 hours")
+        report.troubles.append(
+            f"{path} is not what this tool writes and is begun afresh; growth is known again after 6 hours"
+        )
     return {}
 
 
-def _write_history(path: Path, history: History, now: float, report: Report) -> None:
-    kept = {key: [point for point in points if abs(now - point[0]) <= _HISTORY_DAYS * _DAY] for key, points in history.items()}
+def _write_history(path: Path, history: History, now: float, report: DiskReport) -> None:
+    kept = {
+        key: [point for point in points if abs(now - point[0]) <= _HISTORY_DAYS * _DAY]
+        for key, points in history.items()
+    }
     try:
-        replace_file(path, json.dumps({key: points for key, points in kept.items() if points}) + "\n")
+        replace_file(
+            path, json.dumps({key: points for key, points in kept.items() if points}) + "\n"
+        )
     except OSError as error:
         report.troubles.append(
             f"{path} cannot be written ({error.strerror}): growth is not known without it; make room, or mend permissions"
         )
 
 
-def human_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Three digits, in units of 1000, as disks are sold and quotas are given."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB", "PB"):

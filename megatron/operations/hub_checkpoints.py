@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from megatron.checkpoint.folder import saved_iterations, stored_folder
+from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailable, Patience, Say
-from megatron.operations.hub_push import IN_MEMORY_BYTES, in_words
-from megatron.operations.hub_queue import State, digest, read_state
+from megatron.operations.hub import Hub, HubUnavailable, RetryPolicy, Say
+from megatron.operations.hub_push import IN_MEMORY_BYTES, format_size
+from megatron.operations.hub_queue import SyncState, digest, read_state
 from megatron.operations.inside import OutsideError, open_inside, real_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCheckpoint:
     """A checkpoint that is whole on the disk."""
 
     branch: str
@@ -31,7 +31,15 @@ class Finished:
 
 
 def push_checkpoints(
-    run: Path, every: int, state_path: Path, hub: Hub, patience: Patience, *, dry_run: bool, say: Say, warn: Say
+    run: Path,
+    every: int,
+    state_path: Path,
+    hub: Hub,
+    patience: RetryPolicy,
+    *,
+    dry_run: bool,
+    say: Say,
+    warn: Say,
 ) -> list[str]:
     """Push the finished checkpoints of a run's folder whose iteration `every` divides, oldest first; returns what was left out.
 
@@ -39,15 +47,22 @@ def push_checkpoints(
         OperationsError: there is no such folder, or the Hub refuses. HubUnavailable: it did not answer in time; run again.
     """
     if not run.is_dir():
-        raise OperationsError(f"--checkpoints {run} is no folder; give the run's --save folder, which holds global_step... folders")
+        raise OperationsError(
+            f"--checkpoints {run} is no folder; give the run's --save folder, which holds global_step... folders"
+        )
     state = read_state(state_path, f"{hub.host}/{hub.repo}", warn)
     left_out: list[str] = []
     there: Mapping[str, str] | None = None
-    for iteration in (iteration for iteration in saved_iterations(run) if iteration % every == 0):
+    for iteration in (
+        iteration for iteration in list_saved_iterations(run) if iteration % every == 0
+    ):
         try:
-            checkpoint = _finished(run, iteration)
-            there = _branches(hub, patience) if there is None else there
-            if checkpoint.branch in there and state.checkpoints.get(checkpoint.branch) == checkpoint.manifest.digest:
+            checkpoint = _open_finished(run, iteration)
+            there = _list_branches(hub, patience) if there is None else there
+            if (
+                checkpoint.branch in there
+                and state.checkpoints.get(checkpoint.branch) == checkpoint.manifest.digest
+            ):
                 continue
             if dry_run:
                 say(
@@ -65,53 +80,61 @@ def push_checkpoints(
     return left_out
 
 
-def _finished(run: Path, iteration: int) -> Finished:
+def _open_finished(run: Path, iteration: int) -> FinishedCheckpoint:
     """Look at a checkpoint; its folder may be reached through links that stay in `run`.
 
     Raises:
         CheckpointError: it is damaged. OutsideError: it lies outside of `run`. FileNotFoundError: it is being deleted.
     """
-    folder = stored_folder(run, iteration)
+    folder = find_stored_folder(run, iteration)
     real_name(run, folder.name)
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         check_size(folder, name, facts["bytes"])
         open_inside(folder, name).close()  # before a branch is made: it may be sent
-    return Finished(f"global_step{iteration}", folder, manifest)
+    return FinishedCheckpoint(f"global_step{iteration}", folder, manifest)
 
 
-def _branches(hub: Hub, patience: Patience) -> Mapping[str, str]:
+def _list_branches(hub: Hub, patience: RetryPolicy) -> Mapping[str, str]:
     while True:
         try:
-            return hub.branches()
+            return hub.list_branches()
         except HubUnavailable as trouble:
             patience.wait(trouble)
 
 
-def _push(checkpoint: Finished, state: State, hub: Hub, patience: Patience, say: Say) -> None:
+def _push(
+    checkpoint: FinishedCheckpoint, state: SyncState, hub: Hub, patience: RetryPolicy, say: Say
+) -> None:
     branch, manifest = checkpoint.branch, checkpoint.manifest
     contents = _Contents(checkpoint.folder)
     with contents:
         while True:
             try:
-                branches = hub.branches()
-                there = hub.listing(branches[branch]) if branch in branches else {}
-                if digest(checkpoint.folder / MANIFEST, rotated=False).blobs[0].has(there.get(MANIFEST)):
+                branches = hub.list_branches()
+                there = hub.list_files(branches[branch]) if branch in branches else {}
+                if (
+                    digest(checkpoint.folder / MANIFEST, rotated=False)
+                    .blobs[0]
+                    .has(there.get(MANIFEST))
+                ):
                     break
                 if branch not in branches:
                     hub.create_branch(branch)
-                    branches = hub.branches()
+                    branches = hub.list_branches()
                 for name in [*sorted(manifest.files), MANIFEST]:
                     if ignored := hub.upload(branch, [contents.addition(name)]):
                         raise OperationsError(
                             f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; change that there"
                         )
                     contents.release(name)
-                    patience.progress()
+                    patience.note_progress()
                 if read_manifest(checkpoint.folder).digest != manifest.digest:
-                    raise CheckpointError(f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one")
+                    raise CheckpointError(
+                        f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one"
+                    )
                 _commit(hub, checkpoint, branches[branch], contents.additions, there)
-                say(f"sent {branch} ({in_words(manifest.bytes)}) to the branch {branch}")
+                say(f"sent {branch} ({format_size(manifest.bytes)}) to the branch {branch}")
                 break
             except HubUnavailable as trouble:
                 patience.wait(trouble)
@@ -166,13 +189,21 @@ class _Contents:
             self._open.pop(name).close()
 
 
-def _commit(hub: Hub, checkpoint: Finished, parent: str, additions: list["CommitOperationAdd"], there: Mapping[str, str]) -> None:
+def _commit(
+    hub: Hub,
+    checkpoint: FinishedCheckpoint,
+    parent: str,
+    additions: list["CommitOperationAdd"],
+    there: Mapping[str, str],
+) -> None:
     """Files of an earlier checkpoint of this iteration, from before a rollback, go in the same commit."""
     from huggingface_hub import CommitOperationDelete
 
     names = {addition.path_in_repo for addition in additions}
     stale = sorted(there.keys() - names) if MANIFEST in there else []
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
-    operations += [CommitOperationDelete(name, is_folder=False) for name in stale if name != ".gitattributes"]
+    operations += [
+        CommitOperationDelete(name, is_folder=False) for name in stale if name != ".gitattributes"
+    ]
     title = f"Checkpoint of iteration {checkpoint.manifest.iteration}"
-    hub.commit(checkpoint.branch, parent, operations, title, in_words(checkpoint.manifest.bytes))
+    hub.commit(checkpoint.branch, parent, operations, title, format_size(checkpoint.manifest.bytes))

@@ -36,7 +36,7 @@ class Blob:
     sha256: str
 
     def has(self, oid: str | None) -> bool:
-        """Whether the Hub's `oid` (see `hub.oid_of`) is of this content."""
+        """Whether the Hub's `oid` (see `hub.get_oid`) is of this content."""
         return oid in (f"git:{self.git}", f"sha256:{self.sha256}")
 
 
@@ -51,7 +51,7 @@ class LocalFile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RemoteFile:
     """What one remote file must hold: bytes of a local file from `offset` on."""
 
     remote: str
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentFile:
     """What we know a remote file to hold, and which local file it is a copy of."""
 
     oid: str
@@ -69,16 +69,16 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommitGroup:
     """What one local file asks of one commit."""
 
     local: str
-    adds: tuple[Piece, ...]
+    adds: tuple[RemoteFile, ...]
     deletes: tuple[str, ...]
 
 
 @dataclass
-class Found:
+class FolderScan:
     """What a look at the folder gave. Names are relative, with forward slashes."""
 
     files: dict[str, LocalFile] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Found:
 
 
 @dataclass
-class State:
+class SyncState:
     """What the last sync knew; losing it costs time, and nothing else."""
 
     repository: str = ""
@@ -100,7 +100,7 @@ class State:
     head: str | None = None
     """The main branch's commit for which `sent` holds."""
     files: dict[str, LocalFile] = field(default_factory=dict)
-    sent: dict[str, Sent] = field(default_factory=dict)
+    sent: dict[str, SentFile] = field(default_factory=dict)
     """Remote path -> ours there."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Branch -> digest of the manifest that is on it."""
@@ -109,39 +109,47 @@ class State:
         replace_file(path, json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":")))
 
 
-def read_state(path: Path, repository: str, say: Callable[[str], None]) -> State:
+def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncState:
     """The state, or a blank one where it is lost, damaged or another repository's."""
     try:
         record = json.loads(path.read_bytes())
         if record.pop("format") == _FORMAT and record["repository"] == repository:
             files = {
-                name: LocalFile(file["size"], file["mtime_ns"], tuple(Blob(**blob) for blob in file["blobs"]))
+                name: LocalFile(
+                    file["size"], file["mtime_ns"], tuple(Blob(**blob) for blob in file["blobs"])
+                )
                 for name, file in record.pop("files").items()
             }
-            sent = {remote: Sent(**ours) for remote, ours in record.pop("sent").items()}
-            return State(files=files, sent=sent, **record)
+            sent = {remote: SentFile(**ours) for remote, ours in record.pop("sent").items()}
+            return SyncState(files=files, sent=sent, **record)
         say(f"{path} is of another repository; what is on {repository} is compared file by file")
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as damage:
         say(f"{path} is damaged ({damage}); what is on {repository} is compared file by file")
-    return State(repository=repository)
+    return SyncState(repository=repository)
 
 
 # The folder
 
 
-def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) -> Found:
+def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) -> FolderScan:
     """Find the files that match; read those that are not as `known`."""
-    found = Found()
-    matching = [re.compile(pattern_to_regex(pattern)) for pattern in patterns]
+    found = FolderScan()
+    matching = [re.compile(convert_pattern(pattern)) for pattern in patterns]
     matched = [False] * len(patterns)
 
-    def unlisted(error: OSError) -> None:
+    def note_unlisted(error: OSError) -> None:
         found.complete = False
-        found.complaints.append(f"{error.filename} cannot be listed ({error.strerror}); nothing is deleted on the Hub this time")
+        found.complaints.append(
+            f"{error.filename} cannot be listed ({error.strerror}); nothing is deleted on the Hub this time"
+        )
 
-    for name in _names(folder, [re.split(r"[*?[]", pattern)[0].rpartition("/")[0] for pattern in patterns], unlisted):
+    for name in _iterate_names(
+        folder,
+        [re.split(r"[*?[]", pattern)[0].rpartition("/")[0] for pattern in patterns],
+        note_unlisted,
+    ):
         hits = [number for number, regex in enumerate(matching) if regex.fullmatch(name)]
         if hits:
             for number in hits:
@@ -151,7 +159,7 @@ def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) 
     return found
 
 
-def pattern_to_regex(pattern: str) -> str:
+def convert_pattern(pattern: str) -> str:
     """As in a shell: `*` stays within a folder, `**` does not; neither takes a name that begins with a dot."""
     pieces, position = [], 0
     visible = r"(?!\.)"
@@ -173,39 +181,49 @@ def pattern_to_regex(pattern: str) -> str:
     return "".join(pieces) + re.escape(pattern[position:])
 
 
-def _names(folder: Path, tops: Sequence[str], unlisted: Callable[[OSError], None]) -> Iterator[str]:
+def _iterate_names(
+    folder: Path, tops: Sequence[str], note_unlisted: Callable[[OSError], None]
+) -> Iterator[str]:
     """Files that lie in or on the way to one of the folders `tops`; through links to folders too, each real folder once.
 
-    A link to a folder outside is not followed. What was sent through it cannot be known, so it counts as one that is unlisted.
+    A link to a folder outside is not followed. What was sent through it cannot be known, so it counts as one that is note_unlisted.
     """
     seen: set[str] = set()
 
-    def leads_on(name: str) -> bool:
-        return any(f"{name}/".startswith(f"{top}/" if top else "") or f"{top}/".startswith(f"{name}/") for top in tops)
+    def is_on_path(name: str) -> bool:
+        return any(
+            f"{name}/".startswith(f"{top}/" if top else "") or f"{top}/".startswith(f"{name}/")
+            for top in tops
+        )
 
-    for root, folders, files in os.walk(folder, onerror=unlisted, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=note_unlisted, followlinks=True):
         real = os.path.realpath(root)
         below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
-        wanted = [] if real in seen else sorted(name for name in folders if leads_on(below + name))
+        wanted = (
+            [] if real in seen else sorted(name for name in folders if is_on_path(below + name))
+        )
         folders[:] = []
         for name in wanted:
             try:
                 real_name(folder, below + name)
                 folders.append(name)
             except OutsideError as error:
-                unlisted(OSError(0, error.strerror, os.path.join(root, name)))
+                note_unlisted(OSError(0, error.strerror, os.path.join(root, name)))
         if real not in seen:
             yield from (below + name for name in files)
         seen.add(real)
 
 
-def _take(folder: Path, name: str, known: LocalFile | None, found: Found) -> None:
+def _take(folder: Path, name: str, known: LocalFile | None, found: FolderScan) -> None:
     found.present.add(name)
     try:
         name.encode()
         with open_inside(folder, name) as file:
             status = os.fstat(file.fileno())
-        if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+        if known is not None and (known.size, known.mtime_ns) == (
+            status.st_size,
+            status.st_mtime_ns,
+        ):
             found.files[name] = known
         else:
             found.files[name] = digest(folder / name, rotated=is_rotated(name), folder=folder)
@@ -224,18 +242,20 @@ def is_rotated(name: str) -> bool:
     return name.endswith(ROTATED)
 
 
-def part_name(name: str, number: int) -> str:
+def format_part_name(name: str, number: int) -> str:
     """main_log.txt.000012"""
     return f"{name}.{number:06d}"
 
 
-def part_of(remote: str) -> tuple[str, int] | None:
+def parse_part_name(remote: str) -> tuple[str, int] | None:
     """(log, number) of a part's name; None for any other."""
     match = re.fullmatch(r"(.+)\.(\d{6})", remote, re.ASCII | re.DOTALL)
     return (match[1], int(match[2])) if match and is_rotated(match[1]) else None
 
 
-def digest(path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: Path | None = None) -> LocalFile:
+def digest(
+    path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: Path | None = None
+) -> LocalFile:
     """Read a file up to the size that it has when we open it. It must lie in `folder`, by default its own.
 
     Raises:
@@ -246,14 +266,14 @@ def digest(path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: P
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
         blobs = (
-            _parts(file.read, status.st_size, part_bytes)
+            _split_parts(file.read, status.st_size, part_bytes)
             if rotated
-            else [_blob_of(_stream(file.read, status.st_size), status.st_size)]
+            else [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
         )
         return LocalFile(status.st_size, 0 if fresh else status.st_mtime_ns, tuple(blobs))
 
 
-def _parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> Iterator[Blob]:
+def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> Iterator[Blob]:
     """A part is closed as soon as the log is longer than the most a part may have; its end is the last line's end in that."""
     pending, left = b"", size
     while left or pending:
@@ -262,10 +282,10 @@ def _parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> Iterator
             pending, left = pending + more, left - len(more)
         end = pending.rfind(b"\n") + 1 if left else len(pending)
         end = end or len(pending)
-        yield _blob_of([pending[:end]], end)
+        yield _digest_blob([pending[:end]], end)
         pending = pending[end:]
     if size == 0:
-        yield _blob_of([], 0)
+        yield _digest_blob([], 0)
 
 
 def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
@@ -278,7 +298,7 @@ def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
         yield data
 
 
-def _blob_of(chunks: Iterable[bytes], size: int) -> Blob:
+def _digest_blob(chunks: Iterable[bytes], size: int) -> Blob:
     git, sha256 = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         git.update(chunk)
@@ -289,47 +309,72 @@ def _blob_of(chunks: Iterable[bytes], size: int) -> Blob:
 # The difference
 
 
-def pieces_of(files: Mapping[str, LocalFile]) -> tuple[dict[str, list[Piece]], list[str]]:
+def plan_remote_files(
+    files: Mapping[str, LocalFile],
+) -> tuple[dict[str, list[RemoteFile]], list[str]]:
     """Local name -> what the Hub must hold of it, and complaints about names that two files would have there."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[RemoteFile]] = {}
     complaints = []
     for name in sorted(files):
-        parts = part_of(name)
+        parts = parse_part_name(name)
         if parts is not None and parts[0] in files:
             complaints.append(f"{name} has the name of a part of {parts[0]}; rename it: left out")
             continue
         if any(part in (".git", ".cache") for part in name.split("/")):
-            complaints.append(f"{name} lies in a folder that the Hub does not take (.git, .cache); left out")
+            complaints.append(
+                f"{name} lies in a folder that the Hub does not take (.git, .cache); left out"
+            )
             continue
         offset, mine = 0, []
         for number, blob in enumerate(files[name].blobs):
-            mine.append(Piece(part_name(name, number) if is_rotated(name) else name, name, offset, blob))
+            mine.append(
+                RemoteFile(
+                    format_part_name(name, number) if is_rotated(name) else name, name, offset, blob
+                )
+            )
             offset += blob.size
         pieces[name] = mine
     return pieces, complaints
 
 
-def adopt(state: State, head: str, listing: Mapping[str, str], wanted: Mapping[str, Sequence[Piece]]) -> None:
+def adopt(
+    state: SyncState,
+    head: str,
+    listing: Mapping[str, str],
+    wanted: Mapping[str, Sequence[RemoteFile]],
+) -> None:
     """Take what the Hub says for what is there. Ours is what we sent, what equals ours, and parts of logs that are ours."""
-    sent = {remote: Sent(listing[remote], ours.local) for remote, ours in state.sent.items() if remote in listing}
+    sent = {
+        remote: SentFile(listing[remote], ours.local)
+        for remote, ours in state.sent.items()
+        if remote in listing
+    }
     for pieces in wanted.values():
-        sent |= {p.remote: Sent(listing[p.remote], p.local) for p in pieces if p.blob.has(listing.get(p.remote))}
+        sent |= {
+            p.remote: SentFile(listing[p.remote], p.local)
+            for p in pieces
+            if p.blob.has(listing.get(p.remote))
+        }
     for remote, oid in listing.items():
-        part = part_of(remote)
+        part = parse_part_name(remote)
         if part is not None and part[0] in wanted:
-            sent[remote] = Sent(oid, part[0])
+            sent[remote] = SentFile(oid, part[0])
     state.head, state.sent = head, sent
 
 
-def gone(state: State, found: Found, patterns: Sequence[str]) -> tuple[list[Group], list[str]]:
+def find_deletions(
+    state: SyncState, found: FolderScan, patterns: Sequence[str]
+) -> tuple[list[CommitGroup], list[str]]:
     """What to delete on the Hub because it was deleted here, and the local names whose deletion is withheld.
 
     Only ours, only under these patterns, and not where a pattern finds nothing at all: the disk may not be mounted.
     """
     if not found.complete:
         return [], []
-    alive = [re.compile(pattern_to_regex(pattern)) for pattern in patterns if pattern not in found.empty]
-    silent = [re.compile(pattern_to_regex(pattern)) for pattern in found.empty]
+    alive = [
+        re.compile(convert_pattern(pattern)) for pattern in patterns if pattern not in found.empty
+    ]
+    silent = [re.compile(convert_pattern(pattern)) for pattern in found.empty]
     copies: dict[str, list[str]] = {}
     for remote, ours in state.sent.items():
         if ours.local not in found.present:
@@ -337,39 +382,47 @@ def gone(state: State, found: Found, patterns: Sequence[str]) -> tuple[list[Grou
     groups, withheld = [], []
     for local, remotes in sorted(copies.items()):
         if any(regex.fullmatch(local) for regex in alive):
-            groups.append(Group(local, (), tuple(sorted(remotes))))
+            groups.append(CommitGroup(local, (), tuple(sorted(remotes))))
         elif any(regex.fullmatch(local) for regex in silent):
             withheld.append(local)
     return groups, withheld
 
 
-def next_commit(
-    wanted: Mapping[str, Sequence[Piece]], state: State, *, commit_bytes: int = COMMIT_BYTES, commit_files: int = COMMIT_FILES
-) -> list[Group]:
+def plan_commit(
+    wanted: Mapping[str, Sequence[RemoteFile]],
+    state: SyncState,
+    *,
+    commit_bytes: int = COMMIT_BYTES,
+    commit_files: int = COMMIT_FILES,
+) -> list[CommitGroup]:
     """The files of one commit of bounded size; empty where nothing differs. After it, and each that follows, every log's parts
     joined are its beginning: where a log does not fit, what the Hub holds beyond the cut goes in the same commit."""
     copies: dict[str, list[str]] = {}
     for remote, ours in state.sent.items():
         copies.setdefault(ours.local, []).append(remote)
-    groups: list[Group] = []
+    groups: list[CommitGroup] = []
     left_bytes, left_files = commit_bytes, commit_files
     for local, pieces in wanted.items():
-        differing = [piece for piece in pieces if not piece.blob.has(oid_there(state, piece.remote))]
+        differing = [
+            piece for piece in pieces if not piece.blob.has(get_known_oid(state, piece.remote))
+        ]
         names = {piece.remote for piece in pieces}
         surplus = sorted(remote for remote in copies.get(local, ()) if remote not in names)
         if not differing and not surplus:
             continue
-        adds: list[Piece] = []
+        adds: list[RemoteFile] = []
         for piece in differing:
             if left_files < 1 or (left_bytes < piece.blob.size and left_bytes < commit_bytes):
-                beyond = sorted(remote for remote in copies.get(local, ()) if remote >= piece.remote)
-                return [*groups, Group(local, tuple(adds), tuple(beyond))] if adds else groups
+                beyond = sorted(
+                    remote for remote in copies.get(local, ()) if remote >= piece.remote
+                )
+                return [*groups, CommitGroup(local, tuple(adds), tuple(beyond))] if adds else groups
             adds.append(piece)
             left_bytes, left_files = left_bytes - piece.blob.size, left_files - 1
-        groups.append(Group(local, tuple(adds), tuple(surplus)))
+        groups.append(CommitGroup(local, tuple(adds), tuple(surplus)))
     return groups
 
 
-def oid_there(state: State, remote: str) -> str | None:
+def get_known_oid(state: SyncState, remote: str) -> str | None:
     ours = state.sent.get(remote)
     return None if ours is None else ours.oid

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.operations.node_report import Limits, Report
-from megatron.parallel.launcher import world_of_launcher
+from megatron.operations.node_report import NodeLimits, NodeReport
+from megatron.parallel.launcher import read_launcher_world
 
 _DISK_BYTES = 64 << 20
 _REPEATS = 5
@@ -24,26 +24,26 @@ _SIZES = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
 
 
 @dataclass
-class _Findings:
+class _ProbeFindings:
     rank: int
-    tell: Callable[[Report], None]
-    report: Report = field(init=False)
+    tell: Callable[[NodeReport], None]
+    report: NodeReport = field(init=False)
 
     def __post_init__(self) -> None:
-        self.report = Report(host=_host(), rank=self.rank)
+        self.report = NodeReport(host=_host(), rank=self.rank)
 
     def set(self, **values: object) -> None:
         self.report = replace(self.report, **values)  # type: ignore[arg-type]
         self.tell(self.report)
 
-    def bad(self, failure: str) -> None:
+    def add_failure(self, failure: str) -> None:
         self.set(failures=(*self.report.failures, failure))
 
 
-def probe(limits: Limits, tell: Callable[[Report], None]) -> Report:
+def probe(limits: NodeLimits, tell: Callable[[NodeReport], None]) -> NodeReport:
     """`tell` is given the report each time that it grows; returns the last."""
-    world = world_of_launcher()
-    findings = _Findings(int(os.environ.get("RANK", "0")), tell)
+    world = read_launcher_world()
+    findings = _ProbeFindings(int(os.environ.get("RANK", "0")), tell)
     device = torch.device("cpu")
     for part in (_memory, _product):
         findings.set(doing=part.__name__[1:])
@@ -53,23 +53,27 @@ def probe(limits: Limits, tell: Callable[[Report], None]) -> Report:
                 torch.cuda.set_device(device)
             part(findings, limits, device)
         except (RuntimeError, MemoryError) as error:
-            findings.bad(f"{part.__name__[1:]}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            findings.add_failure(
+                f"{part.__name__[1:]}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
     findings.set(doing="disk")
     try:
         _disk(findings, limits)
     except OSError as error:
-        findings.bad(f"disk: {error}")
+        findings.add_failure(f"disk: {error}")
     findings.set(doing="all-reduce")
     if world.size > 1:
         try:
             _all_reduce(findings, limits, device)
         except RuntimeError as error:
-            findings.set(all_reduce_failure=f"all-reduce over {world.size} ranks: {str(error).splitlines()[0]}")
+            findings.set(
+                all_reduce_failure=f"all-reduce over {world.size} ranks: {str(error).splitlines()[0]}"
+            )
     findings.set(doing="")
     return findings.report
 
 
-def _product(findings: _Findings, limits: Limits, device: torch.device) -> None:
+def _product(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) -> None:
     """The same product several times: its speed, and that it is the same."""
     size, dtype = _SIZES[device.type]
     generator = torch.Generator().manual_seed(0)
@@ -82,31 +86,35 @@ def _product(findings: _Findings, limits: Limits, device: torch.device) -> None:
         _wait(device)
         best = min(best, time.perf_counter() - start)
         if not torch.equal(first, again):
-            findings.bad(f"product: two products of the same matrices differ, in {int((first != again).sum())} elements")
+            findings.add_failure(
+                f"product: two products of the same matrices differ, in {int((first != again).sum())} elements"
+            )
             break
     findings.set(tflops=2 * size**3 / best / 1e12)
 
 
-def _memory(findings: _Findings, limits: Limits, device: torch.device) -> None:
+def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) -> None:
     """That so much can be had, and holds what is put there."""
     count = int(limits.memory_gib * (1 << 30)) // 4
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         if free < 4 * count:
-            findings.bad(f"memory: {free / (1 << 30):.3g} GiB are free on {device}, and {limits.memory_gib:g} are needed")
+            findings.add_failure(
+                f"memory: {free / (1 << 30):.3g} GiB are free on {device}, and {limits.memory_gib:g} are needed"
+            )
             return
     filled = torch.full((count,), 0x5A5A5A5A, dtype=torch.int32, device=device)
     wrong = int((filled != 0x5A5A5A5A).sum())
     if wrong:
-        findings.bad(f"memory: {wrong} of {count} words do not hold what was written")
+        findings.add_failure(f"memory: {wrong} of {count} words do not hold what was written")
 
 
-def _disk(findings: _Findings, limits: Limits) -> None:
+def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
     folder = Path(limits.disk.replace("%h", _host()))
     path = folder / f".node-check-{os.getpid()}"
     free = shutil.disk_usage(folder).free
     if free < _DISK_BYTES:
-        findings.bad(f"disk: {folder} has {free} bytes free, and {_DISK_BYTES} are written")
+        findings.add_failure(f"disk: {folder} has {free} bytes free, and {_DISK_BYTES} are written")
         return
     content = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
     try:
@@ -116,13 +124,13 @@ def _disk(findings: _Findings, limits: Limits) -> None:
             file.flush()
             os.fsync(file.fileno())
         if path.read_bytes() != content:
-            findings.bad(f"disk: {folder} does not give back what was written")
+            findings.add_failure(f"disk: {folder} does not give back what was written")
         findings.set(disk_mb_per_second=2 * _DISK_BYTES / 1e6 / (time.perf_counter() - start))
     finally:
         path.unlink(missing_ok=True)
 
 
-def _all_reduce(findings: _Findings, limits: Limits, device: torch.device) -> None:
+def _all_reduce(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.seconds / 2))
     numbers = torch.ones(1 << (26 if device.type == "cuda" else 20), device=device)
@@ -133,7 +141,9 @@ def _all_reduce(findings: _Findings, limits: Limits, device: torch.device) -> No
     _wait(device)
     seconds, size = time.perf_counter() - start, dist.get_world_size()
     if not bool((numbers == float(size) ** 2).all()):
-        findings.bad(f"all-reduce: {int((numbers != float(size) ** 2).sum())} of {numbers.numel()} sums are wrong")
+        findings.add_failure(
+            f"all-reduce: {int((numbers != float(size) ** 2).sum())} of {numbers.numel()} sums are wrong"
+        )
     findings.set(all_reduce_gb_per_second=4 * numbers.numel() / 1e9 / seconds)
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ OWN_PARTS = ("memory", "product", "disk")
 
 
 @dataclass(frozen=True)
-class Limits:
+class NodeLimits:
     """What a node must do."""
 
     slower_than: float = 0.5
@@ -27,7 +27,7 @@ class Limits:
     seconds: float = 180.0
     """For the whole probe; who has not answered by then is bad."""
 
-    def as_flags(self) -> list[str]:
+    def format_flags(self) -> list[str]:
         return [
             f"--slower-than={self.slower_than}",
             f"--memory-gib={self.memory_gib}",
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """Of one rank."""
 
     host: str
@@ -53,7 +53,7 @@ class Report:
     all_reduce_failure: str | None = None
     """Of all ranks together."""
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         numbers = (
             (self.tflops, "TFLOPS"),
             (self.disk_mb_per_second, "MB/s to disk and back"),
@@ -61,10 +61,12 @@ class Report:
         )
         shown = ", ".join(f"{value:.3g} {unit}" for value, unit in numbers if value is not None)
         failures = [*self.failures, *([self.all_reduce_failure] if self.all_reduce_failure else [])]
-        return f"node check: {self.host}, rank {self.rank}: {shown}" + (f"; BAD: {'; '.join(failures)}" if failures else "")
+        return f"node check: {self.host}, rank {self.rank}: {shown}" + (
+            f"; BAD: {'; '.join(failures)}" if failures else ""
+        )
 
 
-def write(folder: Path, report: Report) -> None:
+def write(folder: Path, report: NodeReport) -> None:
     """Whole or not at all: the reader may look at any time. Raises OSError."""
     final = folder / f"{report.rank:05d}.json"
     fresh = final.with_suffix(".new")
@@ -72,19 +74,23 @@ def write(folder: Path, report: Report) -> None:
     fresh.replace(final)
 
 
-def read(folder: Path) -> list[Report]:
+def read(folder: Path) -> list[NodeReport]:
     """In the order of ranks."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [Report(**{**record, "failures": tuple(record["failures"])}) for record in records]
+    return [NodeReport(**{**record, "failures": tuple(record["failures"])}) for record in records]
 
 
-def bad_hosts(reports: Sequence[Report], tasks: Mapping[str, int], limits: Limits) -> dict[str, str]:
+def find_bad_hosts(
+    reports: Sequence[NodeReport], tasks: Mapping[str, int], limits: NodeLimits
+) -> dict[str, str]:
     """Host -> what is wrong. `tasks`: how many ranks of each host should have answered; hosts are named as Slurm names them."""
     bad = {}
     for host, count in tasks.items():
         answered = sum(report.host == host for report in reports)
         if answered < count:
-            bad[host] = f"{count - answered} of {count} ranks did not answer within {limits.seconds:g} s"
+            bad[host] = (
+                f"{count - answered} of {count} ranks did not answer within {limits.seconds:g} s"
+            )
     speeds = [report.tflops for report in reports if report.tflops is not None]
     usual = statistics.median(speeds) if speeds else 0.0
     for report in reports:
@@ -92,13 +98,18 @@ def bad_hosts(reports: Sequence[Report], tasks: Mapping[str, int], limits: Limit
         if report.failures:
             bad[name] = f"rank {report.rank}: {'; '.join(report.failures)}"
         elif report.doing in OWN_PARTS:
-            bad[name] = f"rank {report.rank}: hung in the check of its {report.doing} for {limits.seconds:g} s"
+            bad[name] = (
+                f"rank {report.rank}: hung in the check of its {report.doing} for {limits.seconds:g} s"
+            )
         elif report.tflops is not None and report.tflops < limits.slower_than * usual:
-            bad.setdefault(name, f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has {usual:.3g}")
+            bad.setdefault(
+                name,
+                f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has {usual:.3g}",
+            )
     return bad
 
 
-def tasks_of_nodes(text: str, nodes: int) -> list[int]:
+def parse_tasks_per_node(text: str, nodes: int) -> list[int]:
     """Of each node, from what Slurm writes: "4(x2),3" -> 4, 4, 3. Where it says something else, one each."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

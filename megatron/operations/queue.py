@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.errors import OperationsError
-from megatron.operations.alerts import clock
+from megatron.operations.alerts import format_time
 
 _SEPARATOR = "\x1f"
 """Not in any name or reason."""
@@ -55,7 +55,14 @@ class QueuedJob:
         reason = self.reason.lower()
         held = "held" in reason and "jobhelduser" not in reason
         never = any(
-            sign in reason for sign in ("neversatisfied", "badconstraints", "launchfailure", "invalidaccount", "invalidqos")
+            sign in reason
+            for sign in (
+                "neversatisfied",
+                "badconstraints",
+                "launchfailure",
+                "invalidaccount",
+                "invalidqos",
+            )
         )
         return self.pends and (held or never or self.state != "PENDING")
 
@@ -63,8 +70,8 @@ class QueuedJob:
         """`is running for ...`"""
         where = f"{self.id} on {self.nodes}" if self.nodes else self.id
         if self.runs:
-            since = "" if self.start is None else f" since {clock(self.start)}"
-            return f"is running for {duration(self.running_seconds or 0.0)}{since} ({where})"
+            since = "" if self.start is None else f" since {format_time(self.start)}"
+            return f"is running for {format_duration(self.running_seconds or 0.0)}{since} ({where})"
         if not self.pends:
             return f"is {self.state.lower().replace('_', ' ')} ({where})"
         if not self.stuck:
@@ -73,7 +80,7 @@ class QueuedJob:
             if "Dependency" in self.reason:
                 return f"is waiting on a dependency ({self.id}, {self.dependency})"
             if self.start is not None and self.start > now:
-                return f"is scheduled to start in {duration(self.start - now)} at {clock(self.start)} ({self.id}, {self.reason})"
+                return f"is scheduled to start in {format_duration(self.start - now)} at {format_time(self.start)} ({self.id}, {self.reason})"
         dependency = f", {self.dependency}" if self.dependency else ""
         return f"is pending for reason {self.reason or self.state} ({self.id}{dependency})"
 
@@ -85,14 +92,29 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
         OperationsError: squeue is not there, fails, or there is no such user.
     """
     if not job_name.strip() or "," in job_name:
-        raise OperationsError(f"--job-name {job_name!r}: give the one name of the job, as in #SBATCH --job-name; commas part names")
-    command = ["squeue", "--noheader", "--all", f"--user={_uid(user)}", f"--name={job_name}", f"--format={_FORMAT}"]
+        raise OperationsError(
+            f"--job-name {job_name!r}: give the one name of the job, as in #SBATCH --job-name; commas part names"
+        )
+    command = [
+        "squeue",
+        "--noheader",
+        "--all",
+        f"--user={_find_uid(user)}",
+        f"--name={job_name}",
+        f"--format={_FORMAT}",
+    ]
     # A user's settings may narrow what is listed or spell times in another way.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     environment |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, timeout=_TIMEOUT_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
         )
     except FileNotFoundError:
         raise OperationsError(
@@ -107,7 +129,9 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
     complaint = " ".join(done.stderr.split())
     # It also complains and ends with 0, of a user that it does not know for one.
     if done.returncode or (complaint and not done.stdout.strip()):
-        raise OperationsError(f"squeue failed with code {done.returncode}: {complaint or 'it said nothing'}")
+        raise OperationsError(
+            f"squeue failed with code {done.returncode}: {complaint or 'it said nothing'}"
+        )
     return read_answer(done.stdout, job_name)
 
 
@@ -119,19 +143,35 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
     """
     jobs = []
     for line in text.split("\n"):
-        if not line.strip() or line.startswith("CLUSTER: "):  # a heading where several clusters are asked
+        if not line.strip() or line.startswith(
+            "CLUSTER: "
+        ):  # a heading where several clusters are asked
             continue
         fields = line.split(_SEPARATOR)
         if len(fields) != 8:
-            raise OperationsError(f"squeue answered {line!r} where {job_name!r} was asked for; --noheader --format must hold")
-        identity, state, reason, nodes, running, start, dependency, _ = (each.strip() for each in fields)
+            raise OperationsError(
+                f"squeue answered {line!r} where {job_name!r} was asked for; --noheader --format must hold"
+            )
+        identity, state, reason, nodes, running, start, dependency, _ = (
+            each.strip() for each in fields
+        )
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
         dependency = "" if dependency == "(null)" else dependency
-        jobs.append(QueuedJob(identity, state, reasons, nodes, _seconds(running), _moment(start), dependency))
+        jobs.append(
+            QueuedJob(
+                identity,
+                state,
+                reasons,
+                nodes,
+                _parse_seconds(running),
+                _parse_time(start),
+                dependency,
+            )
+        )
     return sorted(jobs, key=lambda job: (not job.runs, job.pends, job.stuck))
 
 
-def pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
+def format_pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
     """One line: what the run does, then what is queued behind it."""
     if not jobs:
         return f"{job_name} is neither running nor scheduled"
@@ -140,17 +180,19 @@ def pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
     return "; ".join([f"{job_name} {first}", *(f"another {other}" for other in others), *more])
 
 
-def idle(job_name: str, jobs: Sequence[QueuedJob]) -> str | None:
+def find_idle_reason(job_name: str, jobs: Sequence[QueuedJob]) -> str | None:
     """What is wrong where nothing of the run runs or will start by itself; None where something does."""
     if not jobs:
-        return f"{job_name} is neither running nor scheduled; nothing trains until a job is submitted"
+        return (
+            f"{job_name} is neither running nor scheduled; nothing trains until a job is submitted"
+        )
     if not all(job.stuck for job in jobs):
         return None
     reasons = ", ".join(f"{job.id} ({job.reason or job.state})" for job in jobs[:_SHOWN])
     return f"{job_name} is not running, and nothing that is queued can start by itself: {reasons}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """D-HH:MM:SS."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -158,7 +200,7 @@ def duration(seconds: float) -> str:
     return f"{days}-{hour:02}:{minute:02}:{second:02}"
 
 
-def _seconds(text: str) -> float | None:
+def _parse_seconds(text: str) -> float | None:
     """Of [D-][HH:]MM:SS; None for INVALID, as squeue says of a job between two states."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
@@ -167,17 +209,19 @@ def _seconds(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _moment(text: str) -> float | None:
+def _parse_time(text: str) -> float | None:
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
         return None  # N/A
 
 
-def _uid(user: str | None) -> int:
+def _find_uid(user: str | None) -> int:
     if user is None:
         return os.getuid()
     try:
         return int(user) if user.isdecimal() else pwd.getpwnam(user).pw_uid
     except KeyError:
-        raise OperationsError(f"--user {user}: this host knows no such user; give one whose jobs squeue shows") from None
+        raise OperationsError(
+            f"--user {user}: this host knows no such user; give one whose jobs squeue shows"
+        ) from None

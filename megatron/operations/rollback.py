@@ -14,26 +14,32 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from megatron.checkpoint.course import write_course
-from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, iteration_of, point_to, stored_folder
-from megatron.checkpoint.lease import STALE_SECONDS, Lease, heartbeat_age, is_alive, read_holder
+from megatron.checkpoint.folder import (
+    LATEST,
+    LATEST_ITERATION,
+    find_stored_folder,
+    parse_iteration,
+    point_to,
+)
+from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, is_alive, read_holder
+from megatron.checkpoint.lineage import write_lineage
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.durable import replace_file, sync_folder, write_file
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.cutting import Cut, cut_out, replace_by
+from megatron.operations.cutting import CutSpans, cut_out, replace_by
 from megatron.operations.rollback_plan import (
     PLAN,
     ROLLED_BACK,
     FileCut,
-    Plan,
-    Request,
-    by_hand,
+    RollbackPlan,
+    RollbackRequest,
+    explain_manual_fix,
     find_cut,
-    later_entries,
+    gather_facts,
+    list_later_entries,
     make_plan,
-    pointer_text,
-    survey,
-    whole_target,
+    read_pointer_text,
+    read_target,
 )
 
 INTERVENTIONS = "interventions.jsonl"
@@ -41,28 +47,30 @@ _PREPARING = ".preparing"
 _UNFINISHED = re.compile(r"rollback (\S+) to global_step\d+ is unfinished; .*")
 
 
-def roll_back(root: Path, request: Request, say: Callable[[str], None], *, dry_run: bool = False) -> None:
+def roll_back(
+    root: Path, request: RollbackRequest, say: Callable[[str], None], *, dry_run: bool = False
+) -> None:
     """Do it, or go on with the same one that was cut off; with `dry_run` only tell.
 
     Raises:
         OperationsError, CheckpointError, ConfigError: it may not be done; nothing was changed, or it can be gone on with.
         OSError: a disk is full or does not answer; the same command goes on.
     """
-    _refuse_a_living_run(root, say, dry_run=dry_run)
+    _refuse_active_run(root, say, dry_run=dry_run)
     if dry_run:
         plan, cuts = _plan(root, request)
         _tell(root, plan, say, begun=cuts is None)
         say("nothing was changed (--dry-run)")
         _tell_how_to_go_on(plan, say)
         return
-    if _begun(root) is None:
-        survey(root, request)  # most mistakes show here, before anything is written
+    if _find_unfinished(root) is None:
+        gather_facts(root, request)  # most mistakes show here, before anything is written
     lease = _acquire(root, say)
     try:
         plan, cuts = _plan(root, request)
         _tell(root, plan, say, begun=cuts is None)
         if not plan.is_empty:
-            carry_out(root, plan, cuts or {}, lease, say)
+            execute_plan(root, plan, cuts or {}, lease, say)
             say(f"done: {root} stands at global_step{plan.to}")
     finally:
         lease.release()
@@ -72,11 +80,13 @@ def roll_back(root: Path, request: Request, say: Callable[[str], None], *, dry_r
 # Who writes there
 
 
-def _refuse_a_living_run(root: Path, say: Callable[[str], None], *, dry_run: bool) -> None:
+def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool) -> None:
     if not root.is_dir():
         raise OperationsError(f"{root} is not there; give the run's folder (its --save)")
-    if iteration_of(root.name) is not None or (root / MANIFEST).is_file():
-        raise OperationsError(f"{root} is one checkpoint; give its run's folder, and the iteration with --to")
+    if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
+        raise OperationsError(
+            f"{root} is one checkpoint; give its run's folder, and the iteration with --to"
+        )
     holder = read_holder(root)
     alive = None if holder is None else is_alive(holder)
     if holder is None or alive is False:
@@ -88,7 +98,7 @@ def _refuse_a_living_run(root: Path, say: Callable[[str], None], *, dry_run: boo
         )
     say(
         f"{root} was written to by {holder.describe()}; from here only its heartbeat tells whether that is alive; the last one was "
-        f"{max(0.0, heartbeat_age(root)):.0f} s ago. Before anything is done it is watched for {STALE_SECONDS:g} s; "
+        f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. Before anything is done it is watched for {STALE_SECONDS:g} s; "
         f"to be sure at once, give this command on {holder.host}"
         + (f", or see that squeue does not list job {holder.job}" if holder.job else "")
     )
@@ -106,73 +116,96 @@ def _acquire(root: Path, say: Callable[[str], None]) -> Lease:
 # Begun before, or afresh
 
 
-def _plan(root: Path, request: Request) -> tuple[Plan, dict[str, Cut] | None]:
+def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans] | None]:
     """The plan, and where each file is to be cut; None: it was begun already, and some are."""
-    begun = _begun(root)
+    begun = _find_unfinished(root)
     if begun is not None:
         _refuse_another(root, request, begun)
-        if whole_target(root, begun.to)[0].digest != begun.digest:
-            raise OperationsError(f"global_step{begun.to} is not the one that the rollback was begun to; {by_hand(root)}")
+        if read_target(root, begun.to)[0].digest != begun.digest:
+            raise OperationsError(
+                f"global_step{begun.to} is not the one that the rollback was begun to; {explain_manual_fix(root)}"
+            )
         return begun, None
     return make_plan(root, request)
 
 
-def _begun(root: Path) -> Plan | None:
+def _find_unfinished(root: Path) -> RollbackPlan | None:
     """The rollback that `latest` calls unfinished."""
     pointer = root / LATEST
-    match = _UNFINISHED.fullmatch(pointer_text(pointer))
+    match = _UNFINISHED.fullmatch(read_pointer_text(pointer))
     if match is None:
         return None
     for folder in (root / ROLLED_BACK / match[1], root / ROLLED_BACK / _PREPARING):
         try:
-            plan = Plan.from_text((folder / PLAN).read_text())
+            plan = RollbackPlan.parse_json((folder / PLAN).read_text())
         except FileNotFoundError:
             continue
         except (ValueError, TypeError, KeyError) as damage:
-            raise OperationsError(f"{folder / PLAN} is damaged: {damage}; {by_hand(root)}") from damage
+            raise OperationsError(
+                f"{folder / PLAN} is damaged: {damage}; {explain_manual_fix(root)}"
+            ) from damage
         if plan.name == match[1]:
             return plan
     raise OperationsError(
-        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} is gone; {by_hand(root)}"
+        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} is gone; {explain_manual_fix(root)}"
     )
 
 
-def _refuse_another(root: Path, request: Request, plan: Plan) -> None:
+def _refuse_another(root: Path, request: RollbackRequest, plan: RollbackPlan) -> None:
     """What was not given again is as it was."""
-    given, default, asked = request.as_record(), Request(request.to).as_record(), plan.request
-    differing = [name for name in given if given[name] != asked[name] and (name == "to" or given[name] != default[name])]
+    given, default, asked = (
+        request.convert_to_record(),
+        RollbackRequest(request.to).convert_to_record(),
+        plan.request,
+    )
+    differing = [
+        name
+        for name in given
+        if given[name] != asked[name] and (name == "to" or given[name] != default[name])
+    ]
     if differing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
         raise OperationsError(
             f"a rollback to global_step{plan.to} of {plan.time} was cut off and must be finished first; this differs in {names}. "
-            f"Give\n  {_command(root, plan.to)}\nand then this one again"
+            f"Give\n  {_format_command(root, plan.to)}\nand then this one again"
         )
 
 
-def _command(root: Path, to: int) -> str:
+def _format_command(root: Path, to: int) -> str:
     return f"python tools/rollback.py {shlex.quote(str(root))} --to {to}"
 
 
-def _tell(root: Path, plan: Plan, say: Callable[[str], None], *, begun: bool) -> None:
+def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, begun: bool) -> None:
     aside = root / ROLLED_BACK / plan.name
     if plan.is_empty:
         say(f"{root} stands at global_step{plan.to}, and nothing is later: there is nothing to do")
         return
     if begun:
-        say(f"going on with the rollback of {plan.time}, which was cut off; of the following some is done")
+        say(
+            f"going on with the rollback of {plan.time}, which was cut off; of the following some is done"
+        )
     beyond = f", trained to {plan.trained_to}" if plan.trained_to > plan.stood_at else ""
-    say(f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what goes is kept in {aside}")
+    say(
+        f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what goes is kept in {aside}"
+    )
     for name in plan.checkpoints:
         say(f"  {name} moves there")
     for file in plan.files:
         say(f"  {file.path}: cut {file.said} -> {file.part}")
     if plan.pointers:
         say(f"  {LATEST}, {LATEST_ITERATION} and course.json name global_step{plan.to}")
-    say(f"  a note goes to {root / INTERVENTIONS}" + (f" and {plan.chronicles}" if plan.chronicles else ""))
+    say(
+        f"  a note goes to {root / INTERVENTIONS}"
+        + (f" and {plan.chronicles}" if plan.chronicles else "")
+    )
 
 
-def _tell_how_to_go_on(plan: Plan, say: Callable[[str], None]) -> None:
-    say(f"go on with the run's own command and these flags:\n  {plan.flags}" if plan.flags else "go on with the run's own command")
+def _tell_how_to_go_on(plan: RollbackPlan, say: Callable[[str], None]) -> None:
+    say(
+        f"go on with the run's own command and these flags:\n  {plan.flags}"
+        if plan.flags
+        else "go on with the run's own command"
+    )
     for note in plan.notes:
         say(f"note: {note}")
 
@@ -180,52 +213,70 @@ def _tell_how_to_go_on(plan: Plan, say: Callable[[str], None]) -> None:
 # Doing it
 
 
-def carry_out(root: Path, plan: Plan, cuts: Mapping[str, Cut], lease: Lease, say: Callable[[str], None]) -> None:
+def execute_plan(
+    root: Path,
+    plan: RollbackPlan,
+    cuts: Mapping[str, CutSpans],
+    lease: Lease,
+    say: Callable[[str], None],
+) -> None:
     """All of it, or what is left of it. Each act may be done twice. `cuts`: those that are known.
 
     Raises:
         OperationsError: a file is being written to. CheckpointError: a run took the folder over. OSError.
     """
-    for act in _acts(root, plan, cuts, lease, say):
+    for act in _list_acts(root, plan, cuts, lease, say):
         lease.confirm()
         act()
 
 
-def _acts(
-    root: Path, plan: Plan, cuts: Mapping[str, Cut], lease: Lease, say: Callable[[str], None]
+def _list_acts(
+    root: Path,
+    plan: RollbackPlan,
+    cuts: Mapping[str, CutSpans],
+    lease: Lease,
+    say: Callable[[str], None],
 ) -> Iterator[Callable[[], object]]:
     folder = root / ROLLED_BACK / plan.name
     yield lambda: _begin(root, plan, lease)
     # Should somebody remove `latest`, this is what leads on.
     yield lambda: replace_file(root / LATEST_ITERATION, str(plan.to), lease.confirm)
-    yield lambda: write_course(root, read_manifest(stored_folder(root, plan.to)), lease.confirm)
+    yield lambda: write_lineage(
+        root, read_manifest(find_stored_folder(root, plan.to)), lease.confirm
+    )
     for file in plan.files:
         yield lambda file=file: _cut_file(plan, file, cuts, folder, say)  # type: ignore[misc]
     yield lambda: _move_later(root, plan.to, folder, lease)
-    yield lambda: _note(root / INTERVENTIONS, plan, _intervention(plan))
+    yield lambda: _note(root / INTERVENTIONS, plan, _format_intervention(plan))
     if plan.chronicles is not None:
-        yield lambda: _note(Path(str(plan.chronicles)), plan, _chronicle(plan))
+        yield lambda: _note(Path(str(plan.chronicles)), plan, _format_chronicle_entry(plan))
     yield lambda: point_to(root, plan.to, lease.confirm)
 
 
-def _begin(root: Path, plan: Plan, lease: Lease) -> None:
+def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
     """The plan, and only then the word in `latest` that stops every start and names it."""
     preparing, folder = root / ROLLED_BACK / _PREPARING, root / ROLLED_BACK / plan.name
-    named = _UNFINISHED.fullmatch(pointer_text(root / LATEST))
+    named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST))
     if named is None or named[1] != plan.name:
         preparing.mkdir(parents=True, exist_ok=True)
-        write_file(preparing / PLAN, plan.to_text())
+        write_file(preparing / PLAN, plan.dump_json())
         sync_folder(preparing)
         sync_folder(root / ROLLED_BACK)
         sync_folder(root)
-        text = f"rollback {plan.name} to global_step{plan.to} is unfinished; give again: {_command(root, plan.to)}"
+        text = f"rollback {plan.name} to global_step{plan.to} is unfinished; give again: {_format_command(root, plan.to)}"
         replace_file(root / LATEST, text, lease.confirm)
     if not folder.exists():
         os.rename(preparing, folder)
         sync_folder(folder.parent)
 
 
-def _cut_file(plan: Plan, file: FileCut, cuts: Mapping[str, Cut], folder: Path, say: Callable[[str], None]) -> None:
+def _cut_file(
+    plan: RollbackPlan,
+    file: FileCut,
+    cuts: Mapping[str, CutSpans],
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
     path = Path(file.path)
     if not path.exists():
         if not (folder / file.part).exists():
@@ -237,13 +288,15 @@ def _cut_file(plan: Plan, file: FileCut, cuts: Mapping[str, Cut], folder: Path, 
 
 
 def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
-    for entry in later_entries(root, to):
+    for entry in list_later_entries(root, to):
         aside, number = folder / entry.name, 1
         while os.path.lexists(aside):
             number += 1
             aside = folder / f"{entry.name}.{number}"
         lease.confirm()
-        if entry.is_symlink() and not os.path.isabs(os.readlink(entry)):  # from another folder it would lead elsewhere
+        if entry.is_symlink() and not os.path.isabs(
+            os.readlink(entry)
+        ):  # from another folder it would lead elsewhere
             absolute = os.path.join(root.absolute(), os.readlink(entry))
             fresh = root / f".{entry.name}.rollback"
             fresh.unlink(missing_ok=True)
@@ -254,7 +307,7 @@ def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
     sync_folder(root)
 
 
-def _intervention(plan: Plan) -> str:
+def _format_intervention(plan: RollbackPlan) -> str:
     asked = plan.request
     record = {
         "time": plan.time,
@@ -274,11 +327,15 @@ def _intervention(plan: Plan) -> str:
     return json.dumps(record) + "\n"
 
 
-def _chronicle(plan: Plan) -> str:
+def _format_chronicle_entry(plan: RollbackPlan) -> str:
     moment = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
     trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
     reason = " ".join(plan.request["reason"].split()) or "not given"
-    lines = [f"## {moment}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}", "", f"- Reason: {reason}"]
+    lines = [
+        f"## {moment}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
+        "",
+        f"- Reason: {reason}",
+    ]
     if plan.request["skip"]:
         lines.append(f"- Skipped from there: {' '.join(plan.request['skip'])}")
     if plan.flags:
@@ -287,7 +344,7 @@ def _chronicle(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _note(path: Path, plan: Plan, entry: str) -> None:
+def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append it, once, on a line of its own."""
     before = path.read_bytes() if path.exists() else b""
     if entry.encode() in before:

@@ -14,13 +14,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron.checkpoint.folder import pointed_iteration, stored_folder
+from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, OperationsError
-from megatron.observe.log_line import parse_log_line, training_complete_line
-from megatron.operations.alerts import Alert, clock, own_line_time, read_record
-from megatron.operations.queue import QueuedJob, ask_queue, duration, idle, pulse
+from megatron.observe.log_line import format_training_complete_line, parse_log_line
+from megatron.operations.alerts import Alert, format_time, parse_own_line_time, read_record
+from megatron.operations.queue import (
+    QueuedJob,
+    ask_queue,
+    find_idle_reason,
+    format_duration,
+    format_pulse,
+)
 
 _TAIL_BYTES = 8 << 20
 """Of a log of gigabytes, enough for tens of thousands of lines."""
@@ -33,7 +39,7 @@ _ROUNDED_TFLOPS = 1.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class StatusLimits:
     """When something is an alert."""
 
     stalled_minutes: float = 60.0
@@ -48,15 +54,20 @@ class Limits:
         Raises:
             OperationsError: one of them can never, or always, be passed.
         """
-        for flag, minutes in (("--stalled-minutes", self.stalled_minutes), ("--checkpoint-minutes", self.checkpoint_minutes)):
+        for flag, minutes in (
+            ("--stalled-minutes", self.stalled_minutes),
+            ("--checkpoint-minutes", self.checkpoint_minutes),
+        ):
             if not minutes > 0:
                 raise OperationsError(f"{flag} {minutes:g} must be above 0")
         if not 0 < self.slower_than < 1:
-            raise OperationsError(f"--slower-than {self.slower_than:g} must be a fraction, above 0 and below 1, such as 0.7")
+            raise OperationsError(
+                f"--slower-than {self.slower_than:g} must be a fraction, above 0 and below 1, such as 0.7"
+            )
 
 
 @dataclass
-class Findings:
+class StatusFindings:
     """Of one look."""
 
     pulse: str | None = None
@@ -85,7 +96,7 @@ class LogTail:
 
 
 @dataclass
-class Remembered:
+class StatusMemory:
     """Between two checks."""
 
     read_bytes: int = 0
@@ -98,20 +109,28 @@ class Remembered:
     """The checkpoint; 0: never."""
 
     @staticmethod
-    def read(path: Path) -> "Remembered":
+    def read(path: Path) -> "StatusMemory":
         """
         Raises:
             OperationsError: it is there and cannot be read.
         """
         record = read_record(path)
         try:
-            return Remembered() if record is None else Remembered(**record).checked()
+            return StatusMemory() if record is None else StatusMemory(**record).check_numbers()
         except (TypeError, ValueError):
-            raise OperationsError(f"{path} is not what this tool writes and is begun afresh") from None
+            raise OperationsError(
+                f"{path} is not what this tool writes and is begun afresh"
+            ) from None
 
-    def checked(self) -> "Remembered":
+    def check_numbers(self) -> "StatusMemory":
         """Raises TypeError where one is no number."""
-        for number in (self.read_bytes, self.output_at or 0, self.saved_at or 0, self.unsaved_seconds, self.checked_at):
+        for number in (
+            self.read_bytes,
+            self.output_at or 0,
+            self.saved_at or 0,
+            self.unsaved_seconds,
+            self.checked_at,
+        ):
             if not isinstance(number, int | float):
                 raise TypeError(number)
         return self
@@ -125,11 +144,13 @@ class Remembered:
             replace_file(path, json.dumps(asdict(self)) + "\n")
         except OSError as error:
             way_out = "make room, or mend the permissions; without it a stalled log is seen later"
-            raise OperationsError(f"{path} cannot be written ({error.strerror}): {way_out}") from error
+            raise OperationsError(
+                f"{path} cannot be written ({error.strerror}): {way_out}"
+            ) from error
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRun:
     """One run."""
 
     job_name: str
@@ -137,14 +158,14 @@ class Watched:
     run: Path | None = None
     """Its --save folder."""
     user: str | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: StatusLimits = field(default_factory=StatusLimits)
 
     @property
     def memory(self) -> Path:
         return Path(f"{self.main_log}.status.json")
 
 
-def look(run: Watched, now: float | None = None) -> Findings:
+def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     """Look at queue, log and checkpoint, and remember what the next look needs.
 
     Raises:
@@ -152,23 +173,23 @@ def look(run: Watched, now: float | None = None) -> Findings:
     """
     run.limits.check()
     now = time.time() if now is None else now
-    found = Findings()
+    found = StatusFindings()
     try:
-        before = Remembered.read(run.memory)
+        before = StatusMemory.read(run.memory)
     except OperationsError as error:
         found.troubles.append(str(error))
-        before = Remembered()
-    after = Remembered(**asdict(before))
+        before = StatusMemory()
+    after = StatusMemory(**asdict(before))
     tail = _look_at_log(run, before, after, found)
     jobs = _look_at_queue(run, found)
     if jobs is not None:
-        found.pulse = _judge_queue(run, jobs, tail, found, now)
-        _judge_stall(run, jobs, tail, found, now)
-        _judge_checkpoint(run, jobs, before, after, found, now)
+        found.pulse = _check_queue(run, jobs, tail, found, now)
+        _check_stall(run, jobs, tail, found, now)
+        _check_checkpoint(run, jobs, before, after, found, now)
     if tail is not None:
-        _judge_finite(run, tail, found)
+        _check_finite(run, tail, found)
         if jobs is not None and any(job.runs for job in jobs):
-            _judge_speed(run, tail, found)
+            _check_speed(run, tail, found)
     try:
         after.write(run.memory)
     except OperationsError as error:
@@ -179,7 +200,7 @@ def look(run: Watched, now: float | None = None) -> Findings:
 # The queue
 
 
-def _look_at_queue(run: Watched, found: Findings) -> list[QueuedJob] | None:
+def _look_at_queue(run: WatchedRun, found: StatusFindings) -> list[QueuedJob] | None:
     kind = f"{run.job_name} queue"
     found.watched.add(kind)
     try:
@@ -190,35 +211,47 @@ def _look_at_queue(run: Watched, found: Findings) -> list[QueuedJob] | None:
         return None
 
 
-def _judge_queue(run: Watched, jobs: Sequence[QueuedJob], tail: LogTail | None, found: Findings, now: float) -> str:
+def _check_queue(
+    run: WatchedRun,
+    jobs: Sequence[QueuedJob],
+    tail: LogTail | None,
+    found: StatusFindings,
+    now: float,
+) -> str:
     """Returns the PULSE."""
     kind = f"{run.job_name} idle"
     found.watched.add(kind)
-    problem = idle(run.job_name, jobs)
+    problem = find_idle_reason(run.job_name, jobs)
     if problem is not None and tail is not None and tail.complete:
-        return f"{run.job_name} is finished: {training_complete_line()}"
+        return f"{run.job_name} is finished: {format_training_complete_line()}"
     if problem is not None:
         found.alerts.append(Alert(kind, problem))
-    return pulse(run.job_name, jobs, now)
+    return format_pulse(run.job_name, jobs, now)
 
 
 # The log
 
 
-def _look_at_log(run: Watched, before: Remembered, after: Remembered, found: Findings) -> LogTail | None:
+def _look_at_log(
+    run: WatchedRun, before: StatusMemory, after: StatusMemory, found: StatusFindings
+) -> LogTail | None:
     kind = f"{run.job_name} log"
     found.watched.add(kind)
     try:
         tail = read_tail(run.main_log, before)
     except OSError as error:
-        found.troubles.append(f"{run.main_log} cannot be read ({error.strerror}); give the run's main log")
-        found.alerts.append(Alert(kind, f"{run.job_name}: its log cannot be looked at: {found.troubles[-1]}"))
+        found.troubles.append(
+            f"{run.main_log} cannot be read ({error.strerror}); give the run's main log"
+        )
+        found.alerts.append(
+            Alert(kind, f"{run.job_name}: its log cannot be looked at: {found.troubles[-1]}")
+        )
         return None
     after.read_bytes, after.output_at = tail.read_bytes, tail.output_at
     return tail
 
 
-def read_tail(log: Path, before: Remembered) -> LogTail:
+def read_tail(log: Path, before: StatusMemory) -> LogTail:
     """What is new in a log since `before`, and enough of what was there. A log that is not there yet is empty.
 
     Raises:
@@ -230,7 +263,9 @@ def read_tail(log: Path, before: Remembered) -> LogTail:
         return LogTail([], 0, False, None, 0)
     with file:
         status = os.fstat(file.fileno())
-        known = before.read_bytes if before.read_bytes <= status.st_size else 0  # else it was cut, by a rollback for one
+        known = (
+            before.read_bytes if before.read_bytes <= status.st_size else 0
+        )  # else it was cut, by a rollback for one
         begin = max(0, status.st_size - _TAIL_BYTES)
         file.seek(max(0, begin - 1))
         data = file.read(status.st_size - file.tell())
@@ -243,7 +278,7 @@ def read_tail(log: Path, before: Remembered) -> LogTail:
     """Of the first of our own lines that stand behind all training output."""
     for line in data.split(b"\n"):
         text, at = line.decode(errors="replace"), at + len(line)
-        own = own_line_time(text)
+        own = parse_own_line_time(text)
         if own is not None:
             told_at = own if told_at is None else told_at
         elif text.strip():
@@ -252,7 +287,7 @@ def read_tail(log: Path, before: Remembered) -> LogTail:
             if report is not None:
                 reports.append(report)
                 fresh += at > known
-            complete = report is None and (complete or training_complete_line() in text)
+            complete = report is None and (complete or format_training_complete_line() in text)
         at += 1
     if grown:
         output_at: float | None = status.st_mtime if told_at is None else told_at
@@ -261,7 +296,13 @@ def read_tail(log: Path, before: Remembered) -> LogTail:
     return LogTail(reports, fresh, complete, output_at, status.st_size)
 
 
-def _judge_stall(run: Watched, jobs: Sequence[QueuedJob], tail: LogTail | None, found: Findings, now: float) -> None:
+def _check_stall(
+    run: WatchedRun,
+    jobs: Sequence[QueuedJob],
+    tail: LogTail | None,
+    found: StatusFindings,
+    now: float,
+) -> None:
     """A log is only expected to grow while a job runs, and not before it began to."""
     running = [job.running_seconds or 0.0 for job in jobs if job.runs]
     kind = f"{run.job_name} stalled"
@@ -272,49 +313,76 @@ def _judge_stall(run: Watched, jobs: Sequence[QueuedJob], tail: LogTail | None, 
         return
     silent = max(running) if tail.output_at is None else min(max(running), now - tail.output_at)
     if silent > 60.0 * run.limits.stalled_minutes:
-        last = "nothing at all" if tail.output_at is None else f"the last at {clock(tail.output_at)}"
+        last = (
+            "nothing at all"
+            if tail.output_at is None
+            else f"the last at {format_time(tail.output_at)}"
+        )
         found.alerts.append(
-            Alert(kind, f"{run.job_name} runs, and has written nothing to {run.main_log} for {duration(silent)}; {last}")
+            Alert(
+                kind,
+                f"{run.job_name} runs, and has written nothing to {run.main_log} for {format_duration(silent)}; {last}",
+            )
         )
 
 
-def _judge_finite(run: Watched, tail: LogTail, found: Findings) -> None:
+def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
     kind = f"{run.job_name} not finite"
     found.watched.add(kind)
     window = tail.reports[-max(_NEWEST_LINES, tail.fresh) :]
-    bad = [report for report in window if report.get("nan_iterations") or not math.isfinite(report.get("lm_loss", 0.0))]
+    bad = [
+        report
+        for report in window
+        if report.get("nan_iterations") or not math.isfinite(report.get("lm_loss", 0.0))
+    ]
     if bad:
         last = bad[-1]
         nans = f" ({last['nan_iterations']} steps dropped)" if last.get("nan_iterations") else ""
         text = f"{len(bad)} of the newest {len(window)} log lines tell of a loss or gradient that is not finite"
-        found.alerts.append(Alert(kind, f"{run.job_name}: {text}, the last at iteration {last['iteration']}{nans}"))
+        found.alerts.append(
+            Alert(kind, f"{run.job_name}: {text}, the last at iteration {last['iteration']}{nans}")
+        )
 
 
-def _judge_speed(run: Watched, tail: LogTail, found: Findings) -> None:
+def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
     """By TFLOPs of one device, which neither batch size nor number of nodes moves much; by samples a second at the same batch size
     where a log has no TFLOPs worth reading."""
     kind = f"{run.job_name} slow"
     for name, unit in (("tflops", "TFLOPs"), ("samples_per_second", "samples per second")):
-        rates = [(report[name], report.get("global_batch_size")) for report in tail.reports if report.get(name)]
+        rates = [
+            (report[name], report.get("global_batch_size"))
+            for report in tail.reports
+            if report.get(name)
+        ]
         if name == "samples_per_second":
             rates = [rate for rate in rates if rate[1] == rates[-1][1]]
         if len(rates) < 2 * _SPEED_LINES:
             continue
-        earlier, newest = (statistics.median(rate for rate, _ in part) for part in (rates[:-_SPEED_LINES], rates[-_SPEED_LINES:]))
+        earlier, newest = (
+            statistics.median(rate for rate, _ in part)
+            for part in (rates[:-_SPEED_LINES], rates[-_SPEED_LINES:])
+        )
         if name == "tflops" and earlier < _ROUNDED_TFLOPS:
             continue
         found.watched.add(kind)
         if newest < run.limits.slower_than * earlier:
             text = f"{newest:.4g} {unit} (median of the newest {_SPEED_LINES} log lines) against {earlier:.4g} before"
-            found.alerts.append(Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}"))
+            found.alerts.append(
+                Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")
+            )
         return
 
 
 # The checkpoint
 
 
-def _judge_checkpoint(
-    run: Watched, jobs: Sequence[QueuedJob], before: Remembered, after: Remembered, found: Findings, now: float
+def _check_checkpoint(
+    run: WatchedRun,
+    jobs: Sequence[QueuedJob],
+    before: StatusMemory,
+    after: StatusMemory,
+    found: StatusFindings,
+    now: float,
 ) -> None:
     """Counts the time in which jobs ran, so that neither a day in the queue is an alert, nor elements that die one after another
     before they save pass unseen."""
@@ -323,10 +391,16 @@ def _judge_checkpoint(
     kind = f"{run.job_name} checkpoint"
     found.watched.add(kind)
     try:
-        iteration = pointed_iteration(run.run)
-        saved_at = None if iteration is None else (stored_folder(run.run, iteration) / MANIFEST).stat().st_mtime
+        iteration = read_pointed_iteration(run.run)
+        saved_at = (
+            None
+            if iteration is None
+            else (find_stored_folder(run.run, iteration) / MANIFEST).stat().st_mtime
+        )
     except (CheckpointError, OSError) as error:
-        found.alerts.append(Alert(kind, f"{run.job_name}: the newest checkpoint cannot be found: {error}"))
+        found.alerts.append(
+            Alert(kind, f"{run.job_name}: the newest checkpoint cannot be found: {error}")
+        )
         return
     running = max((job.running_seconds or 0.0 for job in jobs if job.runs), default=0.0)
     if before.checked_at and before.saved_at == saved_at:
@@ -336,8 +410,8 @@ def _judge_checkpoint(
     after.saved_at, after.unsaved_seconds, after.checked_at = saved_at, unsaved, now
     if unsaved > 60.0 * run.limits.checkpoint_minutes:
         if saved_at is None:
-            text = f"{run.run} has no checkpoint yet; jobs ran for {duration(unsaved)}"
+            text = f"{run.run} has no checkpoint yet; jobs ran for {format_duration(unsaved)}"
         else:
-            text = f"no checkpoint in {run.run} since global_step{iteration}, saved at {clock(saved_at)}"
-            text += f"; since then jobs ran for {duration(unsaved)}"
+            text = f"no checkpoint in {run.run} since global_step{iteration}, saved at {format_time(saved_at)}"
+            text += f"; since then jobs ran for {format_duration(unsaved)}"
         found.alerts.append(Alert(kind, f"{run.job_name}: {text}"))

@@ -32,10 +32,12 @@ def _group(tp: TensorParallel) -> dist.ProcessGroup:
     return tp.group
 
 
-def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce in place over the tensor-parallel ranks; not differentiable."""
     if tp.size > 1:
-        with tp.clock():
+        with tp.comm_timer():
             dist.all_reduce(x, op=op, group=tp.group)
     return x
 
@@ -46,7 +48,7 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_gather_tensor(x, 0, _group(tp)))
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    with tp.clock():
+    with tp.comm_timer():
         _all_gather_single(out, x, group=tp.group)
     return out
 
@@ -63,7 +65,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _group(tp)))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    with tp.clock():
+    with tp.comm_timer():
         _reduce_scatter_single(out, x, group=tp.group)
     return out
 
@@ -138,4 +140,8 @@ def enter_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
 
 def leave_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
     """Out of a tensor-parallel region: [s, b, h] (a part of the sum on each rank) -> [s, b, h] or [s/t, b, h]."""
-    return reduce_scatter_sequence(x, tp) if tp.sequence_parallel else reduce_from_tensor_parallel(x, tp)
+    return (
+        reduce_scatter_sequence(x, tp)
+        if tp.sequence_parallel
+        else reduce_from_tensor_parallel(x, tp)
+    )

@@ -10,7 +10,7 @@ from megatron.errors import LayoutError
 
 
 @dataclass(frozen=True)
-class Place:
+class GridCoordinate:
     """Where a rank sits in the grid."""
 
     pipeline: int
@@ -39,19 +39,21 @@ class Grid:
     def __post_init__(self) -> None:
         for axis in ("pipeline", "data", "tensor"):
             if getattr(self, axis) < 1:
-                raise LayoutError(f"{axis}-parallel size {getattr(self, axis)}: each axis of the grid needs at least one rank")
+                raise LayoutError(
+                    f"{axis}-parallel size {getattr(self, axis)}: each axis of the grid needs at least one rank"
+                )
 
     @property
     def world_size(self) -> int:
         return self.pipeline * self.data * self.tensor
 
-    def place(self, rank: int) -> Place:
+    def get_coordinate(self, rank: int) -> GridCoordinate:
         """The coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is outside a world of {self.world_size}"
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
-        return Place(pipeline, data, tensor)
+        return GridCoordinate(pipeline, data, tensor)
 
-    def rank(self, place: Place) -> int:
+    def get_rank(self, coordinate: GridCoordinate) -> int:
         """The global rank at these coordinates."""
-        return (place.pipeline * self.data + place.data) * self.tensor + place.tensor
+        return (coordinate.pipeline * self.data + coordinate.data) * self.tensor + coordinate.tensor

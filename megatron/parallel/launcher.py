@@ -14,14 +14,16 @@ _FIRST_PORT, _PORTS = 20_000, 12_000  # below those that Linux gives to clients
 
 
 @dataclass(frozen=True)
-class World:
+class LaunchedWorld:
     """A process without a launcher is a world of one."""
 
     size: int
     local_rank: int
 
 
-def world_of_launcher(local_rank_flag: int | None = None, environment: MutableMapping[str, str] = os.environ) -> World:
+def read_launcher_world(
+    local_rank_flag: int | None = None, environment: MutableMapping[str, str] = os.environ
+) -> LaunchedWorld:
     """`local_rank_flag`: what older launchers append to the command line, for where LOCAL_RANK is missing.
 
     Raises:
@@ -29,7 +31,7 @@ def world_of_launcher(local_rank_flag: int | None = None, environment: MutableMa
     """
     if "RANK" not in environment:
         if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-            _put_slurm_into_torchruns_words(environment)
+            _translate_slurm_variables(environment)
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
             raise LayoutError(
                 f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: start with torchrun, or with srun and one task a "
@@ -41,19 +43,26 @@ def world_of_launcher(local_rank_flag: int | None = None, environment: MutableMa
                 "start with torchrun, or with srun and one task a device"
             )
     local_rank = environment.get("LOCAL_RANK", local_rank_flag)
-    return World(int(environment.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0)
+    return LaunchedWorld(
+        int(environment.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0
+    )
 
 
-def _put_slurm_into_torchruns_words(environment: MutableMapping[str, str]) -> None:
+def _translate_slurm_variables(environment: MutableMapping[str, str]) -> None:
     tasks, job = environment["SLURM_STEP_NUM_TASKS"], int(environment.get("SLURM_JOB_ID", "0"))
     if environment.setdefault("WORLD_SIZE", tasks) != tasks:
-        raise LayoutError(f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; do not set it beside srun")
-    environment["RANK"], environment["LOCAL_RANK"] = environment["SLURM_PROCID"], environment["SLURM_LOCALID"]
-    environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
+        raise LayoutError(
+            f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; do not set it beside srun"
+        )
+    environment["RANK"], environment["LOCAL_RANK"] = (
+        environment["SLURM_PROCID"],
+        environment["SLURM_LOCALID"],
+    )
+    environment.setdefault("MASTER_ADDR", parse_first_host(environment["SLURM_STEP_NODELIST"]))
     step = int(environment.get("SLURM_STEP_ID", "0"))
     environment.setdefault("MASTER_PORT", str(_FIRST_PORT + (job + 1000 * step) % _PORTS))
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Of a list as Slurm writes it: "iam[07-09,12],log1" -> "iam07"."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]

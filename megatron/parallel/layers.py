@@ -19,14 +19,14 @@ from megatron.parallel.mesh import TensorParallel
 class ParameterSpec:
     """How a local tensor relates to the whole model's parameter.
 
-    `shape` counts real rows only; a local tensor may be larger where the vocabulary is padded. `cut_dim` None: every
+    `shape` counts real rows only; a local tensor may be larger where the vocabulary is padded. `shard_dim` None: every
     tensor-parallel rank holds all of it. `partial_gradient`: each rank sees only its slice of the sequence, so gradients must be
     added up over the tensor-parallel ranks. `copy_of`: it is a copy of the named parameter, which lives on another pipeline stage:
     their gradients must be added up, and it is counted and stored there.
     """
 
     shape: tuple[int, ...]
-    cut_dim: int | None = None
+    shard_dim: int | None = None
     partial_gradient: bool = False
     copy_of: str | None = None
 
@@ -38,7 +38,7 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     return parameter
 
 
-def replicated_parameter(shape: tuple[int, ...], tp: TensorParallel) -> nn.Parameter:
+def make_replicated_parameter(shape: tuple[int, ...], tp: TensorParallel) -> nn.Parameter:
     """A parameter that all tensor-parallel ranks hold, used where the sequence may be cut (norms, biases after the sum)."""
     return make_parameter(shape, ParameterSpec(shape, partial_gradient=tp.sequence_parallel))
 
@@ -55,12 +55,18 @@ class ColumnParallelLinear(nn.Module):
     The weight is stored transposed, [out/t, in], as F.linear takes it.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         local = split_evenly(out_features, tp)
-        self.weight = make_parameter((local, in_features), ParameterSpec((out_features, in_features), cut_dim=0))
-        self.bias = make_parameter((local,), ParameterSpec((out_features,), cut_dim=0)) if bias else None
+        self.weight = make_parameter(
+            (local, in_features), ParameterSpec((out_features, in_features), shard_dim=0)
+        )
+        self.bias = (
+            make_parameter((local,), ParameterSpec((out_features,), shard_dim=0)) if bias else None
+        )
 
     def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
         """[s, b, in] (or [s/t, b, in] with sequence parallelism) -> [s, b, out/t].
@@ -78,12 +84,16 @@ class RowParallelLinear(nn.Module):
               | A_t |
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         local = split_evenly(in_features, tp)
-        self.weight = make_parameter((out_features, local), ParameterSpec((out_features, in_features), cut_dim=1))
-        self.bias = replicated_parameter((out_features,), tp) if bias else None
+        self.weight = make_parameter(
+            (out_features, local), ParameterSpec((out_features, in_features), shard_dim=1)
+        )
+        self.bias = make_replicated_parameter((out_features,), tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] -> [s, b, out] (or [s/t, b, out] with sequence parallelism)."""
@@ -96,12 +106,16 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """A table of word vectors cut by rows: rank r holds ids [r v/t, (r + 1) v/t) of the padded vocabulary v."""
 
-    def __init__(self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.rows = split_evenly(padded_vocab_size, tp)
         self.first = tp.rank * self.rows
-        self.weight = make_parameter((self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), cut_dim=0))
+        self.weight = make_parameter(
+            (self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), shard_dim=0)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Ids [s, b] -> vectors [s, b, h] (or [s/t, b, h] with sequence parallelism)."""

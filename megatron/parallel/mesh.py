@@ -14,34 +14,34 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.errors import LayoutError
-from megatron.parallel.grid import Grid, Place
+from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
 from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
 
-Clock = Callable[[], AbstractContextManager[None]]
+CommTimer = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
 class TensorParallel:
-    """What a tensor-parallel layer must know: its group, its place in it, and whether the sequence is cut over it.
+    """What a tensor-parallel layer must know: its group, its coordinate in it, and whether the sequence is cut over it.
 
-    `clock` is entered around each collective; the trainer puts its communication timer there.
+    `comm_timer` is entered around each collective; the trainer puts its communication timer there.
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
-    clock: Clock = field(default=nullcontext)
+    comm_timer: CommTimer = field(default=nullcontext)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the grid, its device, and its groups."""
+    """This rank's coordinate in the grid, its device, and its groups."""
 
     grid: Grid
     rank: int
-    place: Place
+    coordinate: GridCoordinate
     device: torch.device
     backend: str | None
     """nccl or gloo; None in a world of one."""
@@ -56,12 +56,12 @@ class Mesh:
     names: tuple[str, ...]
     """`describe()` of every rank."""
 
-    def data_parallel_mesh(self) -> DeviceMesh:
+    def get_data_parallel_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of this rank's data-parallel group."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices["dp"]
 
-    def pipeline_group(self) -> dist.ProcessGroup:
+    def get_pipeline_group(self) -> dist.ProcessGroup:
         """The ranks that a microbatch passes through, in order."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices.get_group("pp")
@@ -153,11 +153,13 @@ def build_mesh(
             f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x {grid.data} (data) x "
             f"{grid.tensor} (tensor) = {grid.world_size}; start that many"
         )
-    place = grid.place(rank)
-    name = f"rank {rank} on {os.uname().nodename} ({place})"
+    coordinate = grid.get_coordinate(rank)
+    name = f"rank {rank} on {os.uname().nodename} ({coordinate})"
     if world_size == 1:
         tensor_parallel = TensorParallel(sequence_parallel=False)
-        return Mesh(grid, rank, place, device, None, None, tensor_parallel, None, None, (name,))
+        return Mesh(
+            grid, rank, coordinate, device, None, None, tensor_parallel, None, None, (name,)
+        )
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
@@ -166,13 +168,15 @@ def build_mesh(
     )
     tensor_parallel = TensorParallel(
         size=grid.tensor,
-        rank=place.tensor,
+        rank=coordinate.tensor,
         group=devices.get_group("tp") if grid.tensor > 1 else None,
         sequence_parallel=sequence_parallel and grid.tensor > 1,
     )
-    ends = _group_of_ends(grid, rank, time_out)
+    ends = _build_ends_group(grid, rank, time_out)
     names = tuple(gather_json(name, control))
-    return Mesh(grid, rank, place, device, backend, devices, tensor_parallel, ends, control, names)
+    return Mesh(
+        grid, rank, coordinate, device, backend, devices, tensor_parallel, ends, control, names
+    )
 
 
 def _make_device_mesh(
@@ -194,12 +198,14 @@ def _make_device_mesh(
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
 
 
-def _group_of_ends(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
+def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
     if grid.pipeline == 1:
         return None
     ends = (0, grid.pipeline - 1)
     columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
-    members_of_groups = [[grid.rank(Place(end, *column)) for end in ends] for column in columns]
+    members_of_groups = [
+        [grid.get_rank(GridCoordinate(end, *column)) for end in ends] for column in columns
+    ]
     return _own_group(members_of_groups, rank, time_out)
 
 

@@ -3,7 +3,7 @@
 Before each draw the device's generator is seeded from (seed, iteration, microbatch, site, place in the grid). So a resumed run
 draws what the uninterrupted one would have, and no generator state is stored; a block that is computed again in the backward pass
 draws what it drew the first time, whichever microbatches ran in between. Activations that all tensor-parallel ranks hold get the
-same mask on all of them; activations that are cut get one for each rank.
+same mask on all of them; activations that are sharded get one for each rank.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ def mix(*words: int) -> int:
     return state
 
 
-class Moment(NamedTuple):
+class DropoutKey(NamedTuple):
     """When a draw happens: which forward pass it belongs to."""
 
     iteration: int
@@ -39,14 +39,22 @@ class RandomStreams:
     A site is the number of a dropout in the model, the same on every rank and layout.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, data_rank: int = 0, tensor_rank: int = 0) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, *, data_rank: int = 0, tensor_rank: int = 0
+    ) -> None:
         self._seed = seed
         self._data_rank = data_rank
         self._tensor_rank = tensor_rank
-        self._generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        self._generator = (
+            torch.cuda.default_generators[device.index or 0]
+            if device.type == "cuda"
+            else torch.default_generator
+        )
 
-    def seed(self, moment: Moment, site: int, *, cut: bool) -> None:
-        """Seed for the draw at `site`; `cut`: the activation differs between tensor-parallel ranks."""
-        tensor_rank = self._tensor_rank + 1 if cut else 0
+    def seed(self, dropout_key: DropoutKey, site: int, *, sharded: bool) -> None:
+        """Seed for the draw at `site`; `sharded`: the activation differs between tensor-parallel ranks."""
+        tensor_rank = self._tensor_rank + 1 if sharded else 0
         # The CPU generator looks at the low 32 bits only.
-        self._generator.manual_seed(mix(self._seed, *moment, site, self._data_rank, tensor_rank) & 0xFFFFFFFF)
+        self._generator.manual_seed(
+            mix(self._seed, *dropout_key, site, self._data_rank, tensor_rank) & 0xFFFFFFFF
+        )

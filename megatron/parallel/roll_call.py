@@ -45,8 +45,8 @@ class TimeLimit:
 
     @property
     def roll_call(self) -> timedelta:
-        """A third of the limit, at most ten seconds, for the roll call and the way out."""
-        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) / 3)
+        """Two fifths of the limit, at most ten seconds, for the roll call and the way out."""
+        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) * 2 / 5)
 
     @property
     def collective(self) -> timedelta:
@@ -72,7 +72,7 @@ class RollCall:
         # A store connection serves one request at a time, and one that waits would hold up the others.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._window = limit.roll_call.total_seconds() / 2
+        self._window = limit.roll_call.total_seconds() * 2 / 5
         """Seconds in which a rank must answer."""
         self._leaving = threading.Event()
         self._answered = threading.Event()

@@ -16,49 +16,61 @@ from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.inputs import expand_inputs, open_lines, read_blocks
-from megatron.preprocess.texts import texts_of
+from megatron.preprocess.texts import extract_texts
 from megatron.tokenizer.build import END_OF_DOCUMENT
 
 _JSON = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 _SMALLEST = 257  # the bytes and the end of a document
 
 
-def train_bpe(patterns: Sequence[str], vocab_size: int, output_folder: str, json_key: str = "text") -> tuple[Path, Path, int]:
+def train_bpe(
+    patterns: Sequence[str], vocab_size: int, output_folder: str, json_key: str = "text"
+) -> tuple[Path, Path, int]:
     """Train on .jsonl, .parquet (the texts of `json_key`) and any other file (its lines as they are; .gz and .zst too).
 
     Returns vocab.json, merges.txt and the number of ids, less than `vocab_size` where the text has no more pairs to merge.
     Raises ConfigError for a vocabulary below 257, DataError for a bad line or inputs without text.
     """
     if vocab_size < _SMALLEST:
-        raise ConfigError(f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a document.")
+        raise ConfigError(
+            f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a document."
+        )
     paths = expand_inputs(patterns)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
     )
-    with tqdm(total=sum(Path(path).stat().st_size for path in paths), unit="B", unit_scale=True, desc="read") as bar:
+    with tqdm(
+        total=sum(Path(path).stat().st_size for path in paths),
+        unit="B",
+        unit_scale=True,
+        desc="read",
+    ) as bar:
         texts = 0
 
-        def counted() -> Iterator[list[str]]:
+        def count_texts() -> Iterator[list[str]]:
             nonlocal texts
-            for batch in _texts(paths, json_key, bar):
+            for batch in _read_texts(paths, json_key, bar):
                 texts += sum(1 for text in batch if text)
                 yield batch
 
-        backend.train_from_iterator(counted(), trainer)
+        backend.train_from_iterator(count_texts(), trainer)
     if not texts:
         raise DataError(f"--input {' '.join(patterns)} holds no text to train on.")
     vocab, merges = _write(backend, Path(output_folder))
     return vocab, merges, backend.get_vocab_size() + 1
 
 
-def _texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
     done = 0
     for path in paths:
         if path.endswith(_JSON):
             for block in read_blocks([path], [key]):
-                (texts,), bad = texts_of(block, [key])
+                (texts,), bad = extract_texts(block, [key])
                 if bad:
                     raise DataError(f"{bad[0]}. Mend or remove the line.")
                 yield texts
@@ -78,7 +90,9 @@ def _decode(content: bytes, path: str) -> list[str]:
     try:
         return content.decode("utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}. Convert or leave out the file.") from error
+        raise DataError(
+            f"{path} is not UTF-8 text: {error}. Convert or leave out the file."
+        ) from error
 
 
 def _write(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Path, Path]:

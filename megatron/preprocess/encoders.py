@@ -16,7 +16,9 @@ from tokenizers import pre_tokenizers
 from megatron.errors import MegatronError
 from megatron.tokenizer import HFTokenizer, Tokenizer
 
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 REFERENCE = "reference"
 CANDIDATES = ("gigatoken", "tiktoken")
 AWKWARD = (
@@ -35,7 +37,9 @@ AWKWARD = (
 )
 _SLICE_CHARS = 1 << 20  # `tokenizers` holds some hundred bytes for each token of one call
 _GIGATOKEN_CACHE_BYTES = 1 << 30  # its cache of words has no bound of its own
-_GIGATOKEN_TEXT_CHARS = 256 << 20  # how much text is taken for that where the memory in use cannot be read
+_GIGATOKEN_TEXT_CHARS = (
+    256 << 20
+)  # how much text is taken for that where the memory in use cannot be read
 
 
 class EncoderMismatch(Exception):
@@ -67,7 +71,7 @@ class ReferenceEncoder:
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
         parts, sizes = [np.empty(0, np.int32)], list[int]()
-        for some in _slices(texts):
+        for some in _slice_texts(texts):
             for ids in self._tokenizer.encode_batch(some):
                 parts.append(np.array(ids, np.int32))
                 sizes.append(len(ids))
@@ -83,13 +87,19 @@ class TiktokenEncoder:
             import tiktoken
         except ImportError as error:
             raise EncoderUnavailable("it is not installed (pip install tiktoken)") from error
-        ranks, ids = _ranks(_gpt2_model(tokenizer))
-        self._encoding = tiktoken.Encoding("corpus", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        ranks, ids = _build_ranks(_get_gpt2_model(tokenizer))
+        self._encoding = tiktoken.Encoding(
+            "corpus", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
         self._ids = np.array(ids, np.int32)
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
-        parts = [np.empty(0, np.int64)] + [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        return self._ids[np.concatenate(parts).astype(np.int64)], np.array([len(part) for part in parts[1:]], np.int64)
+        parts = [np.empty(0, np.int64)] + [
+            self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts
+        ]
+        return self._ids[np.concatenate(parts).astype(np.int64)], np.array(
+            [len(part) for part in parts[1:]], np.int64
+        )
 
 
 class GigatokenEncoder:
@@ -119,10 +129,10 @@ class GigatokenEncoder:
 
     def _start(self) -> None:
         self._tokenizer, self._chars = self._make(), 0
-        self._resident = _resident_bytes()
+        self._resident = _read_resident_bytes()
 
     def _cache_is_large(self) -> bool:
-        now = _resident_bytes()
+        now = _read_resident_bytes()
         if now is None or self._resident is None:
             return self._chars > _GIGATOKEN_TEXT_CHARS
         return now - self._resident > _GIGATOKEN_CACHE_BYTES
@@ -139,7 +149,9 @@ def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
         return kinds[name](tokenizer)
     except EncoderUnavailable:
         raise
-    except Exception as error:  # what a library raises on a tokenizer that it does not know is its own affair
+    except (
+        Exception
+    ) as error:  # what a library raises on a tokenizer that it does not know is its own affair
         raise EncoderUnavailable(f"it does not take this tokenizer: {error}") from error
 
 
@@ -151,7 +163,7 @@ def choose_encoder(
     make: Callable[[str, Tokenizer], Encoder] = make_encoder,
 ) -> str:
     """The first candidate that gives the tokenizer's own ids on the sample and awkward texts; says what it passes over."""
-    texts = [*AWKWARD, *_special_tokens(tokenizer), *sample]
+    texts = [*AWKWARD, *_list_special_tokens(tokenizer), *sample]
     for name in CANDIDATES:
         if name in rejected:
             say(f"encoder {name}: not used, it gave wrong ids earlier in this run")
@@ -163,7 +175,9 @@ def choose_encoder(
         except EncoderMismatch as error:
             say(f"encoder {name}: NOT USED, {error.reason}")
         else:
-            say(f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this corpus and {len(AWKWARD)} more")
+            say(
+                f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this corpus and {len(AWKWARD)} more"
+            )
             return name
     say("encoder: the tokenizer itself, several times slower than gigatoken")
     return REFERENCE
@@ -173,11 +187,17 @@ def check_encoder(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) 
     """Raises EncoderMismatch, with the first difference, where the ids are not the tokenizer's own."""
     flat, sizes = run_encoder(encoder, list(texts))
     ends = np.cumsum(sizes)
-    for number, expected in enumerate(i for some in _slices(list(texts)) for i in tokenizer.encode_batch(some)):
+    for number, expected in enumerate(
+        i for some in _slice_texts(list(texts)) for i in tokenizer.encode_batch(some)
+    ):
         given = flat[ends[number] - sizes[number] : ends[number]]
         if not np.array_equal(given, expected):
             same = next(
-                (i for i, (a, b) in enumerate(zip(given.tolist(), expected, strict=False)) if a != b),
+                (
+                    i
+                    for i, (a, b) in enumerate(zip(given.tolist(), expected, strict=False))
+                    if a != b
+                ),
                 min(len(given), len(expected)),
             )
             raise EncoderMismatch(
@@ -196,10 +216,12 @@ def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np
     except BaseException as error:  # a Rust panic is no Exception
         if encoder.name == REFERENCE:
             raise
-        raise EncoderMismatch(encoder.name, f"it failed: {type(error).__name__}: {error}") from error
+        raise EncoderMismatch(
+            encoder.name, f"it failed: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _slices(texts: list[str]) -> Iterator[list[str]]:
+def _slice_texts(texts: list[str]) -> Iterator[list[str]]:
     some, chars = list[str](), 0
     for text in texts:
         some.append(text)
@@ -211,31 +233,44 @@ def _slices(texts: list[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _special_tokens(tokenizer: Tokenizer) -> list[str]:
+def _list_special_tokens(tokenizer: Tokenizer) -> list[str]:
     if not isinstance(tokenizer, HFTokenizer):
         return []
-    return [f"a{token.content} b {token.content}\nc" for token in tokenizer.backend.get_added_tokens_decoder().values()][:64]
+    return [
+        f"a{token.content} b {token.content}\nc"
+        for token in tokenizer.backend.get_added_tokens_decoder().values()
+    ][:64]
 
 
-def _gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
+def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     """The BPE of a tokenizer whose text handling is GPT-2's."""
     if not isinstance(tokenizer, HFTokenizer):
         raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
     whole = json.loads(tokenizer.backend.to_str())
     model, splitting = whole["model"], whole["pre_tokenizer"] or {}
-    plain = splitting.get("type") == "ByteLevel" and splitting.get("use_regex") and not splitting.get("add_prefix_space")
-    if model["type"] != "BPE" or not plain or whole["normalizer"] or whole["added_tokens"] or model["dropout"]:
+    plain = (
+        splitting.get("type") == "ByteLevel"
+        and splitting.get("use_regex")
+        and not splitting.get("add_prefix_space")
+    )
+    if (
+        model["type"] != "BPE"
+        or not plain
+        or whole["normalizer"]
+        or whole["added_tokens"]
+        or model["dropout"]
+    ):
         raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
     return model
 
 
-def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
+def _build_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
     """tiktoken's bytes -> rank, and rank -> id of the vocabulary."""
-    byte_of = {symbol: byte for byte, symbol in byte_symbols().items()}
+    byte_of = {symbol: byte for byte, symbol in make_byte_symbols().items()}
     ranks: dict[bytes, int] = {}
     ids: list[int] = []
     merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
-    for token in (*byte_symbols().values(), *(left + right for left, right in merges)):
+    for token in (*make_byte_symbols().values(), *(left + right for left, right in merges)):
         as_bytes = bytes(byte_of[symbol] for symbol in token)
         if as_bytes in ranks:
             raise EncoderUnavailable("two merges of this vocabulary give the same token")
@@ -244,16 +279,24 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
     return ranks, ids
 
 
-def byte_symbols() -> dict[int, str]:
+def make_byte_symbols() -> dict[int, str]:
     """Byte -> the printable character that stands for it in a byte-level vocabulary (GPT-2's encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-    assert set(symbols.values()) == set(pre_tokenizers.ByteLevel.alphabet()), "the byte symbols are not those of `tokenizers`"
+    symbols = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
+    assert set(symbols.values()) == set(pre_tokenizers.ByteLevel.alphabet()), (
+        "the byte symbols are not those of `tokenizers`"
+    )
     return symbols
 
 
-def _resident_bytes() -> int | None:
+def _read_resident_bytes() -> int | None:
     """Memory of this process, where the system tells it (Linux)."""
     try:
         with open("/proc/self/statm") as file:

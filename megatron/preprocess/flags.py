@@ -17,7 +17,7 @@ class TokenizerFlags:
     tokenizer_name_or_path: str | None = None
     """Folder of the Hugging Face tokenizer."""
 
-    def config(self) -> TokenizerConfig:
+    def make_config(self) -> TokenizerConfig:
         return TokenizerConfig(
             tokenizer_type=self.tokenizer_type,
             vocab_file=self.vocab_file,

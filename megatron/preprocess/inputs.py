@@ -29,7 +29,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Block:
+class InputBlock:
     """Whole lines (bytes) or rows (a pyarrow RecordBatch) of one file. `disk_bytes`: how far into that file they reach."""
 
     path: str
@@ -53,7 +53,9 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
             raise ConfigError(f"--input {pattern} {what}.")
         folders = [path for path in found if Path(path).is_dir()]
         if folders:
-            raise ConfigError(f"--input {folders[0]} is a folder; give its files, as in '{folders[0]}/*.jsonl'.")
+            raise ConfigError(
+                f"--input {folders[0]} is a folder; give its files, as in '{folders[0]}/*.jsonl'."
+            )
         files += found
     if not files:
         raise ConfigError("--input needs at least one file.")
@@ -61,18 +63,23 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def read_blocks(
-    paths: Sequence[str], keys: Sequence[str], start: Position = Position(), block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+    paths: Sequence[str],
+    keys: Sequence[str],
+    start: Position = Position(),
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[InputBlock]:
     """All blocks from `start` on. Raises DataError where a file cannot be read, is cut off, or lacks the column of a key."""
     for number in range(start.file, len(paths)):
         begin = start if number == start.file else Position(number)
         if paths[number].endswith(".parquet"):
-            yield from _parquet_blocks(paths[number], keys, begin, block_bytes)
+            yield from _read_parquet_blocks(paths[number], keys, begin, block_bytes)
         else:
-            yield from _line_blocks(paths[number], begin, block_bytes)
+            yield from _read_line_blocks(paths[number], begin, block_bytes)
 
 
-def open_lines(path: str, start: int = 0, piece_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, int]]:
+def open_lines(
+    path: str, start: int = 0, piece_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[bytes, int]]:
     """The text of a file from byte `start` on in pieces, each with the place in the file on disk that it reaches to.
 
     A compressed file is decompressed from its beginning, since it cannot be entered in the middle.
@@ -80,8 +87,12 @@ def open_lines(path: str, start: int = 0, piece_bytes: int = BLOCK_BYTES) -> Ite
     try:
         with open(path, "rb") as raw:
             if path.endswith((".gz", ".zst")):
-                pieces = _gzip_pieces(raw, piece_bytes) if path.endswith(".gz") else _zstd_pieces(raw, path)
-                for piece in _after(pieces, start):
+                pieces = (
+                    _read_gzip_pieces(raw, piece_bytes)
+                    if path.endswith(".gz")
+                    else _read_zstd_pieces(raw, path)
+                )
+                for piece in _skip_to(pieces, start):
                     yield piece, raw.tell()
             else:
                 raw.seek(start)
@@ -91,12 +102,12 @@ def open_lines(path: str, start: int = 0, piece_bytes: int = BLOCK_BYTES) -> Ite
         raise DataError(f"{path} cannot be read: {error}. Mend or leave out the file.") from error
 
 
-def _line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[Block]:
+def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[InputBlock]:
     position, parts, size, disk_bytes = begin, list[bytes](), 0, 0
 
-    def block(content: bytes) -> Block:
+    def make_block(content: bytes) -> InputBlock:
         lines = content.count(b"\n") + (not content.endswith(b"\n"))
-        return Block(
+        return InputBlock(
             path,
             position.line + 1,
             content,
@@ -104,38 +115,42 @@ def _line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[Block
             disk_bytes,
         )
 
-    for piece, disk_bytes in open_lines(path, begin.offset, block_bytes):  # noqa: B007 (block() reads it)
+    for piece, disk_bytes in open_lines(path, begin.offset, block_bytes):  # noqa: B007 (make_block reads it)
         cut = piece.rfind(b"\n") + 1
         size += len(piece)
-        if cut == 0 or size < block_bytes:  # parts are joined once, so that a line of gigabytes costs no more than its length
+        if (
+            cut == 0 or size < block_bytes
+        ):  # parts are joined once, so that a line of gigabytes costs no more than its length
             parts.append(piece)
             continue
-        made = block(b"".join((*parts, piece[:cut])))
+        made = make_block(b"".join((*parts, piece[:cut])))
         parts, size, position = [piece[cut:]], len(piece) - cut, made.end
         yield made
     if size:
-        yield block(b"".join(parts))
+        yield make_block(b"".join(parts))
 
 
-def _after(pieces: Iterable[bytes], start: int) -> Iterator[bytes]:
+def _skip_to(pieces: Iterable[bytes], start: int) -> Iterator[bytes]:
     for piece in pieces:
         if start < len(piece):
             yield piece[start:]
         start = max(0, start - len(piece))
 
 
-def _gzip_pieces(raw: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
+def _read_gzip_pieces(raw: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=raw, mode="rb") as file:
         while piece := file.read(piece_bytes):
             yield piece
 
 
-def _zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
+def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
     """Frame by frame, because only then a file that is cut off can be told from one that ends."""
     try:
         import zstandard
     except ImportError as error:
-        raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard.") from error
+        raise DataError(
+            f"{path}: reading .zst needs the package zstandard: pip install zstandard."
+        ) from error
     frame, fresh = zstandard.ZstdDecompressor().decompressobj(), True
     try:
         while data := raw.read(_COMPRESSED_BYTES):
@@ -153,32 +168,41 @@ def _zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(f"{path} is cut off: it ends inside a zstd frame. Copy the file again.")
 
 
-def parquet_rows(path: str) -> int:
-    with _parquet_file(path) as file:
+def count_parquet_rows(path: str) -> int:
+    with _open_parquet_file(path) as file:
         return file.metadata.num_rows
 
 
 @contextmanager
-def _parquet_file(path: str) -> Iterator[Any]:
+def _open_parquet_file(path: str) -> Iterator[Any]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs the package pyarrow: pip install pyarrow.") from error
+        raise DataError(
+            f"{path}: reading Parquet needs the package pyarrow: pip install pyarrow."
+        ) from error
     try:
         with parquet.ParquetFile(path) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}. Mend or leave out the file.") from error
+        raise DataError(
+            f"{path} cannot be read as Parquet: {error}. Mend or leave out the file."
+        ) from error
 
 
-def _parquet_blocks(path: str, keys: Sequence[str], begin: Position, block_bytes: int) -> Iterator[Block]:
-    with _parquet_file(path) as file:
+def _read_parquet_blocks(
+    path: str, keys: Sequence[str], begin: Position, block_bytes: int
+) -> Iterator[InputBlock]:
+    with _open_parquet_file(path) as file:
         _check_columns(path, file.schema_arrow, keys)
         disk, first_row = Path(path).stat().st_size, 0
         for group in range(file.metadata.num_row_groups):
             row_group = file.metadata.row_group(group)
-            rows, next_row = max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size)), first_row
+            rows, next_row = (
+                max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size)),
+                first_row,
+            )
             first_row += row_group.num_rows
             if first_row <= begin.offset:
                 continue
@@ -187,14 +211,24 @@ def _parquet_blocks(path: str, keys: Sequence[str], begin: Position, block_bytes
                 passed = max(0, begin.offset - begin_row)
                 if passed < batch.num_rows:
                     end = Position(begin.file, next_row, next_row)
-                    yield Block(path, begin_row + passed + 1, batch.slice(passed), end, disk * next_row // file.metadata.num_rows)
+                    yield InputBlock(
+                        path,
+                        begin_row + passed + 1,
+                        batch.slice(passed),
+                        end,
+                        disk * next_row // file.metadata.num_rows,
+                    )
 
 
 def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
     for key in keys:
         if key not in schema.names:
-            raise DataError(f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with --json-keys.")
+            raise DataError(
+                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with --json-keys."
+            )
         kind = schema.field(key).type
         kind = getattr(kind, "value_type", kind)  # a dictionary-encoded column
         if str(kind) not in ("string", "large_string", "string_view"):
-            raise DataError(f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys.")
+            raise DataError(
+                f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
+            )

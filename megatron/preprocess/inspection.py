@@ -22,7 +22,7 @@ _CONSTANT = 0.9  # part of the documents with the same token at the same place t
 
 
 @dataclass(frozen=True)
-class _Documents:
+class _DocumentBatch:
     """Some consecutive documents: where each begins and ends among all tokens."""
 
     first: int
@@ -50,13 +50,19 @@ class Problem:
     def add(self, found: NDArray[np.bool_], first_document: int) -> None:
         places = np.flatnonzero(found)
         self.count += len(places)
-        self.examples += [first_document + int(place) for place in places[: _EXAMPLES - len(self.examples)]]
+        self.examples += [
+            first_document + int(place) for place in places[: _EXAMPLES - len(self.examples)]
+        ]
 
-    def add_places(self, places: NDArray[np.int64], documents: _Documents) -> None:
+    def add_places(self, places: NDArray[np.int64], documents: _DocumentBatch) -> None:
         """Tokens, counted one by one; the examples are the documents that hold them."""
         self.count += len(places)
-        holders = (documents.first + np.unique(np.searchsorted(documents.ends, places, side="right"))).tolist()
-        self.examples += [holder for holder in holders if holder not in self.examples][: _EXAMPLES - len(self.examples)]
+        holders = (
+            documents.first + np.unique(np.searchsorted(documents.ends, places, side="right"))
+        ).tolist()
+        self.examples += [holder for holder in holders if holder not in self.examples][
+            : _EXAMPLES - len(self.examples)
+        ]
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,16 @@ class Inspection:
 
 
 def inspect_dataset(
-    prefix: str, vocab_size: int | None = None, eod: int | None = None, specials: tuple[int, ...] = ()
+    prefix: str,
+    vocab_size: int | None = None,
+    eod: int | None = None,
+    specials: tuple[int, ...] = (),
 ) -> Inspection:
     """`specials`: further ids that separate texts (BOS, EOS, ...). Raises DataError where the data set is damaged."""
     dataset = IndexedDataset(prefix)
-    firsts, lasts, before_last = (_Common() for _ in range(3))
+    firsts, lasts, before_last = (_CommonToken() for _ in range(3))
     buckets, longest, shortest = np.zeros(65, np.int64), 0, None
-    for some in _documents(dataset):
+    for some in _iterate_documents(dataset):
         lengths = some.lengths
         buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
         longest = max(longest, int(lengths.max()))
@@ -103,9 +112,9 @@ def inspect_dataset(
         eod, source = lasts.token, "guessed"
     separators = np.array(sorted({*specials, *([] if eod is None else [eod])}), np.int64)
     if source != "tokenizer":
-        separators = _usual_separators(firsts, before_last, separators)
-    problems = _borders(dataset, eod, separators, sure=source == "tokenizer")
-    contents = _contents(dataset, vocab_size, eod, separators)
+        separators = _add_usual_separators(firsts, before_last, separators)
+    problems = _inspect_borders(dataset, eod, separators, sure=source == "tokenizer")
+    contents = _inspect_contents(dataset, vocab_size, eod, separators)
     return Inspection(
         prefix=dataset.prefix,
         dtype=dataset.dtype.name,
@@ -136,15 +145,20 @@ def report(inspection: Inspection) -> str:
     ]
     most = max((count for _, _, count in i.histogram), default=1)
     lines += [
-        f"  {low:>10} - {high - 1:<10} {count:>12} {'#' * max(1, round(50 * count / most))}" for low, high, count in i.histogram
+        f"  {low:>10} - {high - 1:<10} {count:>12} {'#' * max(1, round(50 * count / most))}"
+        for low, high, count in i.histogram
     ]
     lines += [f"ids: {i.smallest_id} to {i.largest_id}{known}", f"end of document: {end}"]
     for p in i.problems:
         doubt = (
-            "" if p.sure else " (or a token that ends or begins nearly every text, as a newline does: the tokenizer's flags tell)"
+            ""
+            if p.sure
+            else " (or a token that ends or begins nearly every text, as a newline does: the tokenizer's flags tell)"
         )
         word = "PROBLEM" if p.sure else "POSSIBLE PROBLEM"
-        lines.append(f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents {', '.join(map(str, p.examples))}")
+        lines.append(
+            f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents {', '.join(map(str, p.examples))}"
+        )
     return "\n".join(lines if i.problems else [*lines, "no problems found"])
 
 
@@ -156,14 +170,18 @@ def plot_lengths(inspection: Inspection, path: str) -> None:
         raise ConfigError("--plot needs the package matplotlib: pip install matplotlib.") from error
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    axes.bar([str(low) for low, _, _ in inspection.histogram], [count for _, _, count in inspection.histogram], width=0.9)
+    axes.bar(
+        [str(low) for low, _, _ in inspection.histogram],
+        [count for _, _, count in inspection.histogram],
+        width=0.9,
+    )
     axes.set_xlabel("tokens in a document, from (each bar to the next)")
     axes.set_ylabel("documents")
     axes.set_title(inspection.prefix)
     figure.savefig(path)
 
 
-class _Common:
+class _CommonToken:
     """The token that most documents have at some place, and how many of them."""
 
     def __init__(self) -> None:
@@ -188,22 +206,34 @@ class _Common:
         return self._seen >= 10 and self.part >= _CONSTANT
 
 
-def _documents(dataset: IndexedDataset) -> Iterator[_Documents]:
+def _iterate_documents(dataset: IndexedDataset) -> Iterator[_DocumentBatch]:
     place = 0
     for first in range(0, dataset.num_documents, _DOCUMENTS):
         offsets = dataset.document_offsets[first : first + _DOCUMENTS + 1]
         sizes = dataset.sizes[offsets[0] : offsets[-1]].astype(np.int64)
         bounds = place + np.concatenate(([0], np.cumsum(sizes)))[offsets - offsets[0]]
-        yield _Documents(first, bounds[:-1], bounds[1:])
+        yield _DocumentBatch(first, bounds[:-1], bounds[1:])
         place = int(bounds[-1])
 
 
-def _usual_separators(firsts: _Common, before_last: _Common, known: NDArray[np.int64]) -> NDArray[np.int64]:
+def _add_usual_separators(
+    firsts: _CommonToken, before_last: _CommonToken, known: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Ids that may be there to separate: those known, and those that nearly all documents have at the border."""
-    return np.array(sorted({*known.tolist(), *(common.token for common in (firsts, before_last) if common.constant)}), np.int64)
+    return np.array(
+        sorted(
+            {
+                *known.tolist(),
+                *(common.token for common in (firsts, before_last) if common.constant),
+            }
+        ),
+        np.int64,
+    )
 
 
-def _borders(dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64], *, sure: bool) -> list[Problem]:
+def _inspect_borders(
+    dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64], *, sure: bool
+) -> list[Problem]:
     empty = Problem("empty documents", "documents hold no token but separators")
     start = Problem(
         "separator at the beginning",
@@ -211,23 +241,32 @@ def _borders(dataset: IndexedDataset, eod: int | None, separators: NDArray[np.in
         sure,
     )
     doubled = Problem("doubled separator at the end", "documents end with two separators", sure)
-    without = Problem("no end of document", f"documents do not end with the end-of-document id {eod}")
+    without = Problem(
+        "no end of document", f"documents do not end with the end-of-document id {eod}"
+    )
     for some in tqdm(
-        _documents(dataset), unit=" x 262144 documents", desc="borders", disable=dataset.num_documents < 4 * _DOCUMENTS
+        _iterate_documents(dataset),
+        unit=" x 262144 documents",
+        desc="borders",
+        disable=dataset.num_documents < 4 * _DOCUMENTS,
     ):
         lengths, tokens = some.lengths, dataset.tokens
 
-        def at(places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens) -> NDArray[np.int64]:
+        def take_tokens(
+            places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens
+        ) -> NDArray[np.int64]:
             found = np.full(len(places), -1, np.int64)
             found[there] = tokens[places[there]]
             return found
 
         last, before, first = (
-            at(some.ends - 1, lengths > 0),
-            at(some.ends - 2, lengths > 1),
-            at(some.starts, lengths > 0),
+            take_tokens(some.ends - 1, lengths > 0),
+            take_tokens(some.ends - 2, lengths > 1),
+            take_tokens(some.starts, lengths > 0),
         )
-        nothing = (lengths == 0) | ((lengths <= 2) & np.isin(first, separators) & np.isin(last, separators))
+        nothing = (lengths == 0) | (
+            (lengths <= 2) & np.isin(first, separators) & np.isin(last, separators)
+        )
         empty.add(nothing, some.first)
         start.add(~nothing & (lengths > 1) & np.isin(first, separators), some.first)
         doubled.add(~nothing & np.isin(last, separators) & np.isin(before, separators), some.first)
@@ -243,31 +282,46 @@ class _Contents:
     problems: list[Problem]
 
 
-def _contents(dataset: IndexedDataset, vocab_size: int | None, eod: int | None, separators: NDArray[np.int64]) -> _Contents:
+def _inspect_contents(
+    dataset: IndexedDataset, vocab_size: int | None, eod: int | None, separators: NDArray[np.int64]
+) -> _Contents:
     """The range of ids, those beyond the vocabulary, and end-of-document ids in the midst of documents."""
     beyond = Problem("ids beyond the vocabulary", f"token ids are not in [0, {vocab_size})")
-    inside = Problem("end of document inside", f"end-of-document ids {eod} stand inside documents (special tokens in the text?)")
+    inside = Problem(
+        "end of document inside",
+        f"end-of-document ids {eod} stand inside documents (special tokens in the text?)",
+    )
     low, high = np.iinfo(np.int64).max, -1
     for some in tqdm(
-        _documents(dataset), unit=" x 262144 documents", desc="tokens", disable=dataset.num_documents < 4 * _DOCUMENTS
+        _iterate_documents(dataset),
+        unit=" x 262144 documents",
+        desc="tokens",
+        disable=dataset.num_documents < 4 * _DOCUMENTS,
     ):
         eods = [np.empty(0, np.int64)]
         for begin in range(int(some.starts[0]), int(some.ends[-1]), _TOKENS):
             tokens = dataset.tokens[begin : min(begin + _TOKENS, int(some.ends[-1]))]
             low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
             if vocab_size is not None and (high >= vocab_size or low < 0):
-                beyond.add_places(begin + np.flatnonzero((tokens >= vocab_size) | (tokens < 0)), some)
+                beyond.add_places(
+                    begin + np.flatnonzero((tokens >= vocab_size) | (tokens < 0)), some
+                )
             if eod is not None:
                 eods.append(begin + np.flatnonzero(tokens == eod))
-        inside.add_places(_in_the_midst(dataset, np.concatenate(eods), some, separators), some)
+        inside.add_places(_find_inside(dataset, np.concatenate(eods), some, separators), some)
     return _Contents(low if high >= 0 else 0, max(high, 0), [beyond, inside])
 
 
-def _in_the_midst(
-    dataset: IndexedDataset, places: NDArray[np.int64], some: _Documents, separators: NDArray[np.int64]
+def _find_inside(
+    dataset: IndexedDataset,
+    places: NDArray[np.int64],
+    some: _DocumentBatch,
+    separators: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Of places in the data set those that neither end nor begin a document, nor belong to a doubled separator at its end."""
     ends = some.ends[some.lengths > 1] - 1
     doubled = ends[np.isin(dataset.tokens[ends], separators)] - 1
-    border = np.concatenate((some.ends[some.lengths > 0] - 1, some.starts[some.lengths > 0], doubled))
+    border = np.concatenate(
+        (some.ends[some.lengths > 0] - 1, some.starts[some.lengths > 0], doubled)
+    )
     return places[~np.isin(places, border)]

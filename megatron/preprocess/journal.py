@@ -23,7 +23,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreprocessProgress:
     """`outputs`: for each key (tokens, documents). `rejected`: encoders that gave wrong ids. `complete`: names are missing."""
 
     position: Position = field(default_factory=Position)
@@ -35,8 +35,8 @@ class Progress:
     rejected: tuple[str, ...] = ()
     complete: bool = False
 
-    def restarted(self, rejected: str) -> "Progress":
-        return replace(Progress(), rejected=(*self.rejected, rejected))
+    def restart(self, rejected: str) -> "PreprocessProgress":
+        return replace(PreprocessProgress(), rejected=(*self.rejected, rejected))
 
 
 class Journal:
@@ -46,49 +46,73 @@ class Journal:
         self.path = Path(f"{prefix}.journal")
         self._fingerprint = fingerprint
 
-    def load(self) -> Progress | None:
+    def load(self) -> PreprocessProgress | None:
         """Raises ConfigError where the earlier run was another one, DataError where the journal is damaged."""
         if not self.path.exists():
             return None
         try:
             found = json.loads(self.path.read_bytes())
-            version, fingerprint, progress = found["version"], dict(found["fingerprint"]), dict(found["progress"])
+            version, fingerprint, progress = (
+                found["version"],
+                dict(found["fingerprint"]),
+                dict(found["progress"]),
+            )
             position = Position(**progress.pop("position"))
-            outputs = {key: (int(tokens), int(documents)) for key, (tokens, documents) in progress.pop("outputs").items()}
-            loaded = Progress(position=position, outputs=outputs, **(progress | {"rejected": tuple(progress["rejected"])}))
+            outputs = {
+                key: (int(tokens), int(documents))
+                for key, (tokens, documents) in progress.pop("outputs").items()
+            }
+            loaded = PreprocessProgress(
+                position=position,
+                outputs=outputs,
+                **(progress | {"rejected": tuple(progress["rejected"])}),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.path}, the journal of an interrupted run, cannot be read ({error}). Delete it to start over."
             ) from error
         if version != VERSION or fingerprint != self._fingerprint:
-            changed = [name for name in self._fingerprint if fingerprint.get(name) != self._fingerprint[name]] or ["version"]
+            changed = [
+                name
+                for name in self._fingerprint
+                if fingerprint.get(name) != self._fingerprint[name]
+            ] or ["version"]
             raise ConfigError(
                 f"{self.path} belongs to an interrupted run with other {', '.join(changed)}; this one cannot continue it. "
                 "Give the same inputs and flags to go on, another --output-prefix, or delete the journal to start over."
             )
         return loaded
 
-    def save(self, progress: Progress) -> None:
-        content = json.dumps({"version": VERSION, "fingerprint": self._fingerprint, "progress": asdict(progress)}, indent=1)
+    def save(self, progress: PreprocessProgress) -> None:
+        content = json.dumps(
+            {"version": VERSION, "fingerprint": self._fingerprint, "progress": asdict(progress)},
+            indent=1,
+        )
         replace_file(self.path, content)
 
     def delete(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
-def fingerprint_of(paths: Sequence[str], keys: Sequence[str], append_eod: bool, tokenizer: TokenizerConfig) -> dict[str, str]:
+def compute_run_fingerprint(
+    paths: Sequence[str], keys: Sequence[str], append_eod: bool, tokenizer: TokenizerConfig
+) -> dict[str, str]:
     """What must stay the same for a run to be continued; only names and hashes."""
-    inputs = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    inputs = [
+        (os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths
+    ]
     return {
         "--input": _digest(inputs),
         "--json-keys": " ".join(keys),
         "--append-eod": str(append_eod),
-        "tokenizer": _digest([tokenizer.tokenizer_type, *map(_file_digest, _tokenizer_files(tokenizer))]),
+        "tokenizer": _digest(
+            [tokenizer.tokenizer_type, *map(_digest_file, _list_tokenizer_files(tokenizer))]
+        ),
     }
 
 
 @contextmanager
-def only_run(prefix: str) -> Iterator[None]:
+def lock_output(prefix: str) -> Iterator[None]:
     """Holds PREFIX.lock. Raises ConfigError while another run writes the same output. The kernel frees it when a run dies."""
     path = Path(f"{prefix}.lock")
     try:
@@ -108,14 +132,14 @@ def only_run(prefix: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
+def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
     if tokenizer.tokenizer_type == "GPT2BPETokenizer":
         return [Path(file) for file in (tokenizer.vocab_file, tokenizer.merge_file) if file]
     path = Path(tokenizer.tokenizer_name_or_path or "")
     return sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
 
 
-def _file_digest(path: Path) -> Any:
+def _digest_file(path: Path) -> Any:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(path)
 
 

@@ -18,9 +18,13 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, in
     Raises ConfigError where the output is also an input, DataError where a data set is damaged or another dtype than the first.
     """
     if not prefixes:
-        raise ConfigError("--input needs at least one data set, given by its path without .bin and .idx.")
+        raise ConfigError(
+            "--input needs at least one data set, given by its path without .bin and .idx."
+        )
     if Path(output_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
-        raise ConfigError(f"--output-prefix {output_prefix} is also an --input, which would be lost; choose another name.")
+        raise ConfigError(
+            f"--output-prefix {output_prefix} is also an --input, which would be lost; choose another name."
+        )
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
     for dataset in datasets:

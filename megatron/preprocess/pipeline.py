@@ -15,11 +15,16 @@ from typing import Literal
 from tqdm import tqdm
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import best_dtype
+from megatron.data.indexed import choose_dtype
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.encoders import EncoderMismatch, choose_encoder
 from megatron.preprocess.inputs import BLOCK_BYTES, expand_inputs, read_blocks
-from megatron.preprocess.journal import Journal, Progress, fingerprint_of, only_run
+from megatron.preprocess.journal import (
+    Journal,
+    PreprocessProgress,
+    compute_run_fingerprint,
+    lock_output,
+)
 from megatron.preprocess.resumable import ResumableWriter, publish
 from megatron.preprocess.sampling import sample_texts
 from megatron.preprocess.texts import BadLine
@@ -61,38 +66,49 @@ class Summary:
 
 
 def preprocess(
-    job: PreprocessJob, say: Callable[[str], None] | None = None, choose: Callable[..., str] = choose_encoder
+    job: PreprocessJob,
+    say: Callable[[str], None] | None = None,
+    choose: Callable[..., str] = choose_encoder,
 ) -> Summary:
     """Run the job, or go on with it where an earlier run was interrupted.
 
     Raises ConfigError for what is wrong with the flags, DataError for what is wrong with the inputs.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    _check(job)
+    _check_job(job)
     paths = expand_inputs(job.input)
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         say(f"warning: {path} is among the inputs more than once; its documents will be too")
     tokenizer = build_tokenizer(job.tokenizer)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    with only_run(job.output_prefix):
-        journal = Journal(job.output_prefix, fingerprint_of(paths, job.json_keys, job.append_eod, job.tokenizer))
-        progress = journal.load() or Progress()
+    with lock_output(job.output_prefix):
+        journal = Journal(
+            job.output_prefix,
+            compute_run_fingerprint(paths, job.json_keys, job.append_eod, job.tokenizer),
+        )
+        progress = journal.load() or PreprocessProgress()
         while True:
             try:
                 return _run(job, paths, tokenizer, journal, progress, say, choose)
             except EncoderMismatch as error:
-                say(f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. STARTING OVER without it.")
-                progress = progress.restarted(error.name)
+                say(
+                    f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. STARTING OVER without it."
+                )
+                progress = progress.restart(error.name)
                 journal.save(progress)
 
 
-def _check(job: PreprocessJob) -> None:
+def _check_job(job: PreprocessJob) -> None:
     if job.workers < 1:
         raise ConfigError(f"--workers {job.workers} must be at least 1.")
     if not job.json_keys or len(set(job.json_keys)) < len(job.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(job.json_keys)} must name at least one key, and none twice.")
+        raise ConfigError(
+            f"--json-keys {' '.join(job.json_keys)} must name at least one key, and none twice."
+        )
     if any("/" in key for key in job.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not hold '/'.")
+        raise ConfigError(
+            f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not hold '/'."
+        )
 
 
 def _run(
@@ -100,7 +116,7 @@ def _run(
     paths: list[str],
     tokenizer: Tokenizer,
     journal: Journal,
-    progress: Progress,
+    progress: PreprocessProgress,
     say: Callable[[str], None],
     choose: Callable[..., str],
 ) -> Summary:
@@ -109,7 +125,9 @@ def _run(
     if not progress.complete:
         if progress.outputs:
             at = progress.position
-            say(f"going on with an interrupted run: {progress.lines} lines are done, up to {at.line} of {paths[at.file]}")
+            say(
+                f"going on with an interrupted run: {progress.lines} lines are done, up to {at.line} of {paths[at.file]}"
+            )
         encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, say)
         progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, say, prefixes)
     for prefix in prefixes.values():
@@ -134,18 +152,28 @@ def _encode_all(
     tokenizer: Tokenizer,
     encoder: str,
     journal: Journal,
-    progress: Progress,
+    progress: PreprocessProgress,
     say: Callable[[str], None],
     prefixes: dict[str, str],
-) -> Progress:
+) -> PreprocessProgress:
     """From `progress` to the end of the inputs; leaves whole files under their partial names, and a journal that says so."""
-    dtype = best_dtype(tokenizer.vocab_size)
-    writers = {key: ResumableWriter(prefixes[key], dtype, *progress.outputs.get(key, (0, 0))) for key in job.json_keys}
+    dtype = choose_dtype(tokenizer.vocab_size)
+    writers = {
+        key: ResumableWriter(prefixes[key], dtype, *progress.outputs.get(key, (0, 0)))
+        for key in job.json_keys
+    }
     encoding = EncodingJob(job.tokenizer, encoder, job.json_keys, job.append_eod, dtype.name)
     blocks = read_blocks(paths, job.json_keys, progress.position, job.block_bytes)
     sizes = [Path(path).stat().st_size for path in paths]
     saved = time.monotonic()
-    bar = tqdm(total=sum(sizes), initial=progress.disk_bytes, unit="B", unit_scale=True, desc="preprocess", mininterval=0.5)
+    bar = tqdm(
+        total=sum(sizes),
+        initial=progress.disk_bytes,
+        unit="B",
+        unit_scale=True,
+        desc="preprocess",
+        mininterval=0.5,
+    )
     workers = min(job.workers, max(1, sum(sizes) // (_BLOCKS_EACH * job.block_bytes)))
     encoded_blocks = encode_blocks(encoding, blocks, workers)
     try:
@@ -157,10 +185,12 @@ def _encode_all(
                     f"to mend the line instead, delete {journal.path} and start over."
                 )
             _report_bad(encoded.bad, progress.bad_lines, say)
-            for key, tokens, lengths in zip(job.json_keys, encoded.tokens, encoded.sizes, strict=True):
+            for key, tokens, lengths in zip(
+                job.json_keys, encoded.tokens, encoded.sizes, strict=True
+            ):
                 writers[key].add_documents(tokens, lengths)
             before = progress.disk_bytes
-            progress = _advanced(progress, encoded, sum(sizes[: encoded.end.file]), writers)
+            progress = _advance(progress, encoded, sum(sizes[: encoded.end.file]), writers)
             bar.update(progress.disk_bytes - before)
             if time.monotonic() - saved >= job.journal_seconds:
                 _save(journal, progress, writers)
@@ -181,7 +211,12 @@ def _encode_all(
             writer.close()
 
 
-def _advanced(progress: Progress, encoded: Encoded, disk_bytes_before: int, writers: dict[str, ResumableWriter]) -> Progress:
+def _advance(
+    progress: PreprocessProgress,
+    encoded: Encoded,
+    disk_bytes_before: int,
+    writers: dict[str, ResumableWriter],
+) -> PreprocessProgress:
     return replace(
         progress,
         position=encoded.end,
@@ -193,7 +228,9 @@ def _advanced(progress: Progress, encoded: Encoded, disk_bytes_before: int, writ
     )
 
 
-def _save(journal: Journal, progress: Progress, writers: dict[str, ResumableWriter]) -> None:
+def _save(
+    journal: Journal, progress: PreprocessProgress, writers: dict[str, ResumableWriter]
+) -> None:
     """What the journal names must be on the disk before."""
     for writer in writers.values():
         writer.sync()
@@ -208,6 +245,6 @@ def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> 
             say(f"bad line skipped: {line}; further ones are counted only")
 
 
-def default_workers() -> int:
+def count_default_workers() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

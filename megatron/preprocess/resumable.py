@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import DTYPES, MAGIC, VERSION, bin_path, idx_path
+from megatron.data.indexed import DTYPES, MAGIC, VERSION, get_bin_path, get_idx_path
 from megatron.durable import sync_folder
 from megatron.errors import DataError
 
@@ -35,7 +35,9 @@ class ResumableWriter:
 
     def add_documents(self, tokens: NDArray, sizes: NDArray[np.int64]) -> None:
         """All tokens of some documents end to end, and the size of each. Raises DataError where one exceeds int32."""
-        assert int(sizes.sum()) == tokens.size, f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
+        assert int(sizes.sum()) == tokens.size, (
+            f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
+        )
         if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"a document of {int(sizes.max())} tokens is longer than the format's limit of 2147483647; cut the document."
@@ -60,27 +62,33 @@ class ResumableWriter:
         self.sync()
         self.close()
         code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        with open(_partial(self.prefix, "idx"), "wb") as out:
-            out.write(_HEADER.pack(MAGIC, VERSION, code, self.num_documents, self.num_documents + 1))
-            for sizes in self._stored_sizes():
+        with open(_get_partial_path(self.prefix, "idx"), "wb") as out:
+            out.write(
+                _HEADER.pack(MAGIC, VERSION, code, self.num_documents, self.num_documents + 1)
+            )
+            for sizes in self._read_stored_sizes():
                 out.write(sizes.tobytes())
             place = 0
-            for sizes in self._stored_sizes():
+            for sizes in self._read_stored_sizes():
                 ends = place + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
                 out.write(np.concatenate(([place], ends[:-1])).astype("<i8").tobytes())
                 place = int(ends[-1])
             for start in range(0, self.num_documents + 1, _CHUNK):
-                out.write(np.arange(start, min(start + _CHUNK, self.num_documents + 1), dtype="<i8").tobytes())
+                out.write(
+                    np.arange(
+                        start, min(start + _CHUNK, self.num_documents + 1), dtype="<i8"
+                    ).tobytes()
+                )
             out.flush()
             os.fsync(out.fileno())
 
-    def _stored_sizes(self) -> Iterator[NDArray[np.int32]]:
-        with open(_partial(self.prefix, "sizes"), "rb") as file:
+    def _read_stored_sizes(self) -> Iterator[NDArray[np.int32]]:
+        with open(_get_partial_path(self.prefix, "sizes"), "rb") as file:
             while block := file.read(4 * _CHUNK):
                 yield np.frombuffer(block, "<i4")
 
     def _open(self, part: str, length: int) -> BinaryIO:
-        path = _partial(self.prefix, part)
+        path = _get_partial_path(self.prefix, part)
         if length == 0:
             return open(path, "wb")
         found = path.stat().st_size if path.exists() else 0
@@ -97,14 +105,16 @@ class ResumableWriter:
 
 def publish(prefix: str) -> None:
     """Give the finished files their names, .idx last; harmless where that was done already, entirely or in part."""
-    if _partial(prefix, "bin").exists():
-        idx_path(prefix).unlink(missing_ok=True)  # an old index must never stand beside the new .bin
-        os.replace(_partial(prefix, "bin"), bin_path(prefix))
-    if _partial(prefix, "idx").exists():
-        os.replace(_partial(prefix, "idx"), idx_path(prefix))
-    _partial(prefix, "sizes").unlink(missing_ok=True)
-    sync_folder(idx_path(prefix).parent)
+    if _get_partial_path(prefix, "bin").exists():
+        get_idx_path(prefix).unlink(
+            missing_ok=True
+        )  # an old index must never stand beside the new .bin
+        os.replace(_get_partial_path(prefix, "bin"), get_bin_path(prefix))
+    if _get_partial_path(prefix, "idx").exists():
+        os.replace(_get_partial_path(prefix, "idx"), get_idx_path(prefix))
+    _get_partial_path(prefix, "sizes").unlink(missing_ok=True)
+    sync_folder(get_idx_path(prefix).parent)
 
 
-def _partial(prefix: str, part: str) -> Path:
+def _get_partial_path(prefix: str, part: str) -> Path:
     return Path(f"{prefix}.{part}.partial")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.preprocess.inputs import Block
+from megatron.preprocess.inputs import InputBlock
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,13 @@ class BadLine:
         return f"{self.path}:{self.line}: {self.reason}"
 
 
-def texts_of(block: Block, keys: Sequence[str]) -> tuple[list[list[str]], list[BadLine]]:
+def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str]], list[BadLine]]:
     """For each key the texts of the block in order, and the bad lines."""
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
-    rows = _lines(block, keys) if isinstance(block.content, bytes) else _rows(block, keys)
+    rows = (
+        _parse_lines(block, keys) if isinstance(block.content, bytes) else _parse_rows(block, keys)
+    )
     for line, values in rows:
         if isinstance(values, str):
             bad.append(BadLine(block.path, line, values))
@@ -38,8 +40,8 @@ def texts_of(block: Block, keys: Sequence[str]) -> tuple[list[list[str]], list[B
     return texts, bad
 
 
-def _lines(block: Block, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
-    fast = _fast_loads()
+def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    fast = _import_fast_loads()
     for line, raw in enumerate(block.content.split(b"\n"), block.first_line):
         if raw and not raw.isspace():
             yield line, _parse(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw, keys, fast)
@@ -68,7 +70,9 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
-    if b"\\ud" in raw or b"\\uD" in raw:  # the only way to half a surrogate pair, which no encoder takes
+    if (
+        b"\\ud" in raw or b"\\uD" in raw
+    ):  # the only way to half a surrogate pair, which no encoder takes
         try:
             "".join(values).encode("utf-8")
         except UnicodeEncodeError:
@@ -76,14 +80,14 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
     return values
 
 
-def _rows(block: Block, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
     columns = [block.content.column(key).to_pylist() for key in keys]
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
         yield line, f"the value of {empty[0]!r} is null, not a string" if empty else list(values)
 
 
-def _fast_loads() -> Callable[[bytes], Any] | None:
+def _import_fast_loads() -> Callable[[bytes], Any] | None:
     try:
         import orjson
     except ImportError:

@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError, MegatronError
-from megatron.preprocess.encoders import REFERENCE, EncoderMismatch, check_encoder, make_encoder, run_encoder
-from megatron.preprocess.inputs import Block, Position
-from megatron.preprocess.texts import BadLine, texts_of
+from megatron.preprocess.encoders import (
+    REFERENCE,
+    EncoderMismatch,
+    check_encoder,
+    make_encoder,
+    run_encoder,
+)
+from megatron.preprocess.inputs import InputBlock, Position
+from megatron.preprocess.texts import BadLine, extract_texts
 from megatron.tokenizer import build_tokenizer
 
 _CHECKED_CHARS = 50_000  # texts up to this length are checked again while a fast library is in use
@@ -60,8 +66,8 @@ class BlockEncoder:
         self._tokenizer = build_tokenizer(job.tokenizer)
         self._encoder = make_encoder(job.encoder, self._tokenizer)
 
-    def __call__(self, block: Block) -> Encoded:
-        texts, bad = texts_of(block, self._job.keys)
+    def __call__(self, block: InputBlock) -> Encoded:
+        texts, bad = extract_texts(block, self._job.keys)
         tokens, sizes = [], []
         for column in texts:
             ids, lengths = run_encoder(self._encoder, column)
@@ -71,7 +77,11 @@ class BlockEncoder:
             tokens.append(ids)
             sizes.append(lengths)
         content = block.content
-        size = len(content) if isinstance(content, bytes) else sum(len(text) for column in texts for text in column)
+        size = (
+            len(content)
+            if isinstance(content, bytes)
+            else sum(len(text) for column in texts for text in column)
+        )
         return Encoded(tokens, sizes, bad, block.lines, size, block.end, block.disk_bytes)
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
@@ -83,10 +93,17 @@ class BlockEncoder:
             check_encoder(self._encoder, self._tokenizer, [texts[place][:_CHECKED_CHARS]])
             return
         end = int(sizes[: short + 1].sum())
-        if len(sizes) != len(texts) or not np.array_equal(ids[end - sizes[short] : end], self._tokenizer.encode(texts[short])):
-            raise EncoderMismatch(self._encoder.name, f"its ids differ from the tokenizer's for the text {texts[short][:80]!r}")
+        if len(sizes) != len(texts) or not np.array_equal(
+            ids[end - sizes[short] : end], self._tokenizer.encode(texts[short])
+        ):
+            raise EncoderMismatch(
+                self._encoder.name,
+                f"its ids differ from the tokenizer's for the text {texts[short][:80]!r}",
+            )
 
-    def _end_documents(self, ids: NDArray, sizes: NDArray[np.int64]) -> tuple[NDArray, NDArray[np.int64]]:
+    def _end_documents(
+        self, ids: NDArray, sizes: NDArray[np.int64]
+    ) -> tuple[NDArray, NDArray[np.int64]]:
         """Drop documents without tokens, which the format's users cannot meet; append the end-of-document id to the others."""
         sizes = sizes[sizes > 0]
         if self._job.append_eod:
@@ -95,7 +112,9 @@ class BlockEncoder:
         return ids.astype(self._job.dtype), sizes
 
 
-def encode_blocks(job: EncodingJob, blocks: Iterable[Block], workers: int) -> Generator[Encoded, None, None]:
+def encode_blocks(
+    job: EncodingJob, blocks: Iterable[InputBlock], workers: int
+) -> Generator[Encoded, None, None]:
     """The blocks encoded, in order. One worker: in this process. Raises what encoding raises, DataError where a worker dies."""
     if workers == 1:
         yield from map(BlockEncoder(job), blocks)
@@ -109,7 +128,9 @@ def encode_blocks(job: EncodingJob, blocks: Iterable[Block], workers: int) -> Ge
 
 class _Pool:
     def __init__(self, job: EncodingJob, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")  # fork would copy the threads' locks of three Rust libraries
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # fork would copy the threads' locks of three Rust libraries
         self._processes: dict[Connection, BaseProcess] = {}
         self._limit = 2 * workers + 1
         for _ in range(workers):
@@ -119,9 +140,9 @@ class _Pool:
             theirs.close()
             self._processes[ours] = process
 
-    def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
+    def run(self, blocks: Iterator[InputBlock]) -> Iterator[Encoded]:
         idle = list(self._processes)
-        busy: dict[Connection, tuple[int, Block]] = {}
+        busy: dict[Connection, tuple[int, InputBlock]] = {}
         done: dict[int, Encoded | BaseException] = {}
         following, due = next(blocks, None), 0
         submitted = 0
@@ -150,19 +171,19 @@ class _Pool:
         for process in self._processes.values():
             process.join()
 
-    def _send(self, connection: Connection, block: Block) -> None:
+    def _send(self, connection: Connection, block: InputBlock) -> None:
         try:
             connection.send(block)
         except OSError as error:
-            raise self._death(connection, block) from error
+            raise self._make_death_error(connection, block) from error
 
-    def _receive(self, connection: Connection, block: Block) -> Encoded | BaseException:
+    def _receive(self, connection: Connection, block: InputBlock) -> Encoded | BaseException:
         try:
             return connection.recv()
         except (EOFError, OSError) as error:
-            raise self._death(connection, block) from error
+            raise self._make_death_error(connection, block) from error
 
-    def _death(self, connection: Connection, block: Block) -> DataError:
+    def _make_death_error(self, connection: Connection, block: InputBlock) -> DataError:
         process = self._processes[connection]
         process.join(5)
         return DataError(

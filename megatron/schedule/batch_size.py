@@ -40,11 +40,13 @@ class ConstantBatchSize:
         """The size that the schedule ends with, samples."""
         return self.size
 
-    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+    def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
         """Size of the next iteration, samples."""
         return self.size
 
-    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+    def iterate_upcoming(
+        self, consumed_samples: int, consumed_tokens: int, seq_length: int
+    ) -> Iterator[int]:
         """The distinct sizes from here on, in order."""
         yield self.size
 
@@ -61,9 +63,13 @@ class RampupBatchSize:
     def __post_init__(self) -> None:
         given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} with --global-batch-size {self.size}"
         if min(self.start, self.increment, self.ramp_samples) < 1:
-            raise ConfigError(f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag out for no ramp.")
+            raise ConfigError(
+                f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag out for no ramp."
+            )
         if self.start > self.size:
-            raise ConfigError(f"{given}: START must not exceed the global batch size; use at most {self.size}.")
+            raise ConfigError(
+                f"{given}: START must not exceed the global batch size; use at most {self.size}."
+            )
         if (self.size - self.start) % self.increment:
             fits = self.size - (self.size - self.start) // self.increment * self.increment
             raise ConfigError(
@@ -75,18 +81,22 @@ class RampupBatchSize:
         """The size that the schedule ends with, samples."""
         return self.size
 
-    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+    def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
         """Size of the next iteration, samples. The division is a floating one: the edges of the ramp's steps depend on it."""
         increments = (self.size - self.start) // self.increment
         if consumed_samples > self.ramp_samples or increments == 0:
             return self.size
-        return self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
+        return (
+            self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
+        )
 
-    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+    def iterate_upcoming(
+        self, consumed_samples: int, consumed_tokens: int, seq_length: int
+    ) -> Iterator[int]:
         """The distinct sizes that iterations from here on will have, in order."""
         last = None
         while consumed_samples <= self.ramp_samples:
-            size = self.at(consumed_samples, consumed_tokens)
+            size = self.get_size(consumed_samples, consumed_tokens)
             if size != last:
                 yield size
                 last = size
@@ -107,9 +117,13 @@ class StepBatchSize:
 
     def __post_init__(self) -> None:
         if not self.steps or self.steps[0][0] != 0:
-            raise ConfigError("--step-batch-size-schedule must begin with the threshold 0, as in '0:768 250B:1536'.")
+            raise ConfigError(
+                "--step-batch-size-schedule must begin with the threshold 0, as in '0:768 250B:1536'."
+            )
         if any(size < 1 for _, _, size in self.steps):
-            raise ConfigError(f"--step-batch-size-schedule: each batch size must be at least 1; given {self.sizes}.")
+            raise ConfigError(
+                f"--step-batch-size-schedule: each batch size must be at least 1; given {self.sizes}."
+            )
 
     @property
     def sizes(self) -> list[int]:
@@ -121,28 +135,36 @@ class StepBatchSize:
         """The size that the schedule ends with, samples."""
         return self.steps[-1][2]
 
-    def _reached(self, consumed_samples: int, consumed_tokens: int) -> int:
+    def _find_step(self, consumed_samples: int, consumed_tokens: int) -> int:
         """Index of the last step whose threshold has been reached."""
         progress = {"samples": consumed_samples, "tokens": consumed_tokens}
-        return max(i for i, (threshold, unit, _) in enumerate(self.steps) if progress[unit] >= threshold)
+        return max(
+            i for i, (threshold, unit, _) in enumerate(self.steps) if progress[unit] >= threshold
+        )
 
-    def at(self, consumed_samples: int, consumed_tokens: int) -> int:
+    def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
         """Size of the next iteration, samples."""
-        return self.steps[self._reached(consumed_samples, consumed_tokens)][2]
+        return self.steps[self._find_step(consumed_samples, consumed_tokens)][2]
 
-    def upcoming(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> Iterator[int]:
+    def iterate_upcoming(
+        self, consumed_samples: int, consumed_tokens: int, seq_length: int
+    ) -> Iterator[int]:
         """The distinct sizes from here on, in order."""
         last = None
-        for size in self.sizes[self._reached(consumed_samples, consumed_tokens) :]:
+        for size in self.sizes[self._find_step(consumed_samples, consumed_tokens) :]:
             if size != last:
                 yield size
                 last = size
 
-    def iterations_to_next(self, consumed_samples: int, consumed_tokens: int, seq_length: int) -> int | None:
+    def count_iterations_to_next(
+        self, consumed_samples: int, consumed_tokens: int, seq_length: int
+    ) -> int | None:
         """Iterations of the present size until a later threshold is reached; None in the last step. `seq_length` in tokens."""
-        reached = self._reached(consumed_samples, consumed_tokens)
+        reached = self._find_step(consumed_samples, consumed_tokens)
         samples_left = [
-            threshold - consumed_samples if unit == "samples" else -(-(threshold - consumed_tokens) // seq_length)
+            threshold - consumed_samples
+            if unit == "samples"
+            else -(-(threshold - consumed_tokens) // seq_length)
             for threshold, unit, _ in self.steps[reached + 1 :]
         ]
         if not samples_left:
@@ -227,8 +249,12 @@ def _in_tokens(threshold: int, unit: Unit, seq_length: int) -> int:
     return threshold if unit == "tokens" else threshold * seq_length
 
 
-def iterations_for_samples(
-    schedule: BatchSizeSchedule, train_samples: int, seq_length: int, consumed_samples: int = 0, consumed_tokens: int = 0
+def count_iterations_for_samples(
+    schedule: BatchSizeSchedule,
+    train_samples: int,
+    seq_length: int,
+    consumed_samples: int = 0,
+    consumed_tokens: int = 0,
 ) -> int:
     """Iterations from (consumed_samples, consumed_tokens) until no whole batch fits into `train_samples` any more.
 
@@ -236,34 +262,47 @@ def iterations_for_samples(
     """
     iterations = 0
     while True:
-        size = schedule.at(consumed_samples, consumed_tokens)
+        size = schedule.get_size(consumed_samples, consumed_tokens)
         room = (train_samples - consumed_samples) // size
         if room <= 0:
             return iterations
-        steps = min(room, _iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length) or room)
+        steps = min(
+            room,
+            _count_iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length)
+            or room,
+        )
         iterations += steps
         consumed_samples += steps * size
         consumed_tokens += steps * size * seq_length
 
 
-def samples_of_iterations(
-    schedule: BatchSizeSchedule, iterations: int, seq_length: int, consumed_samples: int = 0, consumed_tokens: int = 0
+def count_samples_of_iterations(
+    schedule: BatchSizeSchedule,
+    iterations: int,
+    seq_length: int,
+    consumed_samples: int = 0,
+    consumed_tokens: int = 0,
 ) -> int:
     """Samples consumed after `iterations` more, from (consumed_samples, consumed_tokens) on; `seq_length`: tokens a sample."""
     samples, tokens = consumed_samples, consumed_tokens
     while iterations > 0:
-        steps = min(iterations, _iterations_of_size(schedule, samples, tokens, seq_length) or iterations)
-        taken = steps * schedule.at(samples, tokens)
+        steps = min(
+            iterations,
+            _count_iterations_of_size(schedule, samples, tokens, seq_length) or iterations,
+        )
+        taken = steps * schedule.get_size(samples, tokens)
         samples += taken
         tokens += taken * seq_length
         iterations -= steps
     return samples
 
 
-def _iterations_of_size(schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int) -> int | None:
+def _count_iterations_of_size(
+    schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int
+) -> int | None:
     """A number of coming iterations that surely have the present size (a ramp: one at a time); None where it stays for good."""
     if isinstance(schedule, StepBatchSize):
-        return schedule.iterations_to_next(consumed_samples, consumed_tokens, seq_length)
+        return schedule.count_iterations_to_next(consumed_samples, consumed_tokens, seq_length)
     if isinstance(schedule, RampupBatchSize) and consumed_samples <= schedule.ramp_samples:
         return 1
     return None

@@ -55,7 +55,10 @@ class Curriculum:
             self._check_growing()
 
     def _check_growing(self) -> None:
-        needed = {"total_curriculum_step": self.total_curriculum_step, "difficulty_step": self.difficulty_step}
+        needed = {
+            "total_curriculum_step": self.total_curriculum_step,
+            "difficulty_step": self.difficulty_step,
+        }
         if self.style == "fixed_root":
             needed["root_degree"] = self.root_degree
         bad = [f"{name} {value}" for name, value in needed.items() if value is None or value < 1]
@@ -71,7 +74,9 @@ class Curriculum:
                 "curriculum learning: fixed_discrete needs a list `difficulty` and a rising list `max_step` that is one shorter "
                 f"(the last difficulty has no end); given {len(self.difficulties)} difficulties, max_step {list(self.max_steps)}."
             )
-        outside = [d for d in self.difficulties if not self.min_difficulty <= d <= self.max_difficulty]
+        outside = [
+            d for d in self.difficulties if not self.min_difficulty <= d <= self.max_difficulty
+        ]
         if outside:
             raise ConfigError(
                 f"curriculum learning: difficulty {outside} must be between min_difficulty {self.min_difficulty} and "
@@ -80,15 +85,20 @@ class Curriculum:
 
     def __str__(self) -> str:
         if self.style == "fixed_discrete":
-            lengths = [f"{length} up to iteration {step}" for length, step in zip(self.difficulties, self.max_steps, strict=False)]
-            return f"{self.style}: " + ", ".join([*lengths, f"{self.difficulties[-1]} from then on"])
+            lengths = [
+                f"{length} up to iteration {step}"
+                for length, step in zip(self.difficulties, self.max_steps, strict=False)
+            ]
+            return f"{self.style}: " + ", ".join(
+                [*lengths, f"{self.difficulties[-1]} from then on"]
+            )
         root = f" (root {self.root_degree})" if self.style == "fixed_root" else ""
         return (
             f"{self.style}{root} from {self.min_difficulty} to {self.max_difficulty} tokens over {self.total_curriculum_step} "
             f"iterations in steps of {self.difficulty_step}"
         )
 
-    def at(self, step: int) -> int:
+    def get_seq_length(self, step: int) -> int:
         """Sequence length in tokens of iteration `step` (1-based, the one about to run)."""
         if self.style == "fixed_discrete":
             return self.difficulties[bisect_left(self.max_steps, step)]
@@ -99,19 +109,22 @@ class Curriculum:
             length = self.min_difficulty + span * step // self.total_curriculum_step
         else:
             assert self.root_degree is not None, "checked at construction"
-            length = math.floor(self.min_difficulty + span * (step / self.total_curriculum_step) ** (1 / self.root_degree))
+            length = math.floor(
+                self.min_difficulty
+                + span * (step / self.total_curriculum_step) ** (1 / self.root_degree)
+            )
         length -= length % self.difficulty_step
         least = -(-self.min_difficulty // self.difficulty_step) * self.difficulty_step
         return min(max(length, least), self.max_difficulty)
 
-    def stages(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+    def iterate_stages(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """(iteration, length in tokens): the lengths that iterations `first` to `last` have, each from that iteration on.
 
         Neighbours differ. A discrete schedule may have a length again later; the others only grow.
         """
         step, before = first, None
         while step <= last:
-            length = self.at(step)
+            length = self.get_seq_length(step)
             if length != before:
                 yield step, length
             step, before = self._end_of_stage(step, length, last) + 1, length
@@ -121,18 +134,22 @@ class Curriculum:
         if self.style == "fixed_discrete":
             entry = bisect_left(self.max_steps, step)
             return last if entry == len(self.max_steps) else min(last, self.max_steps[entry])
-        return step - 1 + bisect_right(range(step, last + 1), length, key=self.at)
+        return step - 1 + bisect_right(range(step, last + 1), length, key=self.get_seq_length)
 
-    def same_from(self, first: int, other: "Curriculum") -> bool:
+    def has_same_lengths_from(self, first: int, other: "Curriculum") -> bool:
         """Whether both have the same lengths in all iterations from `first` on."""
-        return list(self.stages(first, FOREVER)) == list(other.stages(first, FOREVER))
+        return list(self.iterate_stages(first, FOREVER)) == list(
+            other.iterate_stages(first, FOREVER)
+        )
 
-    def iteration_reaching(self, tokens: int, batch_size: int, first: int, last: int) -> int | None:
+    def find_iteration_reaching(
+        self, tokens: int, batch_size: int, first: int, last: int
+    ) -> int | None:
         """The iteration by which `tokens` are consumed, counted from before iteration `first`; None if not up to `last`.
 
         `batch_size` is in samples.
         """
-        starts = list(self.stages(first, last))
+        starts = list(self.iterate_stages(first, last))
         for (start, length), (end, _) in zip(starts, [*starts[1:], (last + 1, 0)], strict=True):
             needed = -(-tokens // (batch_size * length))
             if needed <= end - start:
@@ -140,9 +157,12 @@ class Curriculum:
             tokens -= (end - start) * batch_size * length
         return None
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Lengths that Tensor Cores are slow on."""
-        lengths = [("min_difficulty", self.min_difficulty), ("difficulty_step", self.difficulty_step)]
+        lengths = [
+            ("min_difficulty", self.min_difficulty),
+            ("difficulty_step", self.difficulty_step),
+        ]
         lengths += [("difficulty", length) for length in self.difficulties]
         return [
             f"curriculum learning: {name} {length} is not a multiple of {TENSOR_CORE_MULTIPLE}: slow on Tensor Cores."

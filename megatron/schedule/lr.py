@@ -47,18 +47,22 @@ class LRSchedule:
     wsd_decay_style: WSDDecayStyle = "exponential"
 
     def __post_init__(self) -> None:
-        problems = [*self._range_problems(), *self._wsd_problems()]
+        problems = [*self._find_range_problems(), *self._find_wsd_problems()]
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def _range_problems(self) -> list[str]:
+    def _find_range_problems(self) -> list[str]:
         problems = []
         if not 0 <= self.min_lr <= self.max_lr:
             problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.max_lr}.")
         if self.warmup_steps < 0:
-            problems.append(f"the learning rate's warm-up of {self.warmup_steps} samples must not be negative; 0 turns it off.")
+            problems.append(
+                f"the learning rate's warm-up of {self.warmup_steps} samples must not be negative; 0 turns it off."
+            )
         if self.decay_steps < 1:
-            problems.append(f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 or later.")
+            problems.append(
+                f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 or later."
+            )
         elif self.decay_tokens is None and self.warmup_steps >= self.decay_steps:
             problems.append(
                 f"the learning rate's warm-up of {self.warmup_steps} samples must be shorter than its decay, which ends at "
@@ -69,13 +73,15 @@ class LRSchedule:
             problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
         return problems
 
-    def _wsd_problems(self) -> list[str]:
+    def _find_wsd_problems(self) -> list[str]:
         if self.style != "WSD":
             return []
         if self.decay_tokens is not None:
             return ["--lr-decay-style WSD counts samples; leave out --lr-decay-tokens."]
         if self.wsd_decay_steps is None:
-            return ["--lr-decay-style WSD needs the length of its final decay: --lr-wsd-decay-samples or -iters."]
+            return [
+                "--lr-decay-style WSD needs the length of its final decay: --lr-wsd-decay-samples or -iters."
+            ]
         if not 1 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or -iters) must be at least 1 and "
@@ -83,10 +89,10 @@ class LRSchedule:
             ]
         return []
 
-    def at(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
+    def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
         """The rate for a state whose applied steps took `lr_samples` samples and `lr_tokens` tokens.
 
-        `warmup_tokens`: the tokens at the end of warm-up (`warmup_tokens_after`); used with `decay_tokens` only.
+        `warmup_tokens`: the tokens at the end of warm-up (`compute_warmup_tokens`); used with `decay_tokens` only.
         """
         if self.warmup_steps > 0 and lr_samples <= self.warmup_steps:
             return self.max_lr * lr_samples / self.warmup_steps
@@ -99,14 +105,14 @@ class LRSchedule:
         if done > end or start >= end:
             return self.min_lr
         if self.style == "WSD":
-            coefficient = self._wsd_coefficient(lr_samples)
+            coefficient = self._compute_wsd_coefficient(lr_samples)
         elif self.style == "linear":
             coefficient = 1.0 - (done - start) / (end - start)
         else:
             coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
-    def _wsd_coefficient(self, lr_samples: int) -> float:
+    def _compute_wsd_coefficient(self, lr_samples: int) -> float:
         """Part of (max_lr - min_lr) that is left: 1 until the final decay, 0 at its end."""
         assert self.wsd_decay_steps is not None, "checked at construction"
         into_decay = lr_samples - (self.decay_steps - self.wsd_decay_steps)
@@ -121,7 +127,7 @@ class LRSchedule:
         }
         return shapes[self.wsd_decay_style]
 
-    def warmup_tokens_after(self, lr_samples: int, lr_tokens: int, warmup_tokens: int) -> int:
+    def compute_warmup_tokens(self, lr_samples: int, lr_tokens: int, warmup_tokens: int) -> int:
         """The state's `warmup_tokens` once a step has brought it to (lr_samples, lr_tokens); call it after every applied step.
 
         It is the token count of the first state at or past the end of warm-up. Warm-up hardly ever ends exactly on a batch's
@@ -132,12 +138,20 @@ class LRSchedule:
         return warmup_tokens or lr_tokens
 
 
-def differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
+def list_schedule_differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
     """What differs, one entry a parameter, by flag name; empty when the two agree.
 
     A constant rate has no decay: a run that is prolonged has another default end of it, which changes nothing.
     """
     constant = here.style == checkpoint.style == "constant"
-    names = [f.name for f in fields(LRSchedule) if not (constant and f.name in ("decay_steps", "decay_tokens"))]
+    names = [
+        f.name
+        for f in fields(LRSchedule)
+        if not (constant and f.name in ("decay_steps", "decay_tokens"))
+    ]
     pairs = [(name, getattr(here, name), getattr(checkpoint, name)) for name in names]
-    return [f"{FIELD_NAMES[name]}: {ours} here, {theirs} in the checkpoint" for name, ours, theirs in pairs if ours != theirs]
+    return [
+        f"{FIELD_NAMES[name]}: {ours} here, {theirs} in the checkpoint"
+        for name, ours, theirs in pairs
+        if ours != theirs
+    ]

@@ -16,7 +16,7 @@ Name = Literal["one stage", "1F1B", "GPipe", "interleaved 1F1B", "looped BFS"]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A step's schedule; see `choose`."""
+    """A step's schedule; see `choose_schedule`."""
 
     name: Name
     microbatches: int
@@ -26,9 +26,9 @@ class PipelineSchedule:
     @property
     def bubble(self) -> float:
         """Share of the step's time that a rank stands idle, from 0 to 1."""
-        return bubble_fraction(self.microbatches, self.ranks, self.stages_per_rank)
+        return compute_bubble_fraction(self.microbatches, self.ranks, self.stages_per_rank)
 
-    def in_flight(self, rank: int) -> int:
+    def count_in_flight(self, rank: int) -> int:
         """Visits whose activations pipeline rank `rank` keeps at the same time, at most: forward passes begun before the backward
         passes that free them. Each has the activations of one (virtual) stage.
 
@@ -42,7 +42,7 @@ class PipelineSchedule:
         if self.name == "1F1B":
             return min(p - rank, m)
         if self.name == "interleaved 1F1B":
-            return min((v - 1) * (m // _rounds(m, p)) + 2 * (p - 1 - rank) + 1, v * m)
+            return min((v - 1) * (m // _count_rounds(m, p)) + 2 * (p - 1 - rank) + 1, v * m)
         return v * m
 
     def describe(self, batch_size: int) -> str:
@@ -52,12 +52,12 @@ class PipelineSchedule:
         virtual = f" of {self.stages_per_rank} virtual stages" if self.stages_per_rank > 1 else ""
         places = f"{self.ranks} {'ranks' if virtual else 'stages'}{virtual}"
         return (
-            f"pipeline: {self.name}, {count_microbatches(self.microbatches)} for {places}: ranks stand idle for "
+            f"pipeline: {self.name}, {format_microbatches(self.microbatches)} for {places}: ranks stand idle for "
             f"{100 * self.bubble:.0f} % of the time at batch size {batch_size}"
         )
 
 
-def choose(m: int, p: int, v: int) -> PipelineSchedule:
+def choose_schedule(m: int, p: int, v: int) -> PipelineSchedule:
     """The schedule of `m` microbatches on `p` pipeline ranks with `v` virtual stages each.
 
     1F1B keeps the fewest activations, but needs a microbatch for each stage: GPipe takes fewer. Interleaved 1F1B wants as many
@@ -73,11 +73,11 @@ def choose(m: int, p: int, v: int) -> PipelineSchedule:
     elif v == 1:
         name = "GPipe" if m < p else "1F1B"
     else:
-        name = "looped BFS" if m % _rounds(m, p) else "interleaved 1F1B"
+        name = "looped BFS" if m % _count_rounds(m, p) else "interleaved 1F1B"
     return PipelineSchedule(name, m, p, v)
 
 
-def bubble_fraction(m: int, p: int, v: int) -> float:
+def compute_bubble_fraction(m: int, p: int, v: int) -> float:
     """Share of a step's time that a rank stands idle, from 0 to 1: (p - 1)/(v m + p - 1) where m >= p.
 
     The paper's bubble over ideal time is (p - 1)/(v m). With fewer microbatches than ranks a rank additionally waits p - m visits
@@ -87,11 +87,11 @@ def bubble_fraction(m: int, p: int, v: int) -> float:
     return waiting / (v * m + waiting)
 
 
-def count_microbatches(m: int) -> str:
+def format_microbatches(m: int) -> str:
     """'1 microbatch', '2 microbatches'."""
     return f"{m} microbatch{'' if m == 1 else 'es'}"
 
 
-def _rounds(m: int, p: int) -> int:
+def _count_rounds(m: int, p: int) -> int:
     """Rounds of the interleaved schedule: as many as have at least p microbatches each, or one."""
     return max(1, m // p)

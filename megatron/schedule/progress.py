@@ -11,11 +11,11 @@ from typing import NamedTuple
 from megatron.schedule.batch_size import BatchSizeSchedule
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.skip import SkipRange, range_at
+from megatron.schedule.skip import SkipRange, find_range
 
 
 class _Counters(NamedTuple):
-    """`Progress` without the learning rate, which costs too much to work out for each of 300,000 iterations."""
+    """`ForecastPoint` without the learning rate, which costs too much to work out for each of 300,000 iterations."""
 
     iteration: int
     consumed_samples: int
@@ -28,7 +28,7 @@ class _Counters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class ForecastPoint:
     """The state after `iteration`: counters in samples and tokens, the batch size (samples) and sequence length (tokens) that it
     ran with, and the learning rate after it, which is what its log line shows. Iteration 0 has the sizes of the first one."""
 
@@ -53,41 +53,50 @@ class Forecast:
     curriculum: Curriculum | None = None
     skip_ranges: tuple[SkipRange, ...] = ()
 
-    def at(self, wanted: Iterable[int]) -> list[Progress]:
+    def predict(self, wanted: Iterable[int]) -> list[ForecastPoint]:
         """The states after the `wanted` iterations (0 or later), in the order asked for."""
         wanted = list(wanted)
         remaining = set(wanted)
-        found: dict[int, Progress] = {}
-        for counters in self._iterations():
+        found: dict[int, ForecastPoint] = {}
+        for counters in self._iterate_counters():
             if counters.iteration in remaining:
-                found[counters.iteration] = self._progress(counters)
+                found[counters.iteration] = self._add_lr(counters)
                 remaining.remove(counters.iteration)
             if not remaining:
                 break
         return [found[iteration] for iteration in wanted]
 
-    def iteration_reaching_tokens(self, tokens: int, limit: int) -> int:
+    def find_iteration_reaching_tokens(self, tokens: int, limit: int) -> int:
         """The first iteration after which `tokens` are consumed; `limit` (an iteration) where they are not by then."""
-        return next(c.iteration for c in self._iterations() if c.consumed_tokens >= tokens or c.iteration >= limit)
+        return next(
+            c.iteration
+            for c in self._iterate_counters()
+            if c.consumed_tokens >= tokens or c.iteration >= limit
+        )
 
-    def _iterations(self) -> Iterator[_Counters]:
+    def _iterate_counters(self) -> Iterator[_Counters]:
         """The counters after iteration 0, 1, 2, ..., without end. A loop, not a closed form: it cannot differ from training's."""
         iteration = samples = tokens = lr_samples = lr_tokens = warmup_tokens = 0
-        size, length = self.batch_size.at(0, 0), self._length(1)
+        size, length = self.batch_size.get_size(0, 0), self._get_seq_length(1)
         while True:
-            yield _Counters(iteration, samples, tokens, size, length, lr_samples, lr_tokens, warmup_tokens)
+            yield _Counters(
+                iteration, samples, tokens, size, length, lr_samples, lr_tokens, warmup_tokens
+            )
             iteration += 1
-            size, length = self.batch_size.at(samples, tokens), self._length(iteration)
+            size, length = (
+                self.batch_size.get_size(samples, tokens),
+                self._get_seq_length(iteration),
+            )
             samples += size
             tokens += size * length
-            if self.skip_ranges and range_at(self.skip_ranges, iteration):
+            if self.skip_ranges and find_range(self.skip_ranges, iteration):
                 continue
             lr_samples += size
             lr_tokens += size * length
-            warmup_tokens = self.lr.warmup_tokens_after(lr_samples, lr_tokens, warmup_tokens)
+            warmup_tokens = self.lr.compute_warmup_tokens(lr_samples, lr_tokens, warmup_tokens)
 
-    def _length(self, iteration: int) -> int:
-        return self.curriculum.at(iteration) if self.curriculum else self.seq_length
+    def _get_seq_length(self, iteration: int) -> int:
+        return self.curriculum.get_seq_length(iteration) if self.curriculum else self.seq_length
 
-    def _progress(self, c: _Counters) -> Progress:
-        return Progress(*c, lr=self.lr.at(c.lr_samples, c.lr_tokens, c.warmup_tokens))
+    def _add_lr(self, c: _Counters) -> ForecastPoint:
+        return ForecastPoint(*c, lr=self.lr.get_lr(c.lr_samples, c.lr_tokens, c.warmup_tokens))

@@ -35,6 +35,6 @@ def _parse_range(text: str) -> SkipRange:
     return first, last
 
 
-def range_at(ranges: tuple[SkipRange, ...], iteration: int) -> SkipRange | None:
+def find_range(ranges: tuple[SkipRange, ...], iteration: int) -> SkipRange | None:
     """The range that `iteration` (1-based) lies in, or None."""
     return next((r for r in ranges if r[0] <= iteration <= r[1]), None)

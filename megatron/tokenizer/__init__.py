@@ -4,18 +4,24 @@ Invariant: ids are those of Hugging Face `tokenizers` without any special token 
 token appends `Tokenizer.eod` once, and nobody else does.
 """
 
-from megatron.tokenizer.build import HFTokenizer, Tokenizer, TransformersTokenizer, build_tokenizer, special_token_ids
+from megatron.tokenizer.build import (
+    HFTokenizer,
+    Tokenizer,
+    TransformersTokenizer,
+    build_tokenizer,
+    list_special_token_ids,
+)
 from megatron.tokenizer.files import tokenizer_digests, tokenizer_files
-from megatron.tokenizer.vocabulary import padded_vocab_size, vocab_size_of
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size, find_vocab_size
 
 __all__ = [
     "HFTokenizer",
     "Tokenizer",
     "TransformersTokenizer",
     "build_tokenizer",
-    "padded_vocab_size",
-    "special_token_ids",
+    "compute_padded_vocab_size",
+    "find_vocab_size",
+    "list_special_token_ids",
     "tokenizer_digests",
     "tokenizer_files",
-    "vocab_size_of",
 ]

@@ -43,7 +43,10 @@ class HFTokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
@@ -58,18 +61,26 @@ class TransformersTokenizer:
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+        return self.backend.encode(
+            text, add_special_tokens=False, truncation=False, padding=False, verbose=False
+        )
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.backend.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the flags name. Raises ConfigError, naming flag and file, where it cannot be built."""
-    tokenizer = _gpt2(config) if config.tokenizer_type == "GPT2BPETokenizer" else _from_hf(config)
+    tokenizer = (
+        _build_gpt2(config)
+        if config.tokenizer_type == "GPT2BPETokenizer"
+        else _build_from_hf(config)
+    )
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave the flag out."
@@ -77,17 +88,21 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
-def special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of a tokenizer's special tokens (BOS, EOS, ...), the end of a document among them."""
     found = {tokenizer.eod}
     if isinstance(tokenizer, HFTokenizer):
-        found |= {index for index, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        found |= {
+            index
+            for index, token in tokenizer.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
     elif isinstance(tokenizer, TransformersTokenizer):
         found |= set(tokenizer.backend.all_special_ids)
     return tuple(sorted(found))
 
 
-def tokenizer_json_path(name_or_path: str | None) -> Path | None:
+def find_tokenizer_json(name_or_path: str | None) -> Path | None:
     """The tokenizer.json that --tokenizer-name-or-path means, if there is one on this machine."""
     if name_or_path is None:
         return None
@@ -99,8 +114,12 @@ def tokenizer_json_path(name_or_path: str | None) -> Path | None:
 def read_vocabulary(vocab_file: str) -> dict[str, int]:
     """Token -> id of a vocab.json. Raises ConfigError where the file is missing or is something else."""
     vocabulary = _read_json(vocab_file, f"--vocab-file {vocab_file}")
-    if not vocabulary or not all(isinstance(index, int) and index >= 0 for index in vocabulary.values()):
-        raise ConfigError(f"--vocab-file {vocab_file} must be a JSON object of token: id; it is something else.")
+    if not vocabulary or not all(
+        isinstance(index, int) and index >= 0 for index in vocabulary.values()
+    ):
+        raise ConfigError(
+            f"--vocab-file {vocab_file} must be a JSON object of token: id; it is something else."
+        )
     return vocabulary
 
 
@@ -109,24 +128,30 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
-        raise ConfigError(f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}") from error
+        raise ConfigError(
+            f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
+        ) from error
 
 
-def byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
+def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
     """GPT-2's byte-level BPE (https://github.com/openai/gpt-2): special tokens in a text are ordinary text to it."""
     try:
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises nothing more precise
-        raise ConfigError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not make a BPE: {error}") from error
+        raise ConfigError(
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} do not make a BPE: {error}"
+        ) from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _gpt2(config: TokenizerConfig) -> HFTokenizer:
+def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if file is None:
-            raise ConfigError(f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and --merge-file merges.txt.")
+            raise ConfigError(
+                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and --merge-file merges.txt."
+            )
         if not Path(file).is_file():
             raise ConfigError(f"{flag} {file} does not exist or is not a file.")
     assert config.vocab_file is not None, "checked above"
@@ -142,16 +167,18 @@ def _gpt2(config: TokenizerConfig) -> HFTokenizer:
         raise ConfigError(
             f"--vocab-file {config.vocab_file} has no {END_OF_DOCUMENT}, which ends documents; add it as the last entry."
         )
-    return HFTokenizer(byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT])
+    return HFTokenizer(
+        build_byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT]
+    )
 
 
-def _from_hf(config: TokenizerConfig) -> Tokenizer:
+def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     name = config.tokenizer_name_or_path
     if name is None:
         raise ConfigError("PretrainedFromHF needs --tokenizer-name-or-path FOLDER.")
-    found = tokenizer_json_path(name)
+    found = find_tokenizer_json(name)
     if found is None:
-        return _from_transformers(name)
+        return _build_from_transformers(name)
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_token(found.parent)
@@ -169,13 +196,15 @@ def end_token(folder: Path) -> str | None:
     """Return the end-of-document token that a folder's files name. Raises ConfigError where they are damaged."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            token = _read_json(str(folder / name), f"--tokenizer-name-or-path: {folder / name}").get("eos_token")
+            token = _read_json(
+                str(folder / name), f"--tokenizer-name-or-path: {folder / name}"
+            ).get("eos_token")
             if token is not None:
                 return token["content"] if isinstance(token, dict) else token
     return None
 
 
-def _from_transformers(name: str) -> TransformersTokenizer:
+def _build_from_transformers(name: str) -> TransformersTokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -184,8 +213,12 @@ def _from_transformers(name: str) -> TransformersTokenizer:
             "pip install transformers."
         ) from error
     try:
-        backend = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, ImportError, KeyError and others, by the kind of damage
+        backend = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=True
+        )
+    except (
+        Exception
+    ) as error:  # OSError, ValueError, ImportError, KeyError and others, by the kind of damage
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"--tokenizer-name-or-path {name} cannot be read: {first} "

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from megatron.config.data import TokenizerConfig
-from megatron.tokenizer.build import end_token, tokenizer_json_path
+from megatron.tokenizer.build import end_token, find_tokenizer_json
 
 _TRANSFORMERS_FILES = (
     "vocab.json",
@@ -30,7 +30,7 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
         found = {part: Path(name) for part, name in given.items() if name is not None}
     else:
         name = config.tokenizer_name_or_path
-        file = tokenizer_json_path(name)
+        file = find_tokenizer_json(name)
         if file is not None:
             found = {"tokenizer.json": file}
         else:

@@ -9,13 +9,21 @@ from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
-from megatron.tokenizer.build import build_tokenizer, read_tokenizer_json, read_vocabulary, tokenizer_json_path
+from megatron.tokenizer.build import (
+    build_tokenizer,
+    find_tokenizer_json,
+    read_tokenizer_json,
+    read_vocabulary,
+)
 
 GPT2_VOCAB_SIZE = 50257
 
 
-def padded_vocab_size(
-    vocab_size: int, make_divisible_by: int = 128, tensor_model_parallel_size: int = 1, pad_to: int | None = None
+def compute_padded_vocab_size(
+    vocab_size: int,
+    make_divisible_by: int = 128,
+    tensor_model_parallel_size: int = 1,
+    pad_to: int | None = None,
 ) -> int:
     """Return the rows of the word embedding.
 
@@ -52,7 +60,7 @@ def padded_vocab_size(
     return pad_to
 
 
-def vocab_size_of(config: TokenizerConfig) -> tuple[int, str | None]:
+def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     """Number of token ids for planning, and a warning where it had to be guessed; opens local files only.
 
     --vocab-size wins; then the tokenizer's files; then --pad-vocab-size-to as an upper bound, or GPT-2's size.
@@ -65,9 +73,16 @@ def vocab_size_of(config: TokenizerConfig) -> tuple[int, str | None]:
     if config.tokenizer_type == "GPT2BPETokenizer":
         if config.vocab_file is not None and Path(config.vocab_file).is_file():
             return 1 + max(read_vocabulary(config.vocab_file).values()), None
-        absent = f"--vocab-file {config.vocab_file} is not there" if config.vocab_file else "no --vocab-file was given"
-        return GPT2_VOCAB_SIZE, f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says otherwise."
-    found = tokenizer_json_path(config.tokenizer_name_or_path)
+        absent = (
+            f"--vocab-file {config.vocab_file} is not there"
+            if config.vocab_file
+            else "no --vocab-file was given"
+        )
+        return (
+            GPT2_VOCAB_SIZE,
+            f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says otherwise.",
+        )
+    found = find_tokenizer_json(config.tokenizer_name_or_path)
     if found is not None:
         vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
         return 1 + max(vocabulary.values()), None

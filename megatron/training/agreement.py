@@ -2,12 +2,12 @@
 
 import json
 
-from megatron.code_version import code_version
-from megatron.config.cli import from_yaml
-from megatron.config.compare import config_digest, differences
-from megatron.config.deepspeed_json import passed_on, read_json
+from megatron.code_version import get_code_version
+from megatron.config.cli import load_yaml
+from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.deepspeed_json import read_json, select_passed_on
 from megatron.config.tree import Config
-from megatron.config.yaml_file import to_yaml
+from megatron.config.yaml_file import dump_yaml
 from megatron.errors import ConfigError, LayoutError
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import gather_json
@@ -20,10 +20,18 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     """
     if mesh.grid.world_size == 1:
         return
-    everyone = gather_json([config_digest(config), iteration, code_version(), _for_deepspeed(config)], mesh.control)
+    everyone = gather_json(
+        [
+            compute_config_digest(config),
+            iteration,
+            get_code_version(),
+            _read_deepspeed_settings(config),
+        ],
+        mesh.control,
+    )
     if all(other == everyone[0] for other in everyone):
         return
-    texts = gather_json(to_yaml(config), mesh.control)
+    texts = gather_json(dump_yaml(config), mesh.control)
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
     differing = _differences(texts[0], texts[rank])
     if everyone[rank][1] != everyone[0][1]:
@@ -44,14 +52,14 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
 
 
 def _differences(rank_0: str, other: str) -> list[str]:
-    """Between two configurations that `to_yaml` wrote, maybe of other versions than this one."""
+    """Between two configurations that `dump_yaml` wrote, maybe of other versions than this one."""
     try:
-        return differences(from_yaml(rank_0), from_yaml(other))
+        return list_config_differences(load_yaml(rank_0), load_yaml(other))
     except ConfigError as error:
         return [f"a configuration is not of this rank's version: {error}"]
 
 
-def _for_deepspeed(config: Config) -> str:
+def _read_deepspeed_settings(config: Config) -> str:
     """What of DeepSpeed's JSON is no field of the configuration; a file of that name may be another on each machine."""
     path = config.parallel.deepspeed_config if config.parallel.deepspeed else None
-    return json.dumps(passed_on(read_json(path)) if path else {}, sort_keys=True)
+    return json.dumps(select_passed_on(read_json(path)) if path else {}, sort_keys=True)

@@ -14,8 +14,8 @@ from typing import Any
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.tree import Config
 from megatron.data.content import ContentDigests, FileIdentity, digest_of_file
-from megatron.data.indexed import bin_path, idx_path
-from megatron.data.segments import Library
+from megatron.data.indexed import get_bin_path, get_idx_path
+from megatron.data.segments import DatasetRegistry
 from megatron.data.source import Sources
 from megatron.errors import DataError, LayoutError, MegatronError
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
@@ -71,8 +71,8 @@ def open_same(
             sources = open_sources()
         except MegatronError as error:
             return None, {}, error  # compared below, so that the other ranks name the same reason
-        library = sources.library
-        facts = {prefix: describe_dataset(library, prefix) for prefix in library.datasets}
+        registry = sources.registry
+        facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
         return sources, facts, None
 
     sources, facts, failure = ranks.work(open_and_describe, "opening the data", say)
@@ -92,10 +92,10 @@ def open_same(
     return sources
 
 
-def describe_dataset(library: Library, prefix: str) -> str:
+def describe_dataset(registry: DatasetRegistry, prefix: str) -> str:
     """Return sizes and sampled fingerprint of a data set."""
-    sizes = [path(prefix).stat().st_size for path in (bin_path, idx_path)]
-    return f"{sizes[0]} bytes in .bin, {sizes[1]} in .idx, sampled fingerprint {library.open(prefix).fingerprint()}"
+    sizes = [path(prefix).stat().st_size for path in (get_bin_path, get_idx_path)]
+    return f"{sizes[0]} bytes in .bin, {sizes[1]} in .idx, sampled fingerprint {registry.open(prefix).compute_fingerprint()}"
 
 
 def _describe_small(path: Path) -> str:
@@ -129,7 +129,7 @@ class DataFiles:
 
     def __init__(
         self,
-        library: Library,
+        registry: DatasetRegistry,
         state: TrainState,
         ranks: Ranks,
         who: str,
@@ -141,11 +141,11 @@ class DataFiles:
         Raises:
             DataError: a file cannot be read.
         """
-        self._library = library
+        self._library = registry
         self._ranks = ranks
         self._who = who
         self._say = say
-        self._digests = ContentDigests(library.background)
+        self._digests = ContentDigests(registry.background)
         self._recorded: dict[str, str] = {
             name: digest for name, digest in state.data_digests.items() if digest is not None
         }
@@ -174,9 +174,13 @@ class DataFiles:
             "problems": background.problems(),
             "notes": [*background.take_notes(), *self._digests.notes],
             "digests": [
-                [data.fingerprint(), str(bin_path(prefix)), digests[str(bin_path(prefix))]]
+                [
+                    data.compute_fingerprint(),
+                    str(get_bin_path(prefix)),
+                    digests[str(get_bin_path(prefix))],
+                ]
                 for prefix, data in self._library.datasets.items()
-                if str(bin_path(prefix)) in digests
+                if str(get_bin_path(prefix)) in digests
             ],
         }
         self._digests.notes.clear()
@@ -192,7 +196,7 @@ class DataFiles:
         """Return what the next checkpoint holds: fingerprint -> digest, None where it is not known
         yet."""
         unknown: dict[str, str | None] = {
-            data.fingerprint(): None for data in self._library.datasets.values()
+            data.compute_fingerprint(): None for data in self._library.datasets.values()
         }
         return unknown | self._recorded
 
@@ -212,7 +216,7 @@ class DataFiles:
         missing = [
             prefix
             for prefix, data in self._library.datasets.items()
-            if data.fingerprint() not in self._recorded
+            if data.compute_fingerprint() not in self._recorded
         ]
         if missing:
             self._say(
@@ -226,7 +230,7 @@ class DataFiles:
         The files of one copy are spread over the ranks that see it.
         """
         identities = {
-            prefix: list(FileIdentity.of(bin_path(prefix)).copy)
+            prefix: list(FileIdentity.of(get_bin_path(prefix)).copy)
             for prefix in self._library.datasets
         }
         everyone = self._ranks.gather(identities)
@@ -237,4 +241,4 @@ class DataFiles:
                 if theirs.get(prefix) == identities[prefix]
             ]
             if same[number % len(same)] == self._ranks.rank:
-                self._digests.request(bin_path(prefix), self._library.cache_folder(prefix))
+                self._digests.request(get_bin_path(prefix), self._library.cache_folder(prefix))

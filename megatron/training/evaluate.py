@@ -14,14 +14,14 @@ def evaluate_validation(run: Run) -> None:
     batch = run.plan.config.batch
     if not run.sources.valid or batch.eval_iters == 0:
         return
-    run.reporter.validation(run.state, _evaluate(run, run.sources.valid))
+    run.reporter.report_validation(run.state, _evaluate(run, run.sources.valid))
     run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final
 
 
 def evaluate_test(run: Run) -> None:
     """Every test set, once, at the end of training."""
     if run.sources.test and run.plan.config.batch.eval_iters > 0:
-        run.reporter.validation(run.state, _evaluate(run, run.sources.test), test=True)
+        run.reporter.report_validation(run.state, _evaluate(run, run.sources.test), test=True)
 
 
 def evaluate_only(run: Run) -> None:
@@ -41,9 +41,17 @@ def evaluate_only(run: Run) -> None:
 def _evaluate(run: Run, sources: Mapping[str, GPTValidSource]) -> dict[str, float]:
     iterations, batch_size = run.plan.config.batch.eval_iters, run.plan.batch_size.final
     with run.timers(EVALUATE):
-        return {name: mean_loss(run.engine, source, iterations, batch_size) for name, source in sources.items()}
+        return {
+            name: compute_mean_loss(run.engine, source, iterations, batch_size)
+            for name, source in sources.items()
+        }
 
 
-def mean_loss(engine: Engine, source: GPTValidSource, iterations: int, batch_size: int) -> float:
+def compute_mean_loss(
+    engine: Engine, source: GPTValidSource, iterations: int, batch_size: int
+) -> float:
     """Over the source's next `iterations` batches of `batch_size` samples, always at the full sequence length."""
-    return sum(engine.eval_batch(source.next(batch_size)) for _ in range(iterations)) / iterations
+    return (
+        sum(engine.eval_batch(source.read_batch(batch_size)) for _ in range(iterations))
+        / iterations
+    )

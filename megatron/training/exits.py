@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.batch import BatchConfig
-from megatron.observe.log_line import exit_duration_line, exit_iteration_line, kill_switch_line
+from megatron.observe.log_line import (
+    format_exit_duration_line,
+    format_exit_iteration_line,
+    format_kill_switch_line,
+)
 from megatron.parallel.mesh import Mesh
 
 _REPEATED_SECONDS = 10.0
 """A signal that comes again so soon is the same: Slurm signals a job's tasks, and srun, which passes it on."""
 
 
-class Stop(IntEnum):
+class StopReason(IntEnum):
     """Reasons, the graver the higher."""
 
     NO = 0
@@ -41,43 +45,45 @@ class Exits:
         self._start = time.monotonic()
         self._signal, self._signalled_at = 0, 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self._handle_signal)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._signalled_at > _REPEATED_SECONDS:
-            signal.signal(number, signal.SIG_DFL)  # a later one ends a process that no longer comes to its next iteration
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # a later one ends a process that no longer comes to its next iteration
             os.kill(os.getpid(), number)
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
 
-    def decide(self, before: int, after: int) -> Stop:
+    def decide(self, before: int, after: int) -> StopReason:
         """The same answer on all ranks, for a step or jump from iteration `before` to `after`."""
-        mine = Stop.SIGNAL if self._signal else Stop.NO
+        mine = StopReason.SIGNAL if self._signal else StopReason.NO
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
         if self._mesh.grid.world_size == 1:
-            return Stop(mine)
+            return StopReason(mine)
         agreed = torch.tensor([int(mine)])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        return Stop(int(agreed.item()))
+        return StopReason(int(agreed.item()))
 
-    def _rank_zero_reason(self, before: int, after: int) -> Stop:
+    def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         config = self._config
         if config.kill_switch_path and Path(config.kill_switch_path).exists():
-            return Stop.KILL_SWITCH
+            return StopReason.KILL_SWITCH
         minutes = config.exit_duration_in_mins
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
-            return Stop.DURATION
+            return StopReason.DURATION
         if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
-            return Stop.INTERVAL
-        return Stop.NO
+            return StopReason.INTERVAL
+        return StopReason.NO
 
-    def line(self, reason: Stop, iteration: int) -> str:
+    def format_stop_line(self, reason: StopReason, iteration: int) -> str:
         """What the log says of it."""
-        if reason == Stop.KILL_SWITCH:
-            return kill_switch_line(str(self._config.kill_switch_path))
-        if reason == Stop.DURATION:
-            return exit_duration_line((time.monotonic() - self._start) / 60)
-        if reason == Stop.SIGNAL:
-            return f"received a signal to stop; {exit_iteration_line(iteration)}"
-        return exit_iteration_line(iteration)
+        if reason == StopReason.KILL_SWITCH:
+            return format_kill_switch_line(str(self._config.kill_switch_path))
+        if reason == StopReason.DURATION:
+            return format_exit_duration_line((time.monotonic() - self._start) / 60)
+        if reason == StopReason.SIGNAL:
+            return f"received a signal to stop; {format_exit_iteration_line(iteration)}"
+        return format_exit_iteration_line(iteration)

@@ -2,19 +2,19 @@
 
 import time
 
-from megatron.checkpoint.save import Contents, Saver
-from megatron.code_version import code_version
-from megatron.config.yaml_file import to_yaml
+from megatron.checkpoint.save import CheckpointContents, Saver
+from megatron.code_version import get_code_version
+from megatron.config.yaml_file import dump_yaml
 from megatron.engine.base import StepResult
 from megatron.errors import TrainingError
-from megatron.model.flops import forward_flops_per_token
-from megatron.observe.log_line import skipped_range_line, training_complete_line
+from megatron.model.flops import count_forward_flops_per_token
+from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.plan import Plan
-from megatron.schedule.skip import range_at
+from megatron.schedule.skip import find_range
 from megatron.training.evaluate import evaluate_test, evaluate_validation
-from megatron.training.exits import Stop
-from megatron.training.report import Step
+from megatron.training.exits import StopReason
+from megatron.training.report import StepRecord
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
@@ -22,7 +22,7 @@ _PAUSE_SECONDS = 5.0
 """Between two attempts to save the end of a run."""
 
 
-def train(run: Run) -> Stop:
+def train(run: Run) -> StopReason:
     """Train until the end or until a reason to stop, which is returned; saves when due and at the end.
 
     Raises:
@@ -39,21 +39,21 @@ def train(run: Run) -> Stop:
         if run.saver is not None:
             run.saver.complete()  # what is being written was checked before
         raise
-    if stop != Stop.NO:
-        run.reporter.say(run.exits.line(stop, state.iteration))
-        if finished(plan, state):
-            run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
+    if stop != StopReason.NO:
+        run.reporter.say(run.exits.format_stop_line(stop, state.iteration))
+        if is_finished(plan, state):
+            run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
         return stop
     if evaluated_at != state.iteration:
         evaluate_validation(
             run
         )  # after the save: a run that goes on from here later is not moved by it
     evaluate_test(run)
-    run.reporter.say(f"{training_complete_line()} at iteration {state.iteration}")
+    run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
     return stop
 
 
-def train_until_stop(run: Run) -> tuple[Stop, int]:
+def train_until_stop(run: Run) -> tuple[StopReason, int]:
     """Iterate, and save when due. Return the reason to stop, and the last iteration that was
     evaluated (-1: none).
 
@@ -61,12 +61,12 @@ def train_until_stop(run: Run) -> tuple[Stop, int]:
         As `train`.
     """
     plan, state = run.plan, run.state
-    stop, evaluated_at = Stop.NO, -1
+    stop, evaluated_at = StopReason.NO, -1
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
-    while stop == Stop.NO and not finished(plan, state):
+    while stop == StopReason.NO and not is_finished(plan, state):
         before = state.iteration
-        skipped = range_at(plan.skip_ranges, state.iteration + 1)
+        skipped = find_range(plan.skip_ranges, state.iteration + 1)
         if skipped is not None:
             skip_range(run, skipped)
         else:
@@ -85,10 +85,12 @@ def train_until_stop(run: Run) -> tuple[Stop, int]:
     return stop, evaluated_at
 
 
-def finished(plan: Plan, state: TrainState) -> bool:
+def is_finished(plan: Plan, state: TrainState) -> bool:
     """The run's end: by iterations or samples (both are iterations to the plan), or by tokens, whichever comes first."""
     tokens = plan.config.batch.train_tokens
-    return state.iteration >= plan.train_iters or (tokens is not None and state.consumed_tokens >= tokens)
+    return state.iteration >= plan.train_iters or (
+        tokens is not None and state.consumed_tokens >= tokens
+    )
 
 
 def is_due(interval: int | None, before: int, after: int) -> bool:
@@ -100,24 +102,26 @@ def train_iteration(run: Run) -> None:
     """One global batch: data, step, counters, report."""
     plan, state, timers = run.plan, run.state, run.timers
     start = time.perf_counter()
-    seq_length = plan.seq_length_at(state.iteration + 1)
-    batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
+    seq_length = plan.get_seq_length(state.iteration + 1)
+    batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
     with timers(DATA_WAIT):
         assert run.sources.train is not None, "the plan has train samples"
-        microbatches = run.sources.train.next(batch_size, seq_length)
-    run.reporter.pipeline(batch_size)
-    learning_rate = state.learning_rate(plan.lr_schedule)
+        microbatches = run.sources.train.read_batch(batch_size, seq_length)
+    run.reporter.report_pipeline_schedule(batch_size)
+    learning_rate = state.compute_learning_rate(plan.lr_schedule)
     result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
-    params_norm = run.engine.parameter_norm() if plan.config.logging.log_params_norm else None
-    run.reporter.step(
+    params_norm = (
+        run.engine.compute_parameter_norm() if plan.config.logging.log_params_norm else None
+    )
+    run.reporter.report_step(
         state,
-        Step(
+        StepRecord(
             result=result,
             batch_size=batch_size,
             seq_length=seq_length,
-            learning_rate=state.learning_rate(plan.lr_schedule),
+            learning_rate=state.compute_learning_rate(plan.lr_schedule),
             seconds=time.perf_counter() - start,
             phase_seconds=timers.take(),
             params_norm=params_norm,
@@ -125,10 +129,12 @@ def train_iteration(run: Run) -> None:
     )
 
 
-def count_step(plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int) -> None:
+def count_step(
+    plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int
+) -> None:
     """What a step's outcome does to the counters."""
     tokens = batch_size * seq_length
-    layers, _ = forward_flops_per_token(plan.shape, seq_length)
+    layers, _ = count_forward_flops_per_token(plan.shape, seq_length)
     state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
@@ -148,13 +154,13 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
             "trained; roll back to before them to undo that"
         )
     before = state.iteration
-    while state.iteration < last and not finished(plan, state):
-        batch_size = plan.batch_size.at(state.consumed_samples, state.consumed_tokens)
-        seq_length = plan.seq_length_at(state.iteration + 1)
+    while state.iteration < last and not is_finished(plan, state):
+        batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+        seq_length = plan.get_seq_length(state.iteration + 1)
         run.sources.train.advance(batch_size)
         state.advance(batch_size, batch_size * seq_length)
     run.reporter.jump(state.iteration - before)
-    run.reporter.say(skipped_range_line(before + 1, state.iteration))
+    run.reporter.say(format_skipped_range_line(before + 1, state.iteration))
 
 
 def check_finite(plan: Plan, state: TrainState) -> None:
@@ -192,7 +198,9 @@ def check_invariants(run: Run) -> None:
     for line in run.engine.check_invariants(
         repair=repair, iteration=iteration, last_good=run.checked_at
     ):
-        run.reporter.say(f"warning: made equal to the first rank's after iteration {iteration}: {line}")
+        run.reporter.say(
+            f"warning: made equal to the first rank's after iteration {iteration}: {line}"
+        )
     run.checked_at = iteration
 
 
@@ -252,14 +260,14 @@ def begin_save(run: Run, saver: Saver) -> None:
     state.data = run.sources.state()
     state.data_digests = run.data_files.record()
     with_optimizer = plan.config.checkpoint.save_optim
-    contents = Contents(
+    contents = CheckpointContents(
         state.iteration,
-        scalars=run.engine.scalars() if with_optimizer else None,
+        scalars=run.engine.get_scalars() if with_optimizer else None,
         state=state.to_json(),
-        config_yaml=to_yaml(plan.config),
-        version=code_version(),
+        config_yaml=dump_yaml(plan.config),
+        version=get_code_version(),
         layout=str(run.mesh.grid),
     )
     run.reporter.flush()
     with run.timers(SAVE):
-        saver.begin(contents, run.engine.chunks(optimizer=with_optimizer))
+        saver.begin(contents, run.engine.shards(optimizer=with_optimizer))

@@ -24,7 +24,9 @@ def die_with_launcher() -> None:
         return
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):  # it died before the line above
+        if os.getppid() == 1 and not _is_launcher(
+            Path("/proc/1/cmdline")
+        ):  # it died before the line above
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.engine.base import StepResult
-from megatron.model.flops import iteration_flops
+from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
-from megatron.observe.log_line import training_log_line, validation_log_line
+from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress import ProgressBar
 from megatron.observe.report import Axes, IterationReport
 from megatron.observe.tensorboard import TensorBoard
-from megatron.observe.throughput import peak_tflops, throughput
+from megatron.observe.throughput import compute_throughput, find_peak_tflops
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.state import TrainState
@@ -31,7 +31,16 @@ class _Interval:
     flops: float = 0.0
     model_flops: float = 0.0
 
-    def add(self, result: StepResult, *, samples: int, tokens: int, flops: float, model_flops: float, seconds: float) -> None:
+    def add(
+        self,
+        result: StepResult,
+        *,
+        samples: int,
+        tokens: int,
+        flops: float,
+        model_flops: float,
+        seconds: float,
+    ) -> None:
         self.iterations += 1
         self.applied += result.applied
         self.nan += result.is_nan
@@ -44,7 +53,7 @@ class _Interval:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One iteration as the loop saw it."""
 
     result: StepResult
@@ -61,31 +70,45 @@ class Reporter:
     def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
         logging = plan.config.logging
         self._plan = plan
-        self._speaks = mesh.rank == 0
+        self._is_rank_zero = mesh.rank == 0
         self._interval = _Interval()
-        self._bar = ProgressBar(total=plan.train_iters, show=logging.show_progress and self._speaks)
+        self._bar = ProgressBar(
+            total=plan.train_iters, show=logging.show_progress and self._is_rank_zero
+        )
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
-        self._peak = logging.peak_tflops_per_device or peak_tflops(device_name)
-        if self._speaks:
+        self._peak = logging.peak_tflops_per_device or find_peak_tflops(device_name)
+        if self._is_rank_zero:
             self._tensorboard = TensorBoard(logging, say=self.say)
             save = plan.config.checkpoint.save
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             self._metrics = MetricsFile(path, say=self.say) if path else None
-            self._emissions = Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say)
+            self._emissions = Emissions(
+                logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
+            )
 
-    def conventions(self) -> list[tuple[str, str, str]]:
+    def describe_conventions(self) -> list[tuple[str, str, str]]:
         """How TFLOPs and MFU are counted, for the table at start."""
         recompute = self._plan.config.recompute.recomputed_part
         counted = "forward, backward and recomputation" if recompute else "forward and backward"
-        peak = f"MFU against a peak of {self._peak:g} TFLOPs" if self._peak else "no MFU: give --peak-tflops-per-device"
-        return [("TFLOPs", "hardware FLOPs of one device", f"{counted}, attention as if not causal; {peak}")]
+        peak = (
+            f"MFU against a peak of {self._peak:g} TFLOPs"
+            if self._peak
+            else "no MFU: give --peak-tflops-per-device"
+        )
+        return [
+            (
+                "TFLOPs",
+                "hardware FLOPs of one device",
+                f"{counted}, attention as if not causal; {peak}",
+            )
+        ]
 
     def say(self, line: str) -> None:
         """A line of the log, above the progress bar."""
-        if self._speaks:
+        if self._is_rank_zero:
             self._bar.say(line)
 
     def start(self, iteration: int) -> None:
@@ -94,9 +117,9 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.start(iteration)
 
-    def pipeline(self, batch_size: int) -> None:
+    def report_pipeline_schedule(self, batch_size: int) -> None:
         """Before a step of `batch_size` samples: says which schedule runs and how long ranks stand idle, once for each."""
-        schedule = self._plan.pipeline_schedule(batch_size)
+        schedule = self._plan.choose_pipeline_schedule(batch_size)
         if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
             self._pipeline_schedule = schedule.name
             self.say(schedule.describe(batch_size))
@@ -105,32 +128,39 @@ class Reporter:
         """So many iterations were skipped."""
         self._bar.update(iterations)
 
-    def step(self, state: TrainState, step: Step) -> None:
+    def report_step(self, state: TrainState, step: StepRecord) -> None:
         """One iteration is done; `state` is the one after it. Writes the log line when it is due."""
-        if not self._speaks:
+        if not self._is_rank_zero:
             return
         config = self._plan.config
         recompute = config.recompute.recomputed_part
-        flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length, recompute=recompute)
-        model_flops = iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
+        flops = count_iteration_flops(
+            self._plan.shape, step.batch_size, step.seq_length, recompute=recompute
+        )
+        model_flops = count_iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
         one = _Interval()
         for interval in (one, self._interval):
             tokens = step.batch_size * step.seq_length
             interval.add(
-                step.result, samples=step.batch_size, tokens=tokens, flops=flops, model_flops=model_flops, seconds=step.seconds
+                step.result,
+                samples=step.batch_size,
+                tokens=tokens,
+                flops=flops,
+                model_flops=model_flops,
+                seconds=step.seconds,
             )
         report = self._report(state, step, one)
         if self._tensorboard is not None:
-            self._tensorboard.train(report)
+            self._tensorboard.write_training(report)
         if self._metrics is not None:
-            self._metrics.train(report)
+            self._metrics.write_training(report)
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
-            self.say(training_log_line(self._report(state, step, self._interval)))
+            self.say(format_training_line(self._report(state, step, self._interval)))
             self._interval = _Interval()
 
-    def _report(self, state: TrainState, step: Step, interval: _Interval) -> IterationReport:
-        rates = throughput(
+    def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
+        rates = compute_throughput(
             samples=interval.samples,
             tokens=interval.tokens,
             flops=interval.flops,
@@ -163,7 +193,9 @@ class Reporter:
             phase_seconds=step.phase_seconds,
         )
 
-    def validation(self, state: TrainState, losses: dict[str, float], *, test: bool = False) -> None:
+    def report_validation(
+        self, state: TrainState, losses: dict[str, float], *, test: bool = False
+    ) -> None:
         """One evaluation of every set; in TensorBoard a single validation set needs no name, a test set has its own."""
         at = Axes(
             iteration=state.iteration,
@@ -172,11 +204,13 @@ class Reporter:
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
         )
         for name, loss in losses.items():
-            self.say(validation_log_line(state.iteration, loss, name))
+            self.say(format_validation_line(state.iteration, loss, name))
             if self._tensorboard is not None:
-                self._tensorboard.validation(at, loss, name if test or len(losses) > 1 else None)
+                self._tensorboard.write_validation(
+                    at, loss, name if test or len(losses) > 1 else None
+                )
             if self._metrics is not None:
-                self._metrics.validation(state.iteration, loss, name)
+                self._metrics.write_validation(state.iteration, loss, name)
 
     def flush(self) -> None:
         """Make what was told durable: with each save."""

@@ -14,11 +14,11 @@ from megatron.config.tree import Config
 from megatron.engine.base import Engine
 from megatron.engine.support import refuse_unsupported
 from megatron.errors import CheckpointError, ConfigError, DamagedError
-from megatron.observe.log_line import kill_switch_line
-from megatron.plan import Plan, curriculum_of, resolve
+from megatron.observe.log_line import format_kill_switch_line
+from megatron.plan import Plan, build_curriculum, resolve
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
-from megatron.schedule.lr import LRSchedule, differences
+from megatron.schedule.lr import LRSchedule, list_schedule_differences
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
@@ -34,7 +34,7 @@ class Job:
     """Warnings."""
 
 
-def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
+def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
     """The plan for going on from a checkpoint, or for a fresh start.
 
     Raises:
@@ -42,8 +42,10 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
             complete; or there is none, and --eval-only needs one.
     """
     if loaded.config.batch.eval_only and checkpoint is None:
-        raise CheckpointError(f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate")
-    state = starting_state(checkpoint, loaded.config)
+        raise CheckpointError(
+            f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate"
+        )
+    state = build_starting_state(checkpoint, loaded.config)
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
     plan = resolve(
@@ -70,7 +72,7 @@ def settle(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None)
     return Job(plan, state, checkpoint, notes)
 
 
-def where_to_start(config: Config) -> CheckpointConfig:
+def select_checkpoint_config(config: Config) -> CheckpointConfig:
     """What is asked of checkpoints; an evaluation writes nothing, so it may look at any."""
     return replace(config.checkpoint, save=None) if config.batch.eval_only else config.checkpoint
 
@@ -83,14 +85,22 @@ def check_runnable(plan: Plan) -> None:
     plan.raise_on_errors()
     refuse_unsupported(plan)
     config = plan.config
-    if not (config.data.data_path or config.data.train_weighted_split_paths or config.data.train_weighted_split_paths_path):
-        raise ConfigError("there is no data to train on: give --data-path or --train-weighted-split-paths")
+    if not (
+        config.data.data_path
+        or config.data.train_weighted_split_paths
+        or config.data.train_weighted_split_paths_path
+    ):
+        raise ConfigError(
+            "there is no data to train on: give --data-path or --train-weighted-split-paths"
+        )
     switch = config.batch.kill_switch_path
     if switch and Path(switch).exists():
-        raise ConfigError(f"{kill_switch_line(switch)}: not starting; remove the file to run again")
+        raise ConfigError(
+            f"{format_kill_switch_line(switch)}: not starting; remove the file to run again"
+        )
 
 
-def starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
+def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
     """The counters to start from; a fine-tuning run starts at zero.
 
     Raises:
@@ -111,13 +121,15 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
         return plan, []
     optimizer = plan.config.optimizer
     saved = LRSchedule(**state.lr_schedule)
-    differing = differences(plan.lr_schedule, saved)
+    differing = list_schedule_differences(plan.lr_schedule, saved)
     if not differing:
         return plan, []
     if optimizer.override_lr_scheduler:
         return plan, [f"--override-lr-scheduler changes the learning rate: {'; '.join(differing)}"]
     if optimizer.use_checkpoint_lr_scheduler:
-        return replace(plan, lr_schedule=saved), [f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {'; '.join(differing)}"]
+        return replace(plan, lr_schedule=saved), [
+            f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {'; '.join(differing)}"
+        ]
     raise ConfigError(
         "the learning-rate schedule differs from the checkpoint's:\n  "
         + "\n  ".join(differing)
@@ -140,7 +152,7 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple
     spelled = bare_thresholds_as_samples(asked)
     if spelled == step_entries(asked):
         return config, []
-    saved = checkpoint.config().batch.step_batch_size_schedule
+    saved = checkpoint.read_config().batch.step_batch_size_schedule
     if saved is None or bare_thresholds_as_samples(saved) != spelled:
         return config, []
     note = (
@@ -161,30 +173,35 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
     """
     if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
         return config, []
-    saved, first = checkpoint.config(), checkpoint.iteration + 1
-    here, there = _coming_lengths(config, first), _coming_lengths(saved, first)
+    saved, first = checkpoint.read_config(), checkpoint.iteration + 1
+    here, there = _list_coming_lengths(config, first), _list_coming_lengths(saved, first)
     if here == there:
         return config, []
     differing = (
-        f"{curriculum_of(config) or 'none'} here, {curriculum_of(saved) or 'none'} in the checkpoint; iteration {first} has "
+        f"{build_curriculum(config) or 'none'} here, {build_curriculum(saved) or 'none'} in the checkpoint; iteration {first} has "
         f"sequences of {here[0][1] or config.model.seq_length} tokens here and of {there[0][1] or saved.model.seq_length} there"
     )
     if config.optimizer.override_lr_scheduler:
         return config, [f"--override-lr-scheduler changes the curriculum: {differing}"]
     if config.optimizer.use_checkpoint_lr_scheduler:
-        return replace(config, curriculum=saved.curriculum), [f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {differing}"]
+        return replace(config, curriculum=saved.curriculum), [
+            f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {differing}"
+        ]
     raise ConfigError(
         f"the curriculum differs from the checkpoint's: {differing}; give --override-lr-scheduler to go on with this command "
         "line's schedules, or --use-checkpoint-lr-scheduler with the checkpoint's"
     )
 
 
-def _coming_lengths(config: Config, first: int) -> list[tuple[int, int | None]]:
+def _list_coming_lengths(config: Config, first: int) -> list[tuple[int, int | None]]:
     """(iteration, length from it on); None is the full length, whatever --seq-length is."""
-    curriculum = curriculum_of(config)
+    curriculum = build_curriculum(config)
     if curriculum is None:
         return [(first, None)]
-    return [(at, None if length == config.model.seq_length else length) for at, length in curriculum.stages(first, FOREVER)]
+    return [
+        (at, None if length == config.model.seq_length else length)
+        for at, length in curriculum.iterate_stages(first, FOREVER)
+    ]
 
 
 def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
@@ -195,7 +212,9 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
         return plan, []
     if plan.skip_ranges:
         return plan, [f"--skip-train-iteration-range replaces the checkpoint's {' '.join(ahead)}"]
-    return replace(plan, skip_ranges=saved), [f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"]
+    return replace(plan, skip_ranges=saved), [
+        f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"
+    ]
 
 
 def check_tokenizer(config: Config, state: TrainState) -> list[str]:
@@ -212,13 +231,23 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     there = state.tokenizer
     if not there:
-        return ["the checkpoint has no digests of the tokenizer's files, so they were not compared with it"] if here else []
+        return (
+            [
+                "the checkpoint has no digests of the tokenizer's files, so they were not compared with it"
+            ]
+            if here
+            else []
+        )
     if not here:
-        return ["no file of the tokenizer is given or found, so it was not compared with the checkpoint's"]
+        return [
+            "no file of the tokenizer is given or found, so it was not compared with the checkpoint's"
+        ]
     paths = tokenizer_files(config.tokenizer)
     common = [part for part in there if part in here]
     differing = [
-        f"{part} {paths.get(part, '')} is {here[part]}, the checkpoint's is {there[part]}".replace("  ", " ")
+        f"{part} {paths.get(part, '')} is {here[part]}, the checkpoint's is {there[part]}".replace(
+            "  ", " "
+        )
         for part in common
         if here[part] != there[part]
     ]
@@ -232,7 +261,11 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
             "path; or start a new run from these weights with --finetune and another --save"
         )
     missing = [part for part in there if part not in here]
-    return [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"] if missing else []
+    return (
+        [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"]
+        if missing
+        else []
+    )
 
 
 def load_engine(
@@ -250,7 +283,7 @@ def load_engine(
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
         )
-    chunks = engine.chunks(optimizer=with_optimizer)
+    chunks = engine.shards(optimizer=with_optimizer)
 
     def read() -> DamagedError | None:
         try:
@@ -263,11 +296,11 @@ def load_engine(
     damaged = agree_on_damage(checkpoint, damage, ranks)
     if damaged is None:
         refuse_not_finite(checkpoint, describe_not_finite(chunks), ranks)
-        engine.loaded(checkpoint.optimizer if with_optimizer else None)
+        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
     return damaged
 
 
-def remember(state: TrainState, plan: Plan) -> None:
+def record_for_resume(state: TrainState, plan: Plan) -> None:
     """Put into the state what a resume will be compared with."""
     state.lr_schedule = asdict(plan.lr_schedule)
     state.skip_ranges = [list(r) for r in plan.skip_ranges]

@@ -14,27 +14,31 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.course import Course, course_of
-from megatron.checkpoint.folder import mark_begun, traces
+from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
-from megatron.data.documents import DocumentRules, regards_documents
-from megatron.data.index_helpers import implementation
-from megatron.data.source import Place, Sources, build_sources, evaluation_samples
+from megatron.data.documents import DocumentRules, needs_documents
+from megatron.data.index_helpers import describe_implementation
+from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
 from megatron.durable import replace_file
 from megatron.engine.base import Engine
-from megatron.error_report import FOLDER_VARIABLE, report_of, write_report
+from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
 from megatron.errors import CheckpointError, LostRanksError, MegatronError
-from megatron.observe.log_line import loaded_checkpoint_line, no_checkpoint_line, saved_checkpoint_line
-from megatron.observe.startup import start_table
+from megatron.observe.log_line import (
+    format_loaded_checkpoint_line,
+    format_no_checkpoint_line,
+    format_saved_checkpoint_line,
+)
+from megatron.observe.startup import format_start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
-from megatron.parallel.launcher import World
+from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
 from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
@@ -44,21 +48,34 @@ from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import Job, load_engine, remember, settle, where_to_start
+from megatron.training.resume import (
+    Job,
+    load_engine,
+    record_for_resume,
+    resolve_job,
+    select_checkpoint_config,
+)
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
 
-def join_ranks(plan: Plan, world: World) -> Mesh:
+def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
     """Start the process group, where there is more than one rank, and cut it into the plan's grid."""
     parallel = plan.config.parallel
     device = choose_device(world.local_rank)
     if world.size > 1:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         start_process_group(backend, parallel.distributed_timeout_minutes)
-    grid = Grid(parallel.pipeline_model_parallel_size, plan.data_parallel_size, parallel.tensor_model_parallel_size)
+    grid = Grid(
+        parallel.pipeline_model_parallel_size,
+        plan.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
     return build_mesh(
-        grid, device, sequence_parallel=parallel.sequence_parallel, timeout_minutes=parallel.distributed_timeout_minutes
+        grid,
+        device,
+        sequence_parallel=parallel.sequence_parallel,
+        timeout_minutes=parallel.distributed_timeout_minutes,
     )
 
 
@@ -67,21 +84,23 @@ def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManage
     if mesh.control is None:
         return contextlib.nullcontext()
     store = dist.distributed_c10d._get_default_store()
-    return RollCall(store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes))
+    return RollCall(
+        store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes)
+    )
 
 
-def ranks_of(mesh: Mesh) -> Ranks:
+def build_ranks(mesh: Mesh) -> Ranks:
     """Those that write and read checkpoints together."""
     return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
-def speaker(mesh: Mesh) -> Callable[[str], None]:
+def make_printer(mesh: Mesh) -> Callable[[str], None]:
     """Prints on rank 0, before there is a reporter."""
     return (lambda line: print(line, flush=True)) if mesh.rank == 0 else (lambda line: None)
 
 
 @contextlib.contextmanager
-def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
+def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     """Be the only writer of `--save` while this is entered; rank 0 holds the lease, the others None.
 
     Raises:
@@ -97,17 +116,17 @@ def own_folder(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         try:
             if mesh.rank == 0:
                 check_writable(root)
-                lease = Lease.acquire(root, speaker(mesh))
-                if not traces(root):
-                    mark_begun(root)
+                lease = Lease.acquire(root, make_printer(mesh))
+                if not list_run_leftovers(root):
+                    mark_started(root)
         except CheckpointError as error:
             return lease, str(error), error
         except OSError as error:
             return lease, f"--save {root} cannot be written: {error}", error
         return lease, None, None
 
-    ranks = ranks_of(mesh)
-    lease, problem, cause = ranks.work(acquire, f"taking over {root}", speaker(mesh))
+    ranks = build_ranks(mesh)
+    lease, problem, cause = ranks.work(acquire, f"taking over {root}", make_printer(mesh))
     problem = ranks.gather(problem)[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
@@ -122,23 +141,29 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     """Afresh, or from the checkpoint that rank 0 finds; where that turns out to be damaged, from the one before it.
 
     Raises:
-        CheckpointError: there is none to go on from, or it does not fit. ConfigError: see `settle`. LayoutError: ranks disagree.
+        CheckpointError: there is none to go on from, or it does not fit. ConfigError: see `resolve_job`. LayoutError: ranks disagree.
     """
-    config, ranks, say = loaded.config, ranks_of(mesh), speaker(mesh)
+    config, ranks, say = loaded.config, build_ranks(mesh), make_printer(mesh)
     exits = Exits(config.batch, mesh)  # first, so that a signal while building is not lost
     timers = Timers(mesh.device)
-    mesh.tensor_parallel.clock = lambda: timers(COMMUNICATION)
+    mesh.tensor_parallel.comm_timer = lambda: timers(COMMUNICATION)
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     while True:
-        start = agree_on_start(where_to_start(config), ranks, damage, own_folder=own, say=say)
-        job = settle(loaded, mesh.grid.world_size, start.checkpoint)
+        start = agree_on_start(
+            select_checkpoint_config(config), ranks, damage, holds_lease=own, say=say
+        )
+        job = resolve_job(loaded, mesh.grid.world_size, start.checkpoint)
         check_agreement(job.plan.config, job.state.iteration, mesh)
         check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
-        wrong = None if job.checkpoint is None else load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
+        wrong = (
+            None
+            if job.checkpoint is None
+            else load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
+        )
         if wrong is None:
             return build_run(job, mesh, engine, exits, timers, lease)
         assert job.checkpoint is not None
@@ -164,11 +189,13 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
         return NativeEngine
 
     # Each is seconds of imports, and minutes where many ranks read them from a slow file system.
-    make = ranks_of(mesh).work(load, "importing the engine", speaker(mesh))
+    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh))
     return make(plan, mesh, timers)
 
 
-def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None) -> Run:
+def build_run(
+    job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None
+) -> Run:
     """Data, reporter and saver around an engine that has its weights; prints the table of what is in use.
 
     Raises:
@@ -176,48 +203,62 @@ def build_run(job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers
         TrainingError: copies of a parameter are not equal.
     """
     plan, state, config = job.plan, job.state, job.plan.config
-    ranks, say = ranks_of(mesh), speaker(mesh)
+    ranks, say = build_ranks(mesh), make_printer(mesh)
     sources = open_data(plan, mesh, state, say)
-    data_files = DataFiles(sources.library, state, ranks, mesh.describe(), say)
+    data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
     data_files.check()  # before anything is trained on a small file that has changed
-    reporter = Reporter(plan, mesh, device_name=device_name(mesh.device))
+    reporter = Reporter(plan, mesh, device_name=get_device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
-        *engine.kernels(),
+        *engine.describe_kernels(),
         ("index helpers", *describe_index_helpers()),
-        *reporter.conventions(),
+        *reporter.describe_conventions(),
     ]
     saver = None
     if config.checkpoint.save is not None and not config.batch.eval_only:
-        course = course_of(job.checkpoint.manifest) if job.checkpoint is not None and config.checkpoint.resumes_itself else ()
-        saver = build_saver(config.checkpoint, mesh, reporter, lease, course)
-        engine.before_update = saver.wait_for_copy
-        rows.append(("checkpoints", *saver.describe(engine.chunks(optimizer=config.checkpoint.save_optim))))
-    reporter.say(start_table(rows))
+        lineage = (
+            read_lineage(job.checkpoint.manifest)
+            if job.checkpoint is not None and config.checkpoint.resumes_itself
+            else ()
+        )
+        saver = build_saver(config.checkpoint, mesh, reporter, lease, lineage)
+        engine.pre_update_hook = saver.wait_for_copy
+        rows.append(
+            ("checkpoints", *saver.describe(engine.shards(optimizer=config.checkpoint.save_optim)))
+        )
+    reporter.say(format_start_table(rows))
     if job.checkpoint is not None:
-        reporter.say(loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration))
+        reporter.say(
+            format_loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration)
+        )
     elif config.checkpoint.load is not None:
-        reporter.say(no_checkpoint_line(config.checkpoint.load))
+        reporter.say(format_no_checkpoint_line(config.checkpoint.load))
     for note in sources.take_notes():
         reporter.say(note)
-    remember(state, plan)
+    record_for_resume(state, plan)
     run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
     check_invariants(run)
     timers.take()  # what building took is no iteration's
     return run
 
 
-def build_saver(config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, course: Course) -> Saver:
+def build_saver(
+    config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, lineage: Lineage
+) -> Saver:
     """That tells of its checkpoints by the reporter."""
 
-    def saved(iteration: int) -> None:
-        reporter.say(saved_checkpoint_line(iteration, str(config.save)))
+    def report_saved(iteration: int) -> None:
+        reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
 
-    ranks, root = ranks_of(mesh), Path(str(config.save))
-    return Saver(root, config, ranks, lease=lease, say=reporter.say, saved=saved, course=course)
+    ranks, root = build_ranks(mesh), Path(str(config.save))
+    return Saver(
+        root, config, ranks, lease=lease, say=reporter.say, saved=report_saved, lineage=lineage
+    )
 
 
-def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None) -> Sources:
+def open_data(
+    plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None
+) -> Sources:
     """Open the sources at the state's position, with the same data on all ranks, and build their indices.
 
     `say` takes what must be known while an index is built.
@@ -226,7 +267,9 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], No
         DataError: see `build_run`. LayoutError: ranks read different data. CheckpointError: the state contradicts itself.
     """
     config, batch = plan.config, plan.config.batch
-    valid_samples, test_samples = evaluation_samples(plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final)
+    valid_samples, test_samples = count_evaluation_samples(
+        plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final
+    )
 
     def build() -> Sources:
         return build_sources(
@@ -236,16 +279,24 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], No
             train_samples=plan.train_samples,
             valid_samples=valid_samples,
             test_samples=test_samples,
-            place=Place(batch.micro_batch_size, mesh.place.data, mesh.grid.data, plan.vocab_size, document_rules(config)),
+            batch_slice=BatchSlice(
+                batch.micro_batch_size,
+                mesh.coordinate.data,
+                mesh.grid.data,
+                plan.vocab_size,
+                build_document_rules(config),
+            ),
             say=say,
             wait_seconds=PATIENCE_SECONDS,
         )
 
-    ranks = ranks_of(mesh)
+    ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
     if state.data:
         sources.load(state.data)
-        position = sources.train.consumed_samples if sources.train is not None else state.consumed_samples
+        position = (
+            sources.train.consumed_samples if sources.train is not None else state.consumed_samples
+        )
         if position != state.consumed_samples:
             raise CheckpointError(
                 f"the checkpoint counts {state.consumed_samples} consumed samples and its data stand at {position}; it is damaged: "
@@ -255,16 +306,20 @@ def open_data(plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], No
     return sources
 
 
-def document_rules(config: Config) -> DocumentRules | None:
+def build_document_rules(config: Config) -> DocumentRules | None:
     """What is asked about documents; None where they are not regarded, so that no tokenizer is needed."""
-    if not regards_documents(config.data):
+    if not needs_documents(config.data):
         return None
-    return DocumentRules.of(config.data, build_tokenizer(config.tokenizer).eod)
+    return DocumentRules.from_config(config.data, build_tokenizer(config.tokenizer).eod)
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """As its maker calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
 
 
 def describe_devices(mesh: Mesh) -> tuple[str, str]:
@@ -272,12 +327,12 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
     grid = mesh.grid
     layout = str(grid) if grid.world_size > 1 else "one process"
     backend = f", {mesh.backend}" if mesh.backend else ""
-    return f"{grid.world_size} x {device_name(mesh.device)}", f"{layout}{backend}"
+    return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
 
 
 def describe_index_helpers() -> tuple[str, str]:
     """For the table at start."""
-    name, _, why = implementation().partition(" (")
+    name, _, why = describe_implementation().partition(" (")
     return name, why.removesuffix(")") or "built with this installation"
 
 
@@ -295,7 +350,9 @@ def leave_with_error(error: MegatronError) -> NoReturn:
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if rank == 0 and FOLDER_VARIABLE in os.environ:
-        time.sleep(1)  # srun ends all ranks when this one ends: let the others write their reports first
+        time.sleep(
+            1
+        )  # srun ends all ranks when this one ends: let the others write their reports first
     # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
     os._exit(2)
 
@@ -305,12 +362,19 @@ def report_error(error: BaseException, message: str) -> None:
     path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
     try:
         if path:
-            record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+            record = {
+                "message": message,
+                "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))},
+            }
             replace_file(Path(path), json.dumps({"message": record}))
         if folder:
-            write_report(Path(folder), report_of(error))
+            write_report(Path(folder), build_report(error))
     except OSError as trouble:
-        print(f"warning: the error could not be reported to the launcher: {trouble}", file=sys.stderr, flush=True)
+        print(
+            f"warning: the error could not be reported to the launcher: {trouble}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def leave_without(error: LostRanksError) -> NoReturn:

@@ -52,11 +52,13 @@ class TrainState:
         self.applied_steps += 1
         self.lr_samples += samples
         self.lr_tokens += tokens
-        self.warmup_tokens = schedule.warmup_tokens_after(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+        self.warmup_tokens = schedule.compute_warmup_tokens(
+            self.lr_samples, self.lr_tokens, self.warmup_tokens
+        )
 
-    def learning_rate(self, schedule: LRSchedule) -> float:
+    def compute_learning_rate(self, schedule: LRSchedule) -> float:
         """The rate that the next step will use."""
-        return schedule.at(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+        return schedule.get_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,5 +72,7 @@ class TrainState:
         names = {f.name for f in fields(cls)}
         missing = sorted(names - _ADDED_LATER - values.keys())
         if missing:
-            raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version")
+            raise CheckpointError(
+                f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version"
+            )
         return cls(**{name: value for name, value in values.items() if name in names})

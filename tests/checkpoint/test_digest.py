@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.digest import BLOCK, Digester, digest_of_block, digest_of_file
-from megatron.checkpoint.tensor_file import TensorReader, _pieces, write_tensors
+from megatron.checkpoint.tensor_file import TensorReader, _iterate_runs, write_tensors
 from megatron.errors import DamagedError
 
 
@@ -29,14 +29,18 @@ def test_blocks_do_not_depend_on_how_the_bytes_came(size: int, step: int) -> Non
     assert digest.xxh128 == xxhash.xxh3_128_hexdigest(data)
     blocks = [data[at : at + BLOCK] for at in range(0, size, BLOCK)]
     assert digest.blocks == "".join(map(digest_of_block, blocks))
-    assert [digest.block(number) for number in range(len(blocks))] == [digest_of_block(block) for block in blocks]
+    assert [digest.block(number) for number in range(len(blocks))] == [
+        digest_of_block(block) for block in blocks
+    ]
     assert digest.block(len(blocks)) == ""
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 700, 2000]), min_size=1, max_size=3)))
+    shape = tuple(
+        data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 700, 2000]), min_size=1, max_size=3))
+    )
     assume(math.prod(shape) < 10_000_000)
     part = []
     for n in shape:
@@ -45,7 +49,7 @@ def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> Non
     stored = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int32).view(shape)
     expected = stored[tuple(part)]
     found = torch.full_like(expected, -1)
-    for begin, run, inner, outer in _pieces(shape, tuple(part)):
+    for begin, run, inner, outer in _iterate_runs(shape, tuple(part)):
         elements = int(torch.tensor(run).prod())
         assert 4 * elements <= BLOCK
         assert (found[outer] == -1).all()
@@ -62,8 +66,13 @@ def test_a_flipped_bit_is_found_wherever_it_is(position: str, tmp_path: Path) ->
     raw[at] ^= 1
     (tmp_path / "f").write_bytes(raw)
     box = ((0,), tuple(tensor.shape))
-    stored = [{"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}]
-    with TensorReader(tmp_path, {"f": written.digest}) as reader, pytest.raises(DamagedError, match=r"f is not what was written"):
+    stored = [
+        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    ]
+    with (
+        TensorReader(tmp_path, {"f": written.digest}) as reader,
+        pytest.raises(DamagedError, match=r"f is not what was written"),
+    ):
         reader.read_into(torch.empty_like(tensor), box, stored, "t")
     assert digest_of_file(tmp_path / "f").xxh128 != written.digest.xxh128
 
@@ -75,7 +84,9 @@ def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "f").read_bytes())
     raw[-1] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    stored = [{"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}]
+    stored = [
+        {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
+    ]
     target = torch.empty(1000)
     with TensorReader(tmp_path, {"f": written.digest}) as reader:
         reader.read_into(target, ((500,), (1000,)), stored, "t")
@@ -86,24 +97,24 @@ MEMORY = """
 import json, resource, sys, torch
 from pathlib import Path
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import Contents, Saver, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 act, root, rows = sys.argv[1], Path(sys.argv[2]), 16 << 10
-chunks = [Chunk(k, "w", (rows, 2, 1024), (0, 0, 0), torch.ones(rows, 2, 1024), owner=True) for k in ("weight", "exp_avg")]
-state = sum(4 * chunk.tensor.numel() for chunk in chunks)
+shards = [TensorShard(k, "w", (rows, 2, 1024), (0, 0, 0), torch.ones(rows, 2, 1024), owner=True) for k in ("weight", "exp_avg")]
+state = sum(4 * shard.tensor.numel() for shard in shards)
 before = peak()
 if act == "save":
-    save_checkpoint(root, Contents(1, None, {}, ""), chunks)
+    save_checkpoint(root, CheckpointContents(1, None, {}, ""), shards)
 elif act == "cut":  # along a dimension that the files are not cut along
-    halves = [Chunk(c.kind, "w", c.global_shape, (0, 1, 0), c.tensor[:, :1], owner=True) for c in chunks]
+    halves = [TensorShard(c.kind, "w", c.global_shape, (0, 1, 0), c.tensor[:, :1], owner=True) for c in shards]
     open_checkpoint(root, 1).load_into(halves)
 else:
-    open_checkpoint(root, 1).load_into(chunks)
+    open_checkpoint(root, 1).load_into(shards)
 print(json.dumps([state, before, peak()]))
 """
 
@@ -112,7 +123,11 @@ def test_saving_and_loading_need_little_memory_beside_the_state(tmp_path: Path) 
     """At most 0.3 of the rank's own state; measured in fresh processes, whose peak is theirs alone."""
     for act in ("save", "load", "cut"):
         run = subprocess.run(
-            [sys.executable, "-c", MEMORY, act, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", MEMORY, act, str(tmp_path)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         state, before, after = json.loads(run.stdout)
         assert state == 256 << 20

@@ -9,17 +9,17 @@ import torch
 from checkpoint_damage import poison
 
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.save import Contents, Saver
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, TrainingError
-from megatron.parallel.chunk import Chunk, Kind
+from megatron.parallel.shard import Kind, TensorShard
 
 
-def chunk(kind: Kind, tensor: torch.Tensor, name: str = "w", *, owner: bool = True) -> Chunk:
-    return Chunk(kind, name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner)
+def chunk(kind: Kind, tensor: torch.Tensor, name: str = "w", *, owner: bool = True) -> TensorShard:
+    return TensorShard(kind, name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner)
 
 
 def test_each_tensor_is_named_with_its_counts() -> None:
@@ -71,21 +71,21 @@ def test_a_save_is_refused_before_anything_is_written(
         kind: torch.ones(2, 3) for kind in ("weight", "exp_avg", "exp_avg_sq")
     }
     chunks = [chunk(kind, tensor) for kind, tensor in tensors.items()]
-    saver.begin(Contents(1, {"optimizer_step": 1}, {}, ""), chunks)
+    saver.begin(CheckpointContents(1, {"optimizer_step": 1}, {}, ""), chunks)
     saver.wait_for_copy()
     if what in tensors:
         tensors[what][1, 2] = math.nan  # type: ignore[index]
     with pytest.raises(TrainingError) as refused:
-        saver.begin(Contents(2, scalars, state, ""), chunks)
+        saver.begin(CheckpointContents(2, scalars, state, ""), chunks)
     message = str(refused.value)
     assert "after iteration 2" in message
     assert "rank 0 on " in message
     assert said in message
     assert "the last: global_step1" in message
     assert (
-        saver.saved_iteration == pointed_iteration(tmp_path) == 1
+        saver.saved_iteration == read_pointed_iteration(tmp_path) == 1
     )  # the one that was being written is safe
-    assert saved_iterations(tmp_path) == [1]
+    assert list_saved_iterations(tmp_path) == [1]
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith("global_step2")]
 
 
@@ -93,13 +93,16 @@ def test_a_copy_that_is_not_stored_counts_too(tmp_path: Path) -> None:
     """Whoever holds it computes with it."""
     with pytest.raises(TrainingError, match="NaN"):
         Saver(tmp_path).begin(
-            Contents(1, None, {}, ""), [chunk("weight", torch.full((2,), math.nan), owner=False)]
+            CheckpointContents(1, None, {}, ""),
+            [chunk("weight", torch.full((2,), math.nan), owner=False)],
         )
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused_at_load(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
-    saver.begin(Contents(1, {"optimizer_step": 1}, {}, ""), [chunk("weight", torch.ones(9))])
+    saver.begin(
+        CheckpointContents(1, {"optimizer_step": 1}, {}, ""), [chunk("weight", torch.ones(9))]
+    )
     saver.complete()
     poison(tmp_path / "global_step1", "weight/w", math.nan, 4)
     opened, target = open_checkpoint(tmp_path, 1), chunk("weight", torch.zeros(9))

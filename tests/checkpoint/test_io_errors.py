@@ -13,25 +13,25 @@ import pytest
 import torch
 from failing_calls import FailingCalls
 
-from megatron.checkpoint.course import course_of
 from megatron.checkpoint.folder import (
-    BEGUN,
     LATEST,
     LATEST_ITERATION,
-    mark_begun,
+    STARTED_MARKER,
+    find_stored_folder,
+    list_saved_iterations,
+    mark_started,
     read_pointer,
-    saved_iterations,
+    remove_interrupted_leftovers,
     step_folder,
-    stored_folder,
-    tidy,
 )
+from megatron.checkpoint.lineage import read_lineage
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.save import Contents, Saver
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.checkpoint.start import find_start
 from megatron.checkpoint.verification import verify
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 
 class Run:
@@ -40,12 +40,12 @@ class Run:
 
     def __init__(self, root: Path, *, asynchronous: bool) -> None:
         self.root, self.said, self.saved = root, list[str](), list[int]()
-        course = course_of(read_manifest(step_folder(root, 2)))
+        lineage = read_lineage(read_manifest(step_folder(root, 2)))
         config = CheckpointConfig(
             keep_latest_checkpoints=2, max_save_failures=100, async_save=asynchronous
         )
         self._saver = Saver(
-            root, config, say=self.said.append, saved=self.saved.append, course=course
+            root, config, say=self.said.append, saved=self.saved.append, lineage=lineage
         )
 
     def save(self, iteration: int) -> bool:
@@ -56,8 +56,8 @@ class Run:
 
 def save(saver: Saver, iteration: int, who: str = "this run") -> None:
     tensor = torch.full((4,), float(iteration))
-    contents = Contents(iteration, None, {"applied_steps": iteration, "who": who}, "")
-    saver.begin(contents, [Chunk("weight", "w", (4,), (0,), tensor, owner=True)])
+    contents = CheckpointContents(iteration, None, {"applied_steps": iteration, "who": who}, "")
+    saver.begin(contents, [TensorShard("weight", "w", (4,), (0,), tensor, owner=True)])
     saver.complete()
 
 
@@ -69,7 +69,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saver = Saver(root)
     for iteration in (1, 2):
         save(saver, iteration)
-    mark_begun(root)  # as if its removal had failed
+    mark_started(root)  # as if its removal had failed
     return root
 
 
@@ -86,7 +86,7 @@ def check_pointers(root: Path) -> int:
     assert pointer is not None
     other = int((root / LATEST_ITERATION).read_text())
     for iteration in {pointer.iteration, other}:
-        assert verify(stored_folder(root, iteration)).damage == ()
+        assert verify(find_stored_folder(root, iteration)).damage == ()
     start = find_start(CheckpointConfig(load=str(root), save=str(root)))
     assert start.damaged == ()
     assert start.iteration == pointer.iteration
@@ -141,8 +141,10 @@ def walk(
             LATEST,
             LATEST_ITERATION,
         }, at
-        assert saved_iterations(root) == sorted({*(int(name[11:]) for name in another), 5, 6}), at
-        assert tidy(root) == []
+        assert list_saved_iterations(root) == sorted(
+            {*(int(name[11:]) for name in another), 5, 6}
+        ), at
+        assert remove_interrupted_leftovers(root) == []
         shutil.rmtree(root)
     assert number > 30, calls
     # Before its name; between name and pointers; after the pointers; and once without an error.
@@ -184,13 +186,13 @@ def test_a_mark_that_cannot_be_removed_is_no_failed_save(before: Path, tmp_path:
     root = tmp_path / "run"
     shutil.copytree(before, root)
     run = Run(root, asynchronous=False)
-    with FailingCalls(root, lambda _, call: call == f"unlink {BEGUN}").installed():
+    with FailingCalls(root, lambda _, call: call == f"unlink {STARTED_MARKER}").installed():
         assert run.save(3)
         assert run.save(4)
-    assert sum(BEGUN in line and "next save tries again" in line for line in run.said) == 2
-    assert (root / BEGUN).exists()
+    assert sum(STARTED_MARKER in line and "next save tries again" in line for line in run.said) == 2
+    assert (root / STARTED_MARKER).exists()
     assert run.save(5)
-    assert not (root / BEGUN).exists()
+    assert not (root / STARTED_MARKER).exists()
 
 
 def test_what_is_left_of_a_replaced_checkpoint_never_gets_its_name_back(
@@ -205,7 +207,7 @@ def test_what_is_left_of_a_replaced_checkpoint_never_gets_its_name_back(
     with FailingCalls(root, lambda _, call: removal.match(call) is not None).installed():
         for iteration in (3, 4, 5, 6):
             assert run.save(iteration)
-    assert saved_iterations(root) == [5, 6]
+    assert list_saved_iterations(root) == [5, 6]
     assert run.save(7)
     assert {name for name in names(root) if name.startswith("global_step")} == {
         "global_step6",

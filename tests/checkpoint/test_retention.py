@@ -8,62 +8,86 @@ import pytest
 import torch
 from checkpoint_damage import make_format_2
 
-from megatron.checkpoint.course import Ancestor, course_of, superfluous
-from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, saved_iterations, set_aside
+from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, list_saved_iterations, set_aside
+from megatron.checkpoint.lineage import LineageEntry, read_lineage, select_removable_entries
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import Contents, Saver
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import TrainingError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 
-def course(*saved: int, kept: tuple[int, ...] = ()) -> list[Ancestor]:
-    return [Ancestor(iteration, f"digest of {iteration}", iteration in kept) for iteration in saved]
+def make_lineage(*saved: int, kept: tuple[int, ...] = ()) -> list[LineageEntry]:
+    return [
+        LineageEntry(iteration, f"digest of {iteration}", iteration in kept) for iteration in saved
+    ]
 
 
 def test_nothing_goes_unless_asked() -> None:
-    assert superfluous(course(1, 2, 3), CheckpointConfig()) == []
+    assert select_removable_entries(make_lineage(1, 2, 3), CheckpointConfig()) == []
 
 
 @pytest.mark.parametrize(
     ("config", "saved", "going"),
     [
-        (CheckpointConfig(keep_latest_checkpoints=1), course(2, 4, 6), [2, 4]),
-        (CheckpointConfig(keep_latest_checkpoints=2), course(2, 4, 6), [2]),
-        (CheckpointConfig(keep_latest_checkpoints=5), course(2, 4, 6), []),
-        (CheckpointConfig(keep_latest_checkpoints=1, keep_every=4), course(2, 4, 6, 8, 10), [2, 6]),
-        (CheckpointConfig(keep_latest_checkpoints=1, save_at=(2,)), course(2, 4, 6), [4]),
+        (CheckpointConfig(keep_latest_checkpoints=1), make_lineage(2, 4, 6), [2, 4]),
+        (CheckpointConfig(keep_latest_checkpoints=2), make_lineage(2, 4, 6), [2]),
+        (CheckpointConfig(keep_latest_checkpoints=5), make_lineage(2, 4, 6), []),
+        (
+            CheckpointConfig(keep_latest_checkpoints=1, keep_every=4),
+            make_lineage(2, 4, 6, 8, 10),
+            [2, 6],
+        ),
+        (CheckpointConfig(keep_latest_checkpoints=1, save_at=(2,)), make_lineage(2, 4, 6), [4]),
         # 7 was saved for 6, which a jump passed.
-        (CheckpointConfig(keep_latest_checkpoints=1, save_at=(6,)), course(2, 4, 7, 8, kept=(7,)), [2, 4]),
+        (
+            CheckpointConfig(keep_latest_checkpoints=1, save_at=(6,)),
+            make_lineage(2, 4, 7, 8, kept=(7,)),
+            [2, 4],
+        ),
         # What is kept for ever takes nobody's place among the newest.
-        (CheckpointConfig(keep_latest_checkpoints=2, keep_every=6), course(2, 4, 6), [2]),
+        (CheckpointConfig(keep_latest_checkpoints=2, keep_every=6), make_lineage(2, 4, 6), [2]),
         # Rolled back from 9 to 3, then saved at 7: in the order of the course, not of the numbers.
-        (CheckpointConfig(keep_latest_checkpoints=2), course(3, 9, 7), [3]),
+        (CheckpointConfig(keep_latest_checkpoints=2), make_lineage(3, 9, 7), [3]),
     ],
 )
-def test_superfluous(config: CheckpointConfig, saved: list[Ancestor], going: list[int]) -> None:
-    assert [ancestor.iteration for ancestor in superfluous(saved, config)] == going
+def test_superfluous(config: CheckpointConfig, saved: list[LineageEntry], going: list[int]) -> None:
+    assert [ancestor.iteration for ancestor in select_removable_entries(saved, config)] == going
 
 
 def test_the_newest_are_always_kept() -> None:
-    for saved in itertools.chain.from_iterable(itertools.combinations(range(1, 7), n) for n in range(1, 7)):
+    for saved in itertools.chain.from_iterable(
+        itertools.combinations(range(1, 7), n) for n in range(1, 7)
+    ):
         for keep in (1, 2, 3):
             config = CheckpointConfig(keep_latest_checkpoints=keep, keep_every=3, save_at=(2,))
-            going = [ancestor.iteration for ancestor in superfluous(course(*saved), config)]
+            going = [
+                ancestor.iteration
+                for ancestor in select_removable_entries(make_lineage(*saved), config)
+            ]
             assert set(saved[-keep:]).isdisjoint(going)
             assert all(iteration not in going for iteration in (2, 3, 6))
 
 
 def test_a_run_keeps_what_it_is_told(tmp_path: Path) -> None:
-    config = CheckpointConfig(save_interval=1, keep_latest_checkpoints=2, keep_every=4, save_at=(3,))
+    config = CheckpointConfig(
+        save_interval=1, keep_latest_checkpoints=2, keep_every=4, save_at=(3,)
+    )
     said: list[str] = []
     saver = Saver(tmp_path, config, say=said.append)
     for iteration in range(1, 10):
         assert saver.is_due(iteration - 1, iteration)
-        saver.begin(Contents(iteration, None, {}, ""), [Chunk("weight", "w", (4,), (0,), torch.ones(4), owner=True)])
+        saver.begin(
+            CheckpointContents(iteration, None, {}, ""),
+            [TensorShard("weight", "w", (4,), (0,), torch.ones(4), owner=True)],
+        )
         saver.complete()
-    assert saved_iterations(tmp_path) == [3, 4, 8, 9]
-    assert {entry.name for entry in tmp_path.iterdir() if not entry.is_dir()} == {"course.json", LATEST, LATEST_ITERATION}
+    assert list_saved_iterations(tmp_path) == [3, 4, 8, 9]
+    assert {entry.name for entry in tmp_path.iterdir() if not entry.is_dir()} == {
+        "course.json",
+        LATEST,
+        LATEST_ITERATION,
+    }
     assert "removed by --keep-latest-checkpoints: global_step7" in said
 
 
@@ -72,10 +96,10 @@ def test_nothing_is_removed_for_a_checkpoint_that_the_disk_holds_wrongly(tmp_pat
     config = CheckpointConfig(keep_latest_checkpoints=1)
     said: list[str] = []
     saver = Saver(tmp_path, config, say=said.append)
-    chunk = Chunk("weight", "w", (4,), (0,), torch.ones(4), owner=True)
-    saver.begin(Contents(1, None, {}, ""), [chunk])
+    shard = TensorShard("weight", "w", (4,), (0,), torch.ones(4), owner=True)
+    saver.begin(CheckpointContents(1, None, {}, ""), [shard])
     saver.complete()
-    saver.begin(Contents(2, None, {}, ""), [chunk])
+    saver.begin(CheckpointContents(2, None, {}, ""), [shard])
     assert saver._save is not None
     saver._save.work.wait()
     file = tmp_path / "global_step2.unfinished" / "rank_00000.safetensors"
@@ -84,17 +108,18 @@ def test_nothing_is_removed_for_a_checkpoint_that_the_disk_holds_wrongly(tmp_pat
     file.write_bytes(raw)
     saver.complete()
     assert saver.saved_iteration == 1
-    assert saved_iterations(tmp_path) == [1]
+    assert list_saved_iterations(tmp_path) == [1]
     assert len(said) == 1
     assert "rank_00000.safetensors is not what was written" in said[0]
-    saver.begin(Contents(3, None, {}, ""), [chunk])
+    saver.begin(CheckpointContents(3, None, {}, ""), [shard])
     saver.complete()
-    assert saved_iterations(tmp_path) == [3]
+    assert list_saved_iterations(tmp_path) == [3]
 
 
-def applied(*entries: tuple[int, int | None]) -> list[Ancestor]:
+def applied(*entries: tuple[int, int | None]) -> list[LineageEntry]:
     return [
-        Ancestor(iteration, f"digest of {iteration}", False, steps) for iteration, steps in entries
+        LineageEntry(iteration, f"digest of {iteration}", False, steps)
+        for iteration, steps in entries
     ]
 
 
@@ -117,7 +142,9 @@ def applied(*entries: tuple[int, int | None]) -> list[Ancestor]:
 def test_weights_that_did_not_change_count_once(
     keep: int, entries: list[tuple[int, int | None]], going: list[int]
 ) -> None:
-    found = superfluous(applied(*entries), CheckpointConfig(keep_latest_checkpoints=keep))
+    found = select_removable_entries(
+        applied(*entries), CheckpointConfig(keep_latest_checkpoints=keep)
+    )
     assert [ancestor.iteration for ancestor in found] == going
 
 
@@ -125,15 +152,17 @@ def test_what_is_not_there_does_not_count() -> None:
     entries = applied((2, 2), (4, 4), (6, 6), (8, 8))
     asked: list[int] = []
 
-    def there(ancestor: Ancestor) -> bool:
+    def there(ancestor: LineageEntry) -> bool:
         asked.append(ancestor.iteration)
         return ancestor.iteration != 6
 
-    found = superfluous(entries, CheckpointConfig(keep_latest_checkpoints=2), there)
+    found = select_removable_entries(entries, CheckpointConfig(keep_latest_checkpoints=2), there)
     assert [ancestor.iteration for ancestor in found] == [2, 6]
     assert asked == [8, 6, 4, 2]  # the one before tells whether it counts
     assert (
-        superfluous(entries[:3], CheckpointConfig(keep_latest_checkpoints=1), lambda ancestor: True)
+        select_removable_entries(
+            entries[:3], CheckpointConfig(keep_latest_checkpoints=1), lambda ancestor: True
+        )
         == entries[:2]
     )
 
@@ -148,10 +177,12 @@ class Steps:
 
     def save(self, iteration: int, *, applies: bool = True) -> list[int]:
         self.applied += applies
-        chunks = [Chunk("weight", "w", (4,), (0,), self.tensor, owner=True)]
-        self.saver.begin(Contents(iteration, None, {"applied_steps": self.applied}, ""), chunks)
+        chunks = [TensorShard("weight", "w", (4,), (0,), self.tensor, owner=True)]
+        self.saver.begin(
+            CheckpointContents(iteration, None, {"applied_steps": self.applied}, ""), chunks
+        )
         self.saver.complete()
-        return saved_iterations(self.root)
+        return list_saved_iterations(self.root)
 
 
 def test_dropped_steps_do_not_push_out_good_checkpoints(tmp_path: Path) -> None:
@@ -164,7 +195,7 @@ def test_dropped_steps_do_not_push_out_good_checkpoints(tmp_path: Path) -> None:
     steps.tensor[1] = math.nan
     with pytest.raises(TrainingError):
         steps.save(9)
-    assert saved_iterations(tmp_path) == [7, 8]
+    assert list_saved_iterations(tmp_path) == [7, 8]
 
 
 def test_a_checkpoint_that_was_set_aside_or_removed_is_not_counted(tmp_path: Path) -> None:
@@ -187,11 +218,11 @@ def test_a_checkpoint_of_format_2_is_read_and_counted(tmp_path: Path) -> None:
     old = open_checkpoint(tmp_path, 2)
     assert old.manifest.format == 2
     fresh = Steps(tmp_path, keep=2)
-    first = Ancestor(1, open_checkpoint(tmp_path, 1).manifest.digest, False)
-    fresh.saver._course = (
+    first = LineageEntry(1, open_checkpoint(tmp_path, 1).manifest.digest, False)
+    fresh.saver._lineage = (
         first,
-        *course_of(old.manifest)[1:],
+        *read_lineage(old.manifest)[1:],
     )  # rewriting the first one changed its digest
-    assert [ancestor.applied for ancestor in fresh.saver._course] == [None, None]
+    assert [ancestor.applied for ancestor in fresh.saver._lineage] == [None, None]
     assert fresh.save(3, applies=False) == [1, 2, 3]
     assert fresh.save(4) == [2, 4]

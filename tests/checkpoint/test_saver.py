@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import Contents, Saver
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 
-def chunk_of(tensor: torch.Tensor) -> Chunk:
-    return Chunk("weight", "w", tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner=True)
+def chunk_of(tensor: torch.Tensor) -> TensorShard:
+    return TensorShard("weight", "w", tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner=True)
 
 
 def stored(root: Path, iteration: int, like: torch.Tensor) -> torch.Tensor:
@@ -38,11 +38,13 @@ def finish(saver: Saver) -> int:
 
 def test_a_background_save_holds_the_state_when_it_began(tmp_path: Path) -> None:
     saved: list[int] = []
-    saver = Saver(tmp_path, CheckpointConfig(async_save=True, keep_latest_checkpoints=3), saved=saved.append)
+    saver = Saver(
+        tmp_path, CheckpointConfig(async_save=True, keep_latest_checkpoints=3), saved=saved.append
+    )
     tensor = torch.randn(3000, 1000)
     for iteration in (1, 2):
         before = tensor.clone()
-        saver.begin(Contents(iteration, None, {}, ""), [chunk_of(tensor)])
+        saver.begin(CheckpointContents(iteration, None, {}, ""), [chunk_of(tensor)])
         assert saver.in_flight
         assert iteration not in saved
         saver.wait_for_copy()
@@ -57,10 +59,13 @@ def test_a_save_that_comes_too_early_waits_and_says_so(tmp_path: Path) -> None:
     saver = Saver(tmp_path, CheckpointConfig(async_save=True), say=said.append)
     tensor = torch.ones(2000, 1000)
     for iteration in (1, 2):
-        saver.begin(Contents(iteration, None, {}, ""), [chunk_of(tensor)])
+        saver.begin(CheckpointContents(iteration, None, {}, ""), [chunk_of(tensor)])
     saver.complete()
-    assert saved_iterations(tmp_path) == [1, 2]
-    assert any("the save of iteration 1 is still being written; iteration 2's waits for it" in line for line in said)
+    assert list_saved_iterations(tmp_path) == [1, 2]
+    assert any(
+        "the save of iteration 1 is still being written; iteration 2's waits for it" in line
+        for line in said
+    )
 
 
 def test_is_due() -> None:
@@ -77,14 +82,16 @@ def test_failures_are_told_retried_and_end_the_run(asynchronous: bool, tmp_path:
     root = tmp_path / "run"
     root.mkdir()
     said: list[str] = []
-    config = CheckpointConfig(save_interval=100, save_retry_interval=7, max_save_failures=3, async_save=asynchronous)
+    config = CheckpointConfig(
+        save_interval=100, save_retry_interval=7, max_save_failures=3, async_save=asynchronous
+    )
     saver = Saver(root, config, say=said.append)
     tensor = torch.ones(10)
-    saver.begin(Contents(100, None, {}, ""), [chunk_of(tensor)])
+    saver.begin(CheckpointContents(100, None, {}, ""), [chunk_of(tensor)])
     saver.complete()
     root.rename(tmp_path / "moved")
     root.touch()
-    saver.begin(Contents(200, None, {}, ""), [chunk_of(tensor)])
+    saver.begin(CheckpointContents(200, None, {}, ""), [chunk_of(tensor)])
     saver.complete()
     assert not saver.in_flight
     assert saver.saved_iteration == 100
@@ -93,13 +100,16 @@ def test_failures_are_told_retried_and_end_the_run(asynchronous: bool, tmp_path:
     assert os.strerror(errno.ENOTDIR) in said[0]
     assert "tried again after iteration 207" in said[0]
     assert [after for after in range(201, 210) if saver.is_due(after - 1, after)] == [207, 208, 209]
-    saver.begin(Contents(207, None, {}, ""), [chunk_of(tensor)])
+    saver.begin(CheckpointContents(207, None, {}, ""), [chunk_of(tensor)])
     saver.complete()
-    with pytest.raises(CheckpointError, match=r"(?s)3 of 3 in a row.*its last checkpoint is untouched: it is global_step100"):
-        saver.begin(Contents(214, None, {}, ""), [chunk_of(tensor)])
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)3 of 3 in a row.*its last checkpoint is untouched: it is global_step100",
+    ):
+        saver.begin(CheckpointContents(214, None, {}, ""), [chunk_of(tensor)])
     root.unlink()
     (tmp_path / "moved").rename(root)
-    assert pointed_iteration(root) == 100
+    assert read_pointed_iteration(root) == 100
 
 
 def test_a_success_forgets_the_failures(tmp_path: Path) -> None:
@@ -109,8 +119,8 @@ def test_a_success_forgets_the_failures(tmp_path: Path) -> None:
     for iteration in range(1, 7):
         if iteration % 2:
             root.rename(elsewhere)
-        saver.begin(Contents(iteration, None, {}, ""), [chunk_of(torch.ones(3))])
+        saver.begin(CheckpointContents(iteration, None, {}, ""), [chunk_of(torch.ones(3))])
         saver.complete()
         if iteration % 2:
             elsewhere.rename(root)
-    assert saved_iterations(root) == [2, 4, 6]
+    assert list_saved_iterations(root) == [2, 4, 6]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from checkpoint_damage import resign
 
-from megatron.checkpoint.save import Contents, save_checkpoint
-from megatron.checkpoint.verification import Damage, undisturbed, verify
+from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.verification import Damage, ensure_undisturbed, verify
 from megatron.errors import CheckpointError, DamagedError
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 
 TENSORS = "rank_00000.safetensors"
 
@@ -18,8 +18,11 @@ TENSORS = "rank_00000.safetensors"
 def save(root: Path) -> Path:
     """7 x 5 elements, in rows 0-2, and the columns 0-1 and 2-4 of rows 3-6."""
     places = {(0, 0): (3, 5), (3, 0): (4, 2), (3, 2): (4, 3)}
-    chunks = [Chunk("weight", "a", (7, 5), offset, torch.randn(shape), owner=True) for offset, shape in places.items()]
-    return save_checkpoint(root, Contents(3, None, {}, ""), chunks)
+    shards = [
+        TensorShard("weight", "a", (7, 5), offset, torch.randn(shape), owner=True)
+        for offset, shape in places.items()
+    ]
+    return save_checkpoint(root, CheckpointContents(3, None, {}, ""), shards)
 
 
 def test_a_file_that_only_the_index_names(tmp_path: Path) -> None:
@@ -27,7 +30,9 @@ def test_a_file_that_only_the_index_names(tmp_path: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     index["blocks"]["rank_00009.safetensors"] = ""
     resign(folder, index)
-    stray = Damage("index.json", "it has tensors in rank_00009.safetensors, which manifest.json does not name")
+    stray = Damage(
+        "index.json", "it has tensors in rank_00009.safetensors, which manifest.json does not name"
+    )
     assert verify(folder).damage == (stray,)
 
 
@@ -62,14 +67,17 @@ def test_boxes_of_two_dimensions(tmp_path: Path) -> None:
     covered[:3], covered[3:, :2] = 1, 1
     covered[2:6, 1:4] += 1
     bare, double = int((covered == 0).sum()), int((covered > 1).sum())
-    assert verify(folder).damage[0].what == f"of weight/a's 35 elements {bare} are in no box, {double} in more than one"
+    assert (
+        verify(folder).damage[0].what
+        == f"of weight/a's 35 elements {bare} are in no box, {double} in more than one"
+    )
 
 
 def test_what_is_replaced_while_it_is_read_is_not_damaged(tmp_path: Path) -> None:
     folder, other = save(tmp_path / "a"), save(tmp_path / "b")
-    with undisturbed(folder):
+    with ensure_undisturbed(folder):
         verify(folder)
-    with pytest.raises(DamagedError, match="of its own"), undisturbed(folder):
+    with pytest.raises(DamagedError, match="of its own"), ensure_undisturbed(folder):
         raise DamagedError("of its own", TENSORS)
 
     def replace() -> None:
@@ -77,10 +85,10 @@ def test_what_is_replaced_while_it_is_read_is_not_damaged(tmp_path: Path) -> Non
         other.rename(folder)
         raise DamagedError("of what is gone", TENSORS)
 
-    with pytest.raises(CheckpointError, match="Ask again") as replaced, undisturbed(folder):
+    with pytest.raises(CheckpointError, match="Ask again") as replaced, ensure_undisturbed(folder):
         replace()
     assert not isinstance(replaced.value, DamagedError)
-    with pytest.raises(CheckpointError, match="Ask again"), undisturbed(folder):
+    with pytest.raises(CheckpointError, match="Ask again"), ensure_undisturbed(folder):
         folder.rename(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="Ask again"), undisturbed(folder):
+    with pytest.raises(CheckpointError, match="Ask again"), ensure_undisturbed(folder):
         pass

@@ -4,10 +4,16 @@ import json
 from pathlib import Path
 
 from megatron.config.cli import load_config
-from megatron.config.fields import build, flatten
+from megatron.config.fields import build_config, flatten
 from megatron.config.tree import Config
 
-_REQUIRED = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 16, "micro-batch-size": 1}
+_REQUIRED = {
+    "num-layers": 2,
+    "hidden-size": 64,
+    "num-attention-heads": 4,
+    "seq-length": 16,
+    "micro-batch-size": 1,
+}
 REQUIRED = [word for name, value in _REQUIRED.items() for word in (f"--{name}", str(value))]
 TRAINABLE = [*REQUIRED, "--train-iters", "10", "--lr", "1e-3"]
 PUBLISHED_RUNS = ("tr1-13B", "tr8-104B", "tr11-176B-ml")
@@ -28,4 +34,4 @@ def config_with(**changes: object) -> Config:
     """TRAINABLE with fields changed by bare name; a name is unique over the groups."""
     values = flatten(load_config(TRAINABLE).config)
     by_name = {dotted.partition(".")[2]: dotted for dotted in values}
-    return build(values | {by_name[name]: value for name, value in changes.items()})
+    return build_config(values | {by_name[name]: value for name, value in changes.items()})

@@ -1,23 +1,26 @@
-"""Digest and differences agree with each other."""
+"""Digest and list_config_differences agree with each other."""
 
 from config.minimal import config_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.cli import config_digest, differences
+from megatron.config.cli import compute_config_digest, list_config_differences
 
 
 def test_equal_configurations():
     a, b = config_with(lr=1e-4, data_path=("a",)), config_with(lr=1e-4, data_path=("a",))
-    assert config_digest(a) == config_digest(b)
-    assert len(config_digest(a)) == 64
-    assert differences(a, b) == []
+    assert compute_config_digest(a) == compute_config_digest(b)
+    assert len(compute_config_digest(a)) == 64
+    assert list_config_differences(a, b) == []
 
 
 def test_each_difference_is_named_with_both_values():
-    a, b = config_with(lr=1e-4, save="x", fp16=True), config_with(lr=2e-4, data_path=("0.5", "d"), save="x")
-    assert config_digest(a) != config_digest(b)
-    assert differences(a, b) == [
+    a, b = (
+        config_with(lr=1e-4, save="x", fp16=True),
+        config_with(lr=2e-4, data_path=("0.5", "d"), save="x"),
+    )
+    assert compute_config_digest(a) != compute_config_digest(b)
+    assert list_config_differences(a, b) == [
         "optimizer.lr: 0.0001 and 0.0002",
         "precision.fp16: true and false",
         'data.data_path: [] and ["0.5", "d"]',
@@ -26,12 +29,14 @@ def test_each_difference_is_named_with_both_values():
 
 def test_the_local_rank_is_no_difference():
     a, b = config_with(local_rank=0), config_with(local_rank=1)
-    assert config_digest(a) == config_digest(b)
-    assert differences(a, b) == []
+    assert compute_config_digest(a) == compute_config_digest(b)
+    assert list_config_differences(a, b) == []
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(), st.floats(), st.integers(0, 1), st.integers(0, 1))
 def test_digests_differ_exactly_where_fields_do(x: float, y: float, m: int, n: int):
     a, b = config_with(lr=x, seed=m), config_with(lr=y, seed=n)
-    assert (config_digest(a) == config_digest(b)) == (differences(a, b) == [])
+    assert (compute_config_digest(a) == compute_config_digest(b)) == (
+        list_config_differences(a, b) == []
+    )

@@ -8,10 +8,10 @@ import pytest
 from config.minimal import REQUIRED
 
 from megatron.config.cli import LoadedConfig, load_config
-from megatron.config.compat import SYSTEMS, TABLE, find_row, rows
+from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.config.compat_row import Row
-from megatron.config.normalise import known_flags
-from megatron.config.rules import check
+from megatron.config.normalise import list_known_flags
+from megatron.config.rules import check_rules
 from megatron.errors import ConfigError
 from megatron.plan import resolve
 
@@ -50,7 +50,7 @@ def values_of(row: Row) -> list[str]:
     if row.only:
         return [row.only[0]]
     names = [word for word in row.to if word.startswith("--")]
-    number = names and known_flags()[names[-1]].annotation in (int, float)
+    number = names and list_known_flags()[names[-1]].annotation in (int, float)
     return ["3" if number else "word"] * (1 if row.arity == "*" else row.arity)
 
 
@@ -65,7 +65,11 @@ def beside(row: Row) -> list[str]:
 
 
 def of_kind(kind: str) -> pytest.MarkDecorator:
-    named = [pytest.param(row, id=" ".join([row.flag, *row.only])) for row in TABLE if kind in (row.kind, "any")]
+    named = [
+        pytest.param(row, id=" ".join([row.flag, *row.only]))
+        for row in TABLE
+        if kind in (row.kind, "any")
+    ]
     return pytest.mark.parametrize("row", named)
 
 
@@ -76,14 +80,18 @@ def test_renamed_flags_do_what_their_new_name_does(row: Row):
     old, new = load(*beside(row), row.flag, *values), load(*beside(row), *row.to, *passed)
     assert old.config == new.config
     note = f": {row.reason}" if row.reason and not row.needs else ""
-    assert old.warnings == [f"{' '.join([row.flag, *values])} is read as {' '.join([*row.to, *passed])}{note}."]
+    assert old.warnings == [
+        f"{' '.join([row.flag, *values])} is read as {' '.join([*row.to, *passed])}{note}."
+    ]
     assert new.warnings == []
 
 
 @of_kind("harmless")
 def test_harmless_flags_warn_once_and_change_nothing(row: Row):
     flags = [row.flag, *values_of(row)]
-    loaded = load(*beside(row), *flags, *flags, "--seed", "7")  # a value that was not consumed would be an error
+    loaded = load(
+        *beside(row), *flags, *flags, "--seed", "7"
+    )  # a value that was not consumed would be an error
     assert loaded.config == load(*beside(row), "--seed", "7").config
     assert loaded.warnings == [f"{' '.join(flags)} has no effect here: {row.reason}."]
 
@@ -101,9 +109,11 @@ def test_the_table_is_sound(row: Row):
     assert "_" not in row.flag
     assert row.kind == "renamed" or row.reason
     assert (row.kind == "renamed") == bool(row.to)
-    assert all(word in known_flags() for word in row.to if word.startswith("--"))
+    assert all(word in list_known_flags() for word in row.to if word.startswith("--"))
     assert not row.reason.endswith(".")
-    assert row.flag not in known_flags() or row.only, "a field's own flag may only have single values diverted"
+    assert row.flag not in list_known_flags() or row.only, (
+        "a field's own flag may only have single values diverted"
+    )
     assert len({other.arity for other in TABLE if other.flag == row.flag}) == 1
     assert find_row(row.flag, values_of(row)) is row, "another row stands before this one"
 
@@ -121,23 +131,38 @@ def test_no_flag_belongs_to_two_systems():
 def test_every_flag_of_the_other_system_is_decided(source: str):
     flags = [flag for flag, _, _ in foreign_flags(source)]
     assert len(flags) == {"bigscience": 189, "microsoft": 321, "fms_fsdp": 65}[source]
-    assert [flag for flag in flags if flag not in known_flags() and not rows(flag)] == []
+    assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_flags_take_as_many_values_as_there(source: str):
     for flag, arity, _ in foreign_flags(source):
-        ours = rows(flag)[0].arity if rows(flag) else known_flags()[flag].arity if flag in known_flags() else arity
+        ours = (
+            find_rows(flag)[0].arity
+            if find_rows(flag)
+            else list_known_flags()[flag].arity
+            if flag in list_known_flags()
+            else arity
+        )
         assert str(ours) == arity or flag in OTHER_ARITY, flag
 
 
-_BOTH = {"--optimizer": ["sgd"], "--dataloader-type": ["cyclic"], "--remote-device": ["cpu", "nvme"]}
+_BOTH = {
+    "--optimizer": ["sgd"],
+    "--dataloader-type": ["cyclic"],
+    "--remote-device": ["cpu", "nvme"],
+}
 _BERT = ["BertWordPieceLowerCase", "BertWordPieceCase"]
 REFUSED_CHOICES = {
     "bigscience": _BOTH | {"--tokenizer-type": _BERT, "--data-impl": ["lazy", "cached"]},
     "microsoft": _BOTH
     | {
-        "--tokenizer-type": [*_BERT, "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer"],
+        "--tokenizer-type": [
+            *_BERT,
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "NullTokenizer",
+        ],
         "--lr-decay-style": ["inverse-square-root"],
         "--weight-decay-incr-style": ["linear", "cosine"],
         "--recompute-method": ["block"],
@@ -183,17 +208,30 @@ MICROSOFT_LLAMA = """--tensor-model-parallel-size 2 --pipeline-model-parallel-si
 
 def test_a_launch_script_of_microsoft():
     with pytest.raises(
-        ConfigError, match=r"^--tokenizer-type GPTSentencePieceTokenizer is not possible here: convert the tokenizer"
+        ConfigError,
+        match=r"^--tokenizer-type GPTSentencePieceTokenizer is not possible here: convert the tokenizer",
     ):
         load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
     loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "HFTokenizer"])
-    assert check(loaded.config, loaded.origin) == ([], [])
+    assert check_rules(loaded.config, loaded.origin) == ([], [])
     plan = resolve(loaded.config, 8, loaded.origin)
     assert plan.errors == ()
     assert plan.parameters == 6_738_415_616
     assert [warning.split()[0] for warning in loaded.warnings] == [
-        *("--tokenizer-model", "--no-query-key-layer-scaling", "--use-rotary-position-embeddings", "--swiglu", "--normalization"),
-        *("--disable-bias-linear", "--num-key-value-heads", "--recompute-granularity", "--recompute-method", "--tokenizer-type"),
+        *(
+            "--tokenizer-model",
+            "--no-query-key-layer-scaling",
+            "--use-rotary-position-embeddings",
+            "--swiglu",
+            "--normalization",
+        ),
+        *(
+            "--disable-bias-linear",
+            "--num-key-value-heads",
+            "--recompute-granularity",
+            "--recompute-method",
+            "--tokenizer-type",
+        ),
     ]
 
 
@@ -213,23 +251,45 @@ def load_fms(*flags: str) -> LoadedConfig:
 def test_a_launch_script_of_fms_fsdp():
     loaded = load_fms("--use_dummy_dataset=False")
     config = loaded.config
-    assert (config.checkpoint.load, config.checkpoint.save) == ("/lustre/pretrain/ckpt", "/lustre/pretrain/ckpt")
-    assert (config.batch.micro_batch_size, config.batch.train_iters, config.optimizer.lr) == (2, 1_000_000, 3e-4)
+    assert (config.checkpoint.load, config.checkpoint.save) == (
+        "/lustre/pretrain/ckpt",
+        "/lustre/pretrain/ckpt",
+    )
+    assert (config.batch.micro_batch_size, config.batch.train_iters, config.optimizer.lr) == (
+        2,
+        1_000_000,
+        3e-4,
+    )
     assert (config.logging.log_interval, config.checkpoint.save_interval) == (200, 20_000)
     assert (config.parallel.zero_stage, config.recompute.checkpoint_activations) == (3, False)
     assert not config.kernels.use_torch_compile
-    assert check(config, loaded.origin) == ([], [])
+    assert check_rules(config, loaded.origin) == ([], [])
     assert resolve(config, 128, loaded.origin).parameters == 6_738_415_616
     assert [warning.split()[0] for warning in loaded.warnings] == [
-        *("--model_variant", "--num_steps", "--learning_rate", "--ckpt_load_path", "--ckpt_save_path"),
-        *("--fsdp_activation_checkpointing", "--selective_checkpointing", "--sharding_strategy", "--low_cpu_fsdp", "--batch_size"),
+        *(
+            "--model_variant",
+            "--num_steps",
+            "--learning_rate",
+            "--ckpt_load_path",
+            "--ckpt_save_path",
+        ),
+        *(
+            "--fsdp_activation_checkpointing",
+            "--selective_checkpointing",
+            "--sharding_strategy",
+            "--low_cpu_fsdp",
+            "--batch_size",
+        ),
         *("--report_interval", "--checkpoint_interval", "--use_profiler", "--use_dummy_dataset"),
     ]
 
 
 @pytest.mark.parametrize("value", ["=True", "=true", ""])
 def test_data_that_does_not_exist_here_is_refused(value: str):
-    with pytest.raises(ConfigError, match=r"^--use_dummy_dataset( True| true)? is not possible here: there is no made-up data; "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--use_dummy_dataset( True| true)? is not possible here: there is no made-up data; ",
+    ):
         load_fms(f"--use_dummy_dataset{value}")
 
 
@@ -249,40 +309,61 @@ def test_data_that_does_not_exist_here_is_refused(value: str):
 def test_model_variants_have_their_size(variant: str, parameters: int):
     others = shlex.split("--seq_length=4096 --batch_size=1 --num_steps=10 --learning_rate=1")
     loaded = load_config([*others, f"--model_variant={variant}"])
-    assert check(loaded.config, loaded.origin) == ([], [])
+    assert check_rules(loaded.config, loaded.origin) == ([], [])
     plan = resolve(loaded.config, 1, loaded.origin)
     assert plan.parameters == parameters
     assert plan.padded_vocab_size == plan.vocab_size
 
 
 def test_a_flag_after_the_variant_wins():
-    config = load_config([*REQUIRED, "--model_variant=llama3_8b", "--num-layers", "2", "--vocab_size", "256"]).config
-    assert (config.model.num_layers, config.model.hidden_size, config.tokenizer.vocab_size) == (2, 4096, 256)
+    config = load_config(
+        [*REQUIRED, "--model_variant=llama3_8b", "--num-layers", "2", "--vocab_size", "256"]
+    ).config
+    assert (config.model.num_layers, config.model.hidden_size, config.tokenizer.vocab_size) == (
+        2,
+        4096,
+        256,
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "fraction"), [("1", "1"), ("1/2", "1/2"), ("2/3", "2/3"), ("0.5", "0.5"), ("2", "1/2"), ("3", "1/3"), ("4", "1/4")]
+    ("given", "fraction"),
+    [
+        ("1", "1"),
+        ("1/2", "1/2"),
+        ("2/3", "2/3"),
+        ("0.5", "0.5"),
+        ("2", "1/2"),
+        ("3", "1/3"),
+        ("4", "1/4"),
+    ],
 )
 def test_selective_checkpointing_in_its_old_and_new_form(given: str, fraction: str):
     loaded = load_fms("--fsdp_activation_checkpointing=True", f"--selective_checkpointing={given}")
     assert loaded.config.recompute.checkpoint_fraction == fraction
-    assert check(loaded.config, loaded.origin)[0] == []
+    assert check_rules(loaded.config, loaded.origin)[0] == []
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------------------
 
 
 def test_other_values_of_a_half_harmless_flag_are_errors():
-    with pytest.raises(ConfigError, match=r"^--dataloader-type cyclic: only single is possible here; samples come"):
+    with pytest.raises(
+        ConfigError, match=r"^--dataloader-type cyclic: only single is possible here; samples come"
+    ):
         load("--dataloader-type", "cyclic")
-    with pytest.raises(ConfigError, match=r"^--recompute-granularity: only full, selective is possible here"):
+    with pytest.raises(
+        ConfigError, match=r"^--recompute-granularity: only full, selective is possible here"
+    ):
         load("--recompute-granularity")
 
 
 def test_single_values_of_a_known_flag_are_renamed():
     loaded = load("--position-embedding-type", "rope")
     assert loaded.config.model.position_embedding_type == "rotary"
-    assert loaded.warnings == ["--position-embedding-type rope is read as --position-embedding-type rotary."]
+    assert loaded.warnings == [
+        "--position-embedding-type rope is read as --position-embedding-type rotary."
+    ]
     assert load("--position-embedding-type", "alibi").warnings == []
 
 
@@ -296,28 +377,55 @@ def test_a_boolean_that_takes_a_value_elsewhere():
 def test_a_bare_flag_of_another_system_with_true_or_false():
     assert load("--mixed_precision=True").config.precision.bf16
     assert not load("--bf16", "--mixed_precision=False").config.precision.bf16
-    both = load("--no-bias-gelu-fusion", "--no-add-bias-linear", "--disable-bias-linear=False").config.model
+    both = load(
+        "--no-bias-gelu-fusion", "--no-add-bias-linear", "--disable-bias-linear=False"
+    ).config.model
     assert both.add_bias_linear
     assert both.bias_gelu_fusion
-    assert load("--random-ltd=False").warnings == ["--random-ltd False has no effect here: it asks for nothing."]
-    for flags in ("--swiglu=False", "--disable-bias-linear=maybe", "--use_flash_attn=3", "--random-ltd=no"):
+    assert load("--random-ltd=False").warnings == [
+        "--random-ltd False has no effect here: it asks for nothing."
+    ]
+    for flags in (
+        "--swiglu=False",
+        "--disable-bias-linear=maybe",
+        "--use_flash_attn=3",
+        "--random-ltd=no",
+    ):
         with pytest.raises(ConfigError, match=r"^--\S+ \S+ must be true, or left out\.$"):
             load("--ffn-hidden-size", "176", flags)
 
 
 def test_a_flag_that_needs_another_one():
-    with pytest.raises(ConfigError, match=r"^--group-query-attention needs --num-query-groups beside it: "):
+    with pytest.raises(
+        ConfigError, match=r"^--group-query-attention needs --num-query-groups beside it: "
+    ):
         load("--group-query-attention")
-    with pytest.raises(ConfigError, match=r"^--no-position-embedding needs --position-embedding-type beside it: "):
+    with pytest.raises(
+        ConfigError, match=r"^--no-position-embedding needs --position-embedding-type beside it: "
+    ):
         load("--no-position-embedding")
-    assert load("--no-position-embedding", "--use-rotary-position-embeddings").config.model.position_embedding_type == "rotary"
-    with pytest.raises(ConfigError, match=r"^--no-position-embedding needs"):  # no positions at all, there
+    assert (
+        load(
+            "--no-position-embedding", "--use-rotary-position-embeddings"
+        ).config.model.position_embedding_type
+        == "rotary"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^--no-position-embedding needs"
+    ):  # no positions at all, there
         load("--no-position-embedding", "--position-embedding-type", "absolute")
-    with pytest.raises(ConfigError, match=r"^--swiglu needs --ffn-hidden-size beside it: without it the width there is 8/3 x"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--swiglu needs --ffn-hidden-size beside it: without it the width there is 8/3 x",
+    ):
         load("--swiglu")
 
 
 def test_underscores_and_attached_values():
     assert load("--batch_size=3").config.batch.micro_batch_size == 3
-    assert load("--use_flash_attn=True").warnings[0].startswith("--use_flash_attn True has no effect here")
+    assert (
+        load("--use_flash_attn=True")
+        .warnings[0]
+        .startswith("--use_flash_attn True has no effect here")
+    )
     assert load("--override_opt_param-scheduler").config.optimizer.override_lr_scheduler

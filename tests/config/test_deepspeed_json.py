@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import load_config
-from megatron.config.deepspeed_json import passed_on, read_json
+from megatron.config.deepspeed_json import read_json, select_passed_on
 from megatron.errors import ConfigError
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 10 --lr 1e-3 --deepspeed"
@@ -49,16 +49,24 @@ def test_the_json_fills_what_flags_leave_open(tmp_path: Path) -> None:
     assert precision.fp16
     assert precision.loss_scale is None
     assert (precision.initial_loss_scale, precision.loss_scale_window) == (4096.0, 500)
-    assert loaded.origin["batch.global_batch_size"] == f"{tmp_path}/ds_config.json: train_batch_size"
+    assert (
+        loaded.origin["batch.global_batch_size"] == f"{tmp_path}/ds_config.json: train_batch_size"
+    )
     assert not loaded.warnings
 
 
 def test_stage_0_of_the_json_is_a_value(tmp_path: Path) -> None:
-    config = load(tmp_path, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, "--micro-batch-size 2").config
+    config = load(
+        tmp_path,
+        {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
+        "--micro-batch-size 2",
+    ).config
     assert (config.parallel.zero_stage, config.precision.bf16) == (0, True)
 
 
-@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"])
+@pytest.mark.parametrize(
+    "key", ["train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"]
+)
 def test_auto_is_left_to_the_flags(key: str, tmp_path: Path) -> None:
     flags = "--micro-batch-size 1 --global-batch-size 2048 --clip-grad 1.0"
     assert load(tmp_path, {**TR8, key: "auto"}, flags).config == load(tmp_path, TR8, flags).config
@@ -98,8 +106,15 @@ def test_of_the_loss_scale_the_json_decides(tmp_path: Path) -> None:
 
 
 def test_an_fp16_block_without_a_loss_scale_means_a_dynamic_one(tmp_path: Path) -> None:
-    loaded = load(tmp_path, {"fp16": {"enabled": True}}, "--loss-scale 12 --micro-batch-size 1 --initial-loss-scale 65536")
-    assert (loaded.config.precision.loss_scale, loaded.config.precision.initial_loss_scale) == (None, 65536.0)
+    loaded = load(
+        tmp_path,
+        {"fp16": {"enabled": True}},
+        "--loss-scale 12 --micro-batch-size 1 --initial-loss-scale 65536",
+    )
+    assert (loaded.config.precision.loss_scale, loaded.config.precision.initial_loss_scale) == (
+        None,
+        65536.0,
+    )
     assert "--loss-scale 12.0 is not used" in loaded.warnings[0]
     without = load(tmp_path, {}, "--fp16 --loss-scale 128 --micro-batch-size 1")
     assert without.config.precision.loss_scale == 128.0
@@ -114,17 +129,31 @@ def test_blocks_that_hf_trainers_write(tmp_path: Path) -> None:
         "gradient_accumulation_steps": "auto",
         "fp16": {"enabled": False, "loss_scale": 128},
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
         "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
     }
     loaded = load(tmp_path, content, "--micro-batch-size 1 --bf16")
     config = loaded.config
-    assert (config.parallel.zero_stage, config.optimizer.cpu_optimizer, config.precision.bf16) == (2, True, True)
+    assert (config.parallel.zero_stage, config.optimizer.cpu_optimizer, config.precision.bf16) == (
+        2,
+        True,
+        True,
+    )
     assert config.recompute.partition_activations
     assert config.precision.loss_scale is None
-    assert loaded.warnings == [f"{tmp_path}/ds_config.json: activation_checkpointing.number_checkpoints has no effect here."]
-    assert passed_on(content) == {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
+    assert loaded.warnings == [
+        f"{tmp_path}/ds_config.json: activation_checkpointing.number_checkpoints has no effect here."
+    ]
+    assert select_passed_on(content) == {
+        "zero_optimization": {"offload_optimizer": {"pin_memory": True}}
+    }
 
 
 def test_8_bit_moments_come_with_a_norm_of_the_embedding() -> None:
@@ -146,15 +175,29 @@ def test_the_legacy_curriculum_block(tmp_path: Path) -> None:
     assert curriculum.curriculum_schedule_type == "fixed_linear"
     assert (curriculum.curriculum_min_difficulty, curriculum.curriculum_max_difficulty) == (16, 64)
     assert (curriculum.curriculum_total_step, curriculum.curriculum_difficulty_step) == (100, 8)
-    steps = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [16, 32, 64], "max_step": [5, 10]}}
-    discrete = load(tmp_path, {**TR8, "curriculum_learning": {"enabled": True, **steps}}).config.curriculum
+    steps = {
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [16, 32, 64], "max_step": [5, 10]},
+    }
+    discrete = load(
+        tmp_path, {**TR8, "curriculum_learning": {"enabled": True, **steps}}
+    ).config.curriculum
     assert discrete.curriculum_schedule_type == "fixed_discrete"
-    assert (discrete.curriculum_difficulties, discrete.curriculum_max_steps) == ((16, 32, 64), (5, 10))
-    off = load(tmp_path, {**TR8, "curriculum_learning": {**block, "enabled": False}}).config.curriculum
+    assert (discrete.curriculum_difficulties, discrete.curriculum_max_steps) == (
+        (16, 32, 64),
+        (5, 10),
+    )
+    off = load(
+        tmp_path, {**TR8, "curriculum_learning": {**block, "enabled": False}}
+    ).config.curriculum
     assert off.curriculum_schedule_type is None
-    message = error(tmp_path, {**TR8, "curriculum_learning": {**block, "curriculum_type": "rarity"}})
+    message = error(
+        tmp_path, {**TR8, "curriculum_learning": {**block, "curriculum_type": "rarity"}}
+    )
     assert 'say "seqlen"' in message
-    message = error(tmp_path, {**TR8, "curriculum_learning": block}, "--curriculum-min-difficulty 8")
+    message = error(
+        tmp_path, {**TR8, "curriculum_learning": block}, "--curriculum-min-difficulty 8"
+    )
     assert "--curriculum-min-difficulty 8 contradicts" in message
 
 
@@ -167,19 +210,34 @@ def test_the_legacy_curriculum_block(tmp_path: Path) -> None:
         ('{"train_batch_size": "many"}', 'train_batch_size is "many"'),
         ('{"fp16": {"enabled": 1}}', "fp16.enabled is 1"),
         ('{"fp16": {"enabled": true, "initial_scale_power": "x"}}', 'initial_scale_power is "x"'),
-        ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage is 4, and must be one of 0, 1, 2, 3"),
-        ('{"gradient_accumulation_steps": 2.5}', "gradient_accumulation_steps is 2.5, and must be a whole number"),
+        (
+            '{"zero_optimization": {"stage": 4}}',
+            "zero_optimization.stage is 4, and must be one of 0, 1, 2, 3",
+        ),
+        (
+            '{"gradient_accumulation_steps": 2.5}',
+            "gradient_accumulation_steps is 2.5, and must be a whole number",
+        ),
         ('{"scheduler": {"type": "WarmupLR"}}', "scheduler is not taken"),
-        ('{"optimizer": {"params": {"freeze_step": 3}}}', "optimizer.params.freeze_step is not taken"),
+        (
+            '{"optimizer": {"params": {"freeze_step": 3}}}',
+            "optimizer.params.freeze_step is not taken",
+        ),
         ('{"optimizer": {"params": {"betas": 0.9}}}', "optimizer.params.betas is 0.9, and must be"),
         ('{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}', 'say "cpu" or "none"'),
-        ('{"fp16": {"enabled": true, "consecutive_hysteresis": true}}', "counts all overflows: say false"),
+        (
+            '{"fp16": {"enabled": true, "consecutive_hysteresis": true}}',
+            "counts all overflows: say false",
+        ),
         ('{"data_types": {"grad_accum_dtype": "bf16"}}', "accumulated in fp32"),
         (
             '{"data_types": {"grad_accum_dtype": "fp32"}, "fp16": {"enabled": true}}',
             "in fp16 DeepSpeed adds microbatches up in fp16",
         ),
-        ('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}', "weights stay on the device"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+            "weights stay on the device",
+        ),
         ('{"curriculum_learning": {"enabled": true}}', "has no schedule_type"),
         ('{"optimizer": {"type": "Lion"}}', 'optimizer.type is "Lion"'),
     ],
@@ -190,10 +248,13 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_keys_that_leave_numbers_alone_go_on_to_deepspeed(tmp_path: Path) -> None:
-    more = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "comms_logger": {"enabled": True}}
+    more = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+        "comms_logger": {"enabled": True},
+    }
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({**TR8, **more, "curriculum_learning": {"enabled": False}}))
-    assert passed_on(read_json(str(path))) == {
+    assert select_passed_on(read_json(str(path))) == {
         "zero_optimization": {"reduce_bucket_size": 1000},
         "comms_logger": {"enabled": True},
         "steps_per_print": 2000,
@@ -298,7 +359,9 @@ def test_what_is_not_taken(text: str, tmp_path: Path) -> None:
 
 def test_what_stages_send_is_whole_under_sequence_parallelism(tmp_path: Path) -> None:
     flags = "--micro-batch-size 1 --sequence-parallel --tensor-model-parallel-size 2"
-    assert "under --sequence-parallel" in error(tmp_path, {"pipeline": {"pipe_partitioned": True}}, flags)
+    assert "under --sequence-parallel" in error(
+        tmp_path, {"pipeline": {"pipe_partitioned": True}}, flags
+    )
     load(tmp_path, {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, flags)
 
 
@@ -311,17 +374,27 @@ def test_deepspeeds_timers_have_no_place_in_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_older_names_are_read(tmp_path: Path) -> None:
-    loaded = load(tmp_path, {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True}}, "--micro-batch-size 1")
+    loaded = load(
+        tmp_path,
+        {"bfloat16": {"enabled": True}, "zero_optimization": {"cpu_offload": True}},
+        "--micro-batch-size 1",
+    )
     assert loaded.config.precision.bf16
     assert loaded.config.optimizer.cpu_optimizer
     assert "--no-cpu-optimizer" in error(
-        tmp_path, {"zero_optimization": {"cpu_offload": True}}, "--micro-batch-size 1 --no-cpu-optimizer"
+        tmp_path,
+        {"zero_optimization": {"cpu_offload": True}},
+        "--micro-batch-size 1 --no-cpu-optimizer",
     )
 
 
 def test_auto_and_what_is_off_do_not_go_on(tmp_path: Path) -> None:
     content = {
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 5e7},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": 5e7,
+        },
         "amp": {"enabled": False, "opt_level": "O1"},
         "elasticity": {},
         "wandb": {"enabled": False},
@@ -329,14 +402,21 @@ def test_auto_and_what_is_off_do_not_go_on(tmp_path: Path) -> None:
         "zero_allow_untested_optimizer": True,
     }
     assert not load(tmp_path, content, "--micro-batch-size 1").warnings
-    assert passed_on(content) == {"zero_optimization": {"stage3_prefetch_bucket_size": 50_000_000}}
+    assert select_passed_on(content) == {
+        "zero_optimization": {"stage3_prefetch_bucket_size": 50_000_000}
+    }
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
-    content = {"checkpoint": {"tag_validation": "Warn"}, "aio": {"block_size": 1}, "dataloader_drop_last": True}
+    content = {
+        "checkpoint": {"tag_validation": "Warn"},
+        "aio": {"block_size": 1},
+        "dataloader_drop_last": True,
+    }
     warnings = load(tmp_path, content, "--micro-batch-size 1").warnings
     assert [line.split(": ")[1] for line in warnings] == [
-        f"{key} has no effect here." for key in ("checkpoint.tag_validation", "aio.block_size", "dataloader_drop_last")
+        f"{key} has no effect here."
+        for key in ("checkpoint.tag_validation", "aio.block_size", "dataloader_drop_last")
     ]
 
 
@@ -361,5 +441,7 @@ def test_every_key_goes_one_way() -> None:
 def test_without_deepspeed_the_json_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text("no JSON")
-    config = load_config(f"{MODEL.replace(' --deepspeed', '')} --micro-batch-size 4 --deepspeed_config {path}".split()).config
+    config = load_config(
+        f"{MODEL.replace(' --deepspeed', '')} --micro-batch-size 4 --deepspeed_config {path}".split()
+    ).config
     assert config.batch.micro_batch_size == 4

@@ -12,13 +12,17 @@ PAGE = ROOT / "docs" / "flags.md"
 
 
 def test_the_page_is_current():
-    printed = subprocess.run([sys.executable, "tools/flags.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "tools/flags.py"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     assert PAGE.read_text() == printed, "make it anew: python tools/flags.py > docs/flags.md"
 
 
 def test_the_page_has_every_flag():
     text = PAGE.read_text().replace("_", "-")
-    assert [field.flag for field in all_fields().values() if f"| `{field.flag}` |" not in text] == []
+    assert [
+        field.flag for field in all_fields().values() if f"| `{field.flag}` |" not in text
+    ] == []
     named = [row for row in TABLE if not any(f"`{row.flag}{end}" in text for end in "` =")]
     assert named == []
 

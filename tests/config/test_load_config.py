@@ -10,10 +10,10 @@ import tyro
 from config.minimal import PUBLISHED_RUNS, REQUIRED, TRAINABLE, published_arguments
 
 from megatron.config.cli import load_config
-from megatron.config.compat import rows
+from megatron.config.compat import find_rows
 from megatron.config.fields import all_fields
-from megatron.config.normalise import known_flags
-from megatron.config.rules import check
+from megatron.config.normalise import list_known_flags
+from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 
@@ -81,7 +81,11 @@ def test_all_missing_fields_are_named_together():
         ("--rampup-batch-size=192 16 9_765_625", "batch.rampup_batch_size", (192, 16, 9_765_625)),
         ("--data-path 0.5 a 0.5 b", "data.data_path", ("0.5", "a", "0.5", "b")),
         ("--data-path -1 a .5 b", "data.data_path", ("-1", "a", ".5", "b")),
-        ("--pp-partition-method type:transformer|embedding", "parallel.pp_partition_method", "type:transformer|embedding"),
+        (
+            "--pp-partition-method type:transformer|embedding",
+            "parallel.pp_partition_method",
+            "type:transformer|embedding",
+        ),
         ("--vocab-file=--odd", "tokenizer.vocab_file", "--odd"),
         ("--vocab-file=a=b", "tokenizer.vocab_file", "a=b"),
         ("--init-method-std small", "model.init_method_std", "small"),
@@ -107,11 +111,31 @@ def test_spellings(flags: str, field: str, value: object):
         ("--fp16 --no-fp16", "precision.fp16", False, "--no-fp16"),
         ("--no-fp16 --fp16", "precision.fp16", True, "--fp16"),
         ("--fp16 --fp16=False", "precision.fp16", False, "--fp16"),
-        ("--data-path a --data-path 1 b 2 c", "data.data_path", ("1", "b", "2", "c"), "--data-path"),
+        (
+            "--data-path a --data-path 1 b 2 c",
+            "data.data_path",
+            ("1", "b", "2", "c"),
+            "--data-path",
+        ),
         ("--data-path 1 b 2 c --data_path a", "data.data_path", ("a",), "--data_path"),
-        ("--rampup-batch-size 1 2 3 --rampup-batch-size 4 5 6", "batch.rampup_batch_size", (4, 5, 6), "--rampup-batch-size"),
-        ("--glu-activation geglu --swiglu --ffn-hidden-size 176", "model.glu_activation", "swiglu", "--swiglu"),
-        ("--swiglu --glu-activation geglu --ffn-hidden-size 176", "model.glu_activation", "geglu", "--glu-activation"),
+        (
+            "--rampup-batch-size 1 2 3 --rampup-batch-size 4 5 6",
+            "batch.rampup_batch_size",
+            (4, 5, 6),
+            "--rampup-batch-size",
+        ),
+        (
+            "--glu-activation geglu --swiglu --ffn-hidden-size 176",
+            "model.glu_activation",
+            "swiglu",
+            "--swiglu",
+        ),
+        (
+            "--swiglu --glu-activation geglu --ffn-hidden-size 176",
+            "model.glu_activation",
+            "geglu",
+            "--glu-activation",
+        ),
     ],
 )
 def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: object, origin: str):
@@ -125,7 +149,10 @@ def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: obje
     ("flags", "message"),
     [
         ("--hiden-size 3", "unknown flag --hiden-size; perhaps you meant --hidden-size"),
-        ("--num-lay 3", "unknown flag --num-lay; perhaps you meant --num-layers or --num-layers-per-virtual-pipeline-stage."),
+        (
+            "--num-lay 3",
+            "unknown flag --num-lay; perhaps you meant --num-layers or --num-layers-per-virtual-pipeline-stage.",
+        ),
         ("--qwertyuiop", "unknown flag --qwertyuiop; --help lists all flags."),
         ("-x", "unknown flag -x; --help lists all flags."),
         ("--fp16 True", "'True' after --fp16 belongs to no flag; write --fp16=True."),
@@ -135,8 +162,14 @@ def test_of_a_flag_given_twice_the_last_wins(flags: str, field: str, value: obje
         ("--seed 1.5", "--seed 1.5 must be a whole number (as in 2048 or 6_000_000)."),
         ("--lr fast", "--lr fast must be a number (as in 0.1 or 6e-5)."),
         ("--zero-stage 4", "--zero-stage 4 must be one of 0, 1, 2, 3."),
-        ("--init-method-std tiny", "--init-method-std tiny must be a number (as in 0.1 or 6e-5), or one of small, megatron."),
-        ("--rampup-batch-size 1 2", "--rampup-batch-size 1 2 must be 3 values, each a whole number"),
+        (
+            "--init-method-std tiny",
+            "--init-method-std tiny must be a number (as in 0.1 or 6e-5), or one of small, megatron.",
+        ),
+        (
+            "--rampup-batch-size 1 2",
+            "--rampup-batch-size 1 2 must be 3 values, each a whole number",
+        ),
         ("--data-path", "--data-path needs at least one value."),
         ("--seed None", "--seed None must be a whole number"),
         ("--fp16=maybe", "--fp16 maybe must be true or false."),
@@ -149,7 +182,9 @@ def test_bad_command_lines(flags: str, message: str):
 
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_quotes_that_the_shell_left_in(quote: str):
-    loaded = load_config([*REQUIRED, "--pp-partition-method", f"{quote}type:transformer|embedding{quote}"])
+    loaded = load_config(
+        [*REQUIRED, "--pp-partition-method", f"{quote}type:transformer|embedding{quote}"]
+    )
     assert loaded.config.parallel.pp_partition_method == "type:transformer|embedding"
     assert loaded.warnings == [
         f"--pp-partition-method {quote}type:transformer|embedding{quote} is read as "
@@ -171,7 +206,12 @@ def test_an_unknown_flag_takes_its_values_with_it():
 def test_all_errors_are_reported_together():
     text = error_of("--qwertyuiop", "--lr", "fast", "--seed", "1", "2", "--config", "/absent.yaml")
     assert text.startswith("4 errors in the configuration:\n  - ")
-    for part in ("--qwertyuiop", "--lr fast", "'2' after --seed 1", "/absent.yaml cannot be read: No such file"):
+    for part in (
+        "--qwertyuiop",
+        "--lr fast",
+        "'2' after --seed 1",
+        "/absent.yaml cannot be read: No such file",
+    ):
         assert part in text
 
 
@@ -189,16 +229,20 @@ def test_published_runs_parse_unchanged(run: str):
     expected = ["--abort-on-unmet-fused-kernel-constraints"] if run == "tr11-176B-ml" else []
     expected.append("--deepspeed-activation-checkpointing")
     assert [warning.split()[0] for warning in loaded.warnings] == expected
-    assert check(loaded.config, loaded.origin)[0] == []
+    assert check_rules(loaded.config, loaded.origin)[0] == []
     # what plain tyro makes of the same flags
-    ours = [word for word in arguments if word in known_flags() or not rows(word)]
+    ours = [word for word in arguments if word in list_known_flags() or not find_rows(word)]
     assert loaded.config == tyro.cli(Config, args=ours, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def test_flags_win_over_the_file(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("model:\n  num_layers: 8\n  hidden_size: 128\nbatch: {seed: 5, eval_iters: 7}\n")
-    loaded = load_config([*TRAINABLE[4:], "--num-layers", "3", "--config", str(file), "--seed", "6"])
+    file.write_text(
+        "model:\n  num_layers: 8\n  hidden_size: 128\nbatch: {seed: 5, eval_iters: 7}\n"
+    )
+    loaded = load_config(
+        [*TRAINABLE[4:], "--num-layers", "3", "--config", str(file), "--seed", "6"]
+    )
     assert (loaded.config.model.num_layers, loaded.config.model.hidden_size) == (3, 128)
     assert (loaded.config.batch.seed, loaded.config.batch.eval_iters) == (6, 7)
     assert loaded.origin["model.num_layers"] == "--num-layers"
@@ -217,4 +261,6 @@ def test_the_configuration_is_frozen():
 
 def test_reading_the_configuration_does_not_import_torch():
     code = "import sys; from megatron.config.cli import load_config; load_config(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, *REQUIRED], check=True, cwd=Path(__file__).resolve().parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code, *REQUIRED], check=True, cwd=Path(__file__).resolve().parents[2]
+    )

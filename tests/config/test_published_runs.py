@@ -23,7 +23,13 @@ EXPECTED = {
         "train_samples": 300_000_000,
         "train_iters": 311_541,
         "parsing_warns_of": ["--deepspeed-activation-checkpointing", "--loss-scale"],
-        "planning_warns_of": ["--vocab-file", "--rampup-batch-size", "head", "pipeline:", "--data-path"],
+        "planning_warns_of": [
+            "--vocab-file",
+            "--rampup-batch-size",
+            "head",
+            "pipeline:",
+            "--data-path",
+        ],
     },
     "tr8-104B": {
         "world": (512, 4, 32, 4),
@@ -48,7 +54,10 @@ EXPECTED = {
         "rampup": (192, 16, 9_765_625),
         "train_samples": 220_000_000,
         "train_iters": 115_311,
-        "parsing_warns_of": ["--abort-on-unmet-fused-kernel-constraints", "--deepspeed-activation-checkpointing"],
+        "parsing_warns_of": [
+            "--abort-on-unmet-fused-kernel-constraints",
+            "--deepspeed-activation-checkpointing",
+        ],
         "planning_warns_of": ["the", "pipeline:"],
     },
 }
@@ -63,16 +72,24 @@ def first_words(warnings: list[str]) -> list[str]:
 def test_a_published_run_is_what_it_was(run: str, tmp_path: Path):
     facts = json.loads((RUNS / f"{run}.json").read_text())["facts"]
     loaded = load_config(published_arguments(run, tmp_path))
-    plan = resolve(loaded.config, facts["nodes"] * facts["gpus_per_node"], loaded.origin, consumed_samples=None)
+    plan = resolve(
+        loaded.config, facts["nodes"] * facts["gpus_per_node"], loaded.origin, consumed_samples=None
+    )
     config = loaded.config
     assert plan.errors == ()
-    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    tensor, pipeline = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+    )
     assert {
         "world": (plan.world_size, tensor, pipeline, plan.data_parallel_size),
         "layers_per_stage": plan.layers_per_stage,
         "padded_vocab_size": plan.padded_vocab_size,
         "parameters": plan.parameters,
-        "micro_and_global_batch_size": (config.batch.micro_batch_size, config.batch.global_batch_size),
+        "micro_and_global_batch_size": (
+            config.batch.micro_batch_size,
+            config.batch.global_batch_size,
+        ),
         "rampup": config.batch.rampup_batch_size,
         "train_samples": plan.train_samples,
         "train_iters": plan.train_iters,
@@ -85,7 +102,12 @@ def test_the_worlds_are_the_published_ones():
     """The table above against the facts that came with the argument lists."""
     for run, expected in EXPECTED.items():
         facts = json.loads((RUNS / f"{run}.json").read_text())["facts"]
-        world = (facts["nodes"] * facts["gpus_per_node"], facts["tensor"], facts["pipeline"], facts["data"])
+        world = (
+            facts["nodes"] * facts["gpus_per_node"],
+            facts["tensor"],
+            facts["pipeline"],
+            facts["data"],
+        )
         assert expected["world"] == world
         assert expected["train_iters"] == facts.get("train_iters", expected["train_iters"])
         assert expected["parameters"] == facts.get("parameters", expected["parameters"])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from config.minimal import PUBLISHED_RUNS, TRAINABLE, config_with, published_arguments
 
-from megatron.config.asked import Asked
 from megatron.config.cli import load_config
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.ranges import RANGES
-from megatron.config.rules import ERRORS, WARNINGS, check
+from megatron.config.rules import ERRORS, WARNINGS, check_rules
 
 FAILURES: list[tuple[dict[str, object], str]] = [
     (
@@ -22,18 +22,30 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"train_samples": 5}, "--train-iters 10 and --train-samples 5 both say how long"),
     ({"train_iters": None}, "give --train-iters or --train-samples"),
-    ({"lr_decay_samples": 5}, "--lr-decay-samples 5 does not go with --train-iters 10; use --lr-decay-iters."),
-    ({"lr_warmup_samples": 5}, "--lr-warmup-samples 5 does not go with --train-iters 10; use --lr-warmup-iters."),
+    (
+        {"lr_decay_samples": 5},
+        "--lr-decay-samples 5 does not go with --train-iters 10; use --lr-decay-iters.",
+    ),
+    (
+        {"lr_warmup_samples": 5},
+        "--lr-warmup-samples 5 does not go with --train-iters 10; use --lr-warmup-iters.",
+    ),
     (
         {"train_iters": None, "train_samples": 9, "lr_wsd_decay_iters": 5},
         "--lr-wsd-decay-iters 5 does not go with --train-samples 9; use --lr-wsd-decay-samples.",
     ),
-    ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both"),
+    (
+        {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5},
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 5 both",
+    ),
     ({"lr": None}, "--lr is required"),
     ({"save_at": (5,)}, "--save-at 5 needs --save"),
     ({"async_save": True}, "--async-save needs --save"),
     ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
-    ({"save": "ckpt", "keep_every": 10}, "--keep-every 10 says what --keep-latest-checkpoints may not remove"),
+    (
+        {"save": "ckpt", "keep_every": 10},
+        "--keep-every 10 says what --keep-latest-checkpoints may not remove",
+    ),
     ({"load_iteration": 5}, "--load-iteration 5 needs --load"),
     ({"save": ""}, "--save is given an empty text; is a shell variable unset?"),
     ({"data_path": ("1", "", "1", "b")}, "--data-path is given an empty text"),
@@ -46,15 +58,24 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
     ),
     ({"fp16": True, "bf16": True}, "--fp16 and --bf16 exclude each other; give one of them."),
-    ({"initial_loss_scale": 2.0, "min_loss_scale": 4.0}, "--min-loss-scale 4.0 must not exceed --initial-loss-scale 2.0"),
+    (
+        {"initial_loss_scale": 2.0, "min_loss_scale": 4.0},
+        "--min-loss-scale 4.0 must not exceed --initial-loss-scale 2.0",
+    ),
     ({"num_attention_heads": 5}, "--num-attention-heads 5 must divide --hidden-size 64"),
-    ({"num_query_groups": 3}, "--num-query-groups 3 must divide --num-attention-heads 4; use one of 1, 2, 4."),
+    (
+        {"num_query_groups": 3},
+        "--num-query-groups 3 must divide --num-attention-heads 4; use one of 1, 2, 4.",
+    ),
     (
         {"position_embedding_type": "rotary", "rotary_percent": 0.2},
         "--rotary-percent 0.2 of a head's 16 channels are 3, but rotary positions turn pairs",
     ),
     ({"position_embedding_type": "rotary", "kv_channels": 5}, "of a head's 5 channels are 5"),
-    ({"max_position_embeddings": 8}, "--max-position-embeddings 8 must be at least --seq-length 16"),
+    (
+        {"max_position_embeddings": 8},
+        "--max-position-embeddings 8 must be at least --seq-length 16",
+    ),
     ({"split": "1,2,3,4"}, "--split 1,2,3,4 must be three numbers"),
     ({"split": "1,-2,3"}, "--split 1,-2,3 must be"),
     ({"split": "0,0,0"}, "--split 0,0,0 must be"),
@@ -84,7 +105,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--pp-partition-method parameters and --num-layers-per-virtual-pipeline-stage 2 both say where layers are cut",
     ),
     ({"cpu_optimizer": True}, "--cpu-optimizer needs --deepspeed; without it, --zero-stage shards"),
-    ({"use_bnb_optimizer": True}, "--use-bnb-optimizer needs --deepspeed; without it, --zero-stage shards"),
+    (
+        {"use_bnb_optimizer": True},
+        "--use-bnb-optimizer needs --deepspeed; without it, --zero-stage shards",
+    ),
     (
         {"cpu_optimizer": True, "use_bnb_optimizer": True, "deepspeed": True},
         "--cpu-optimizer and --use-bnb-optimizer exclude each other",
@@ -93,12 +117,18 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"curriculum_total_step": 9},
         "--curriculum-total-step 9 needs --curriculum-schedule-type; without it there is no curriculum.",
     ),
-    ({"curriculum_max_steps": (3, 4)}, "--curriculum-max-steps 3 4 needs --curriculum-schedule-type"),
+    (
+        {"curriculum_max_steps": (3, 4)},
+        "--curriculum-max-steps 3 4 needs --curriculum-schedule-type",
+    ),
     (
         {"curriculum_schedule_type": "fixed_linear", "curriculum_min_difficulty": 8},
         "--curriculum-schedule-type fixed_linear needs --curriculum-total-step.",
     ),
-    ({"curriculum_schedule_type": "fixed_discrete"}, "fixed_discrete needs --curriculum-difficulties."),
+    (
+        {"curriculum_schedule_type": "fixed_discrete"},
+        "fixed_discrete needs --curriculum-difficulties.",
+    ),
     (
         {
             "curriculum_schedule_type": "fixed_linear",
@@ -123,53 +153,107 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"loss_scale": 0.0}, "--loss-scale 0.0 must be above 0, and finite."),
     ({"loss_scale_window": 0}, "--loss-scale-window 0 must be at least 1."),
     ({"hysteresis": 0}, "--hysteresis 0 must be at least 1."),
-    ({"eod_mask_loss": True, "vocab_size": 500}, "--eod-mask-loss must know the id that ends documents"),
-    ({"eod_mask_loss": True, "vocab_file": "v"}, "--eod-mask-loss must know the id that ends documents"),
     (
-        {"reset_position_ids": True, "reset_attention_mask": True, "tokenizer_type": "PretrainedFromHF"},
+        {"eod_mask_loss": True, "vocab_size": 500},
+        "--eod-mask-loss must know the id that ends documents",
+    ),
+    (
+        {"eod_mask_loss": True, "vocab_file": "v"},
+        "--eod-mask-loss must know the id that ends documents",
+    ),
+    (
+        {
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "tokenizer_type": "PretrainedFromHF",
+        },
         "--reset-position-ids and --reset-attention-mask must know the id",
     ),
 ]
 
 REMARKS: list[tuple[dict[str, object], str]] = [
-    ({"checkpoint_fraction": "1/3"}, "--checkpoint-fraction 1/3 has no effect without --checkpoint-activations."),
+    (
+        {"checkpoint_fraction": "1/3"},
+        "--checkpoint-fraction 1/3 has no effect without --checkpoint-activations.",
+    ),
     (
         {"checkpoint_activations": True, "recompute_attention_core": True},
         "--recompute-attention-core has no effect beside --checkpoint-activations, which recomputes whole layers; with",
     ),
-    ({"rampup_batch_size": (1, 1, 5)}, "--rampup-batch-size 1 1 5 with --train-iters 10: an iteration of the learning rate's"),
-    ({"step_batch_size_schedule": ("0:1 5K:2",)}, "--step-batch-size-schedule 0:1 5K:2 with --train-iters 10"),
+    (
+        {"rampup_batch_size": (1, 1, 5)},
+        "--rampup-batch-size 1 1 5 with --train-iters 10: an iteration of the learning rate's",
+    ),
+    (
+        {"step_batch_size_schedule": ("0:1 5K:2",)},
+        "--step-batch-size-schedule 0:1 5K:2 with --train-iters 10",
+    ),
     (
         {"lr_decay_tokens": 99, "lr_decay_iters": 5},
         "--lr-decay-iters 5 has no effect beside --lr-decay-tokens 99",
     ),
-    ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD."),
+    (
+        {"lr_wsd_decay_iters": 5},
+        "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD.",
+    ),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
     ({"hysteresis": 3}, "--hysteresis 3 has no effect without --fp16."),
-    ({"partition_activations": True}, "--partition-activations has no effect without --checkpoint-activations."),
-    ({"checkpoint_in_cpu": True}, "--checkpoint-in-cpu has no effect without --checkpoint-activations."),
+    (
+        {"partition_activations": True},
+        "--partition-activations has no effect without --checkpoint-activations.",
+    ),
+    (
+        {"checkpoint_in_cpu": True},
+        "--checkpoint-in-cpu has no effect without --checkpoint-activations.",
+    ),
     (
         {"partition_activations": True, "checkpoint_activations": True, "sequence_parallel": True},
         "--partition-activations has no effect beside --sequence-parallel, which cuts them already.",
     ),
-    ({"deepspeed_config": "ds.json"}, "--deepspeed-config ds.json has no effect without --deepspeed."),
+    (
+        {"deepspeed_config": "ds.json"},
+        "--deepspeed-config ds.json has no effect without --deepspeed.",
+    ),
     ({"save": "x"}, "--save x without --save-interval saves only when training ends"),
-    ({"log_timers_to_tensorboard": True}, "--log-timers-to-tensorboard has no effect without --tensorboard-dir."),
-    ({"log_loss_scale_to_tensorboard": False}, "--no-log-loss-scale-to-tensorboard has no effect without"),
-    ({"rotary_base": 5.0}, "--rotary-base 5.0 has no effect without --position-embedding-type rotary."),
+    (
+        {"log_timers_to_tensorboard": True},
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir.",
+    ),
+    (
+        {"log_loss_scale_to_tensorboard": False},
+        "--no-log-loss-scale-to-tensorboard has no effect without",
+    ),
+    (
+        {"rotary_base": 5.0},
+        "--rotary-base 5.0 has no effect without --position-embedding-type rotary.",
+    ),
     (
         {"fp16": True, "loss_scale": 16.0, "hysteresis": 3},
         "--hysteresis 3 has no effect beside --loss-scale 16.0, which is static.",
     ),
-    ({"fp16": True, "loss_scale": 12.0}, "--loss-scale 12.0 is no power of two, so scaling rounds; 8 and 16 do not."),
+    (
+        {"fp16": True, "loss_scale": 12.0},
+        "--loss-scale 12.0 is no power of two, so scaling rounds; 8 and 16 do not.",
+    ),
     (
         {"fp16": True, "initial_loss_scale": 5000.0},
         "--initial-loss-scale 5000.0 is no power of two, so scaling rounds; 4096 and 8192",
     ),
-    ({"fp16": True, "min_loss_scale": 0.3}, "--min-loss-scale 0.3 is no power of two, so scaling rounds; 0.25 and 0.5 do not."),
-    ({"fp32_residual_connection": True}, "--fp32-residual-connection has no effect without --fp16 or --bf16"),
     (
-        {"reset_position_ids": True, "position_embedding_type": "alibi", "vocab_file": "v", "merge_file": "m"},
+        {"fp16": True, "min_loss_scale": 0.3},
+        "--min-loss-scale 0.3 is no power of two, so scaling rounds; 0.25 and 0.5 do not.",
+    ),
+    (
+        {"fp32_residual_connection": True},
+        "--fp32-residual-connection has no effect without --fp16 or --bf16",
+    ),
+    (
+        {
+            "reset_position_ids": True,
+            "position_embedding_type": "alibi",
+            "vocab_file": "v",
+            "merge_file": "m",
+        },
         "--reset-position-ids has no effect with --position-embedding-type alibi",
     ),
 ]
@@ -177,14 +261,14 @@ REMARKS: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), FAILURES, ids=lambda case: str(case)[:50])
 def test_failures(changes: dict[str, object], message: str):
-    errors, _ = check(config_with(**changes), {})
+    errors, _ = check_rules(config_with(**changes), {})
     assert len([error for error in errors if message in error]) == 1, errors
     assert all(error.endswith(".") for error in errors)
 
 
 @pytest.mark.parametrize(("changes", "message"), REMARKS, ids=lambda case: str(case)[:50])
 def test_warnings(changes: dict[str, object], message: str):
-    errors, warnings = check(config_with(**changes), {})
+    errors, warnings = check_rules(config_with(**changes), {})
     assert errors == []
     assert len([warning for warning in warnings if message in warning]) == 1, warnings
 
@@ -208,21 +292,39 @@ def test_warnings(changes: dict[str, object], message: str):
         {"local_rank": -1},
         {"fp16": True},
         {"fp16": True, "fp32_residual_connection": True, "loss_scale": 0.5},
-        {"fp16": True, "initial_loss_scale": 4096.0, "min_loss_scale": 1.0, "loss_scale_window": 500, "hysteresis": 3},
+        {
+            "fp16": True,
+            "initial_loss_scale": 4096.0,
+            "min_loss_scale": 1.0,
+            "loss_scale_window": 500,
+            "hysteresis": 3,
+        },
         {"bf16": True, "fp32_residual_connection": True},
         {"reset_position_ids": True, "vocab_file": "v", "merge_file": "m"},
-        {"eod_mask_loss": True, "tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "folder"},
-        {"curriculum_schedule_type": "fixed_linear", "curriculum_min_difficulty": 8, "curriculum_total_step": 9},
-        {"curriculum_schedule_type": "fixed_discrete", "curriculum_difficulties": (8, 16), "curriculum_max_steps": (4,)},
+        {
+            "eod_mask_loss": True,
+            "tokenizer_type": "PretrainedFromHF",
+            "tokenizer_name_or_path": "folder",
+        },
+        {
+            "curriculum_schedule_type": "fixed_linear",
+            "curriculum_min_difficulty": 8,
+            "curriculum_total_step": 9,
+        },
+        {
+            "curriculum_schedule_type": "fixed_discrete",
+            "curriculum_difficulties": (8, 16),
+            "curriculum_max_steps": (4,),
+        },
     ],
     ids=str,
 )
 def test_good_configurations(changes: dict[str, object]):
-    assert check(config_with(**changes), {}) == ([], [])
+    assert check_rules(config_with(**changes), {}) == ([], [])
 
 
 def test_every_rule_has_a_case_that_enters_it():
-    asked = [Asked(config_with(**changes), {}) for changes, _ in [*FAILURES, *REMARKS]]
+    asked = [ConfigWithOrigin(config_with(**changes), {}) for changes, _ in [*FAILURES, *REMARKS]]
     for rule in (*ERRORS, *WARNINGS):
         assert any(list(rule(case)) for case in asked), rule.__name__
 
@@ -236,7 +338,7 @@ def test_all_failures_at_once_with_their_origin(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  num_query_groups: 3\nprecision: {bf16: true}\n")
     loaded = load_config([*TRAINABLE, "--config", str(file), "--fp16", "--split", "x"])
-    errors, _ = check(loaded.config, loaded.origin)
+    errors, _ = check_rules(loaded.config, loaded.origin)
     assert errors == [
         f"--fp16 and --bf16 ({file}:3) exclude each other; give one of them.",
         f"--num-query-groups 3 ({file}:2) must divide --num-attention-heads 4; use one of 1, 2, 4.",
@@ -247,4 +349,4 @@ def test_all_failures_at_once_with_their_origin(tmp_path):
 @pytest.mark.parametrize("run", PUBLISHED_RUNS)
 def test_published_runs_break_no_rule(run: str, tmp_path: Path):
     loaded = load_config(published_arguments(run, tmp_path))
-    assert check(loaded.config, loaded.origin) == ([], [])
+    assert check_rules(loaded.config, loaded.origin) == ([], [])

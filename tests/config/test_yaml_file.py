@@ -9,8 +9,8 @@ from config.minimal import REQUIRED, config_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.cli import from_yaml, load_config, to_yaml
-from megatron.config.fields import Field, all_fields, build
+from megatron.config.cli import dump_yaml, load_config, load_yaml
+from megatron.config.fields import Field, all_fields, build_config
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 
@@ -28,7 +28,11 @@ def load(tmp_path: Path, text: str | bytes) -> Config:
         ("optimizer: {lr: 1}", "optimizer.lr", 1.0),
         ("batch: {train_samples: 6_000_000}", "batch.train_samples", 6_000_000),
         ("batch: {seed: 010}", "batch.seed", 10),  # 8 to YAML 1.1
-        ("batch: {step_batch_size_schedule: 1:30}", "batch.step_batch_size_schedule", ("1:30",)),  # 90 to YAML 1.1
+        (
+            "batch: {step_batch_size_schedule: 1:30}",
+            "batch.step_batch_size_schedule",
+            ("1:30",),
+        ),  # 90 to YAML 1.1
         (
             "batch: {step_batch_size_schedule: [0:8, 1M:1K]}",
             "batch.step_batch_size_schedule",
@@ -39,13 +43,25 @@ def load(tmp_path: Path, text: str | bytes) -> Config:
             "batch.step_batch_size_schedule",
             ("0:8 1M:1K",),
         ),
-        ("logging: {codecarbon_country_iso_code: NO}", "logging.codecarbon_country_iso_code", "NO"),  # false to YAML 1.1
+        (
+            "logging: {codecarbon_country_iso_code: NO}",
+            "logging.codecarbon_country_iso_code",
+            "NO",
+        ),  # false to YAML 1.1
         ("data:\n  split: 949,50,1", "data.split", "949,50,1"),
         ("data: {data_path: [0.5, a, 0.5, b]}", "data.data_path", ("0.5", "a", "0.5", "b")),
         ("data: {data_path: one}", "data.data_path", ("one",)),
         ("data: {data_path: []}", "data.data_path", ()),
-        ("batch: {rampup_batch_size: [16, 16, 5_000_000]}", "batch.rampup_batch_size", (16, 16, 5_000_000)),
-        ("curriculum: {curriculum_difficulties: [8, 1_024]}", "curriculum.curriculum_difficulties", (8, 1024)),
+        (
+            "batch: {rampup_batch_size: [16, 16, 5_000_000]}",
+            "batch.rampup_batch_size",
+            (16, 16, 5_000_000),
+        ),
+        (
+            "curriculum: {curriculum_difficulties: [8, 1_024]}",
+            "curriculum.curriculum_difficulties",
+            (8, 1024),
+        ),
         ("batch: {rampup_batch_size: null}", "batch.rampup_batch_size", None),
         ("checkpoint: {save: ~}", "checkpoint.save", None),
         ("checkpoint: {save: 'null'}", "checkpoint.save", "null"),
@@ -69,27 +85,54 @@ def test_values(tmp_path: Path, text: str, field: str, value: object):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch:\n  sead: 3", "{}:2 has an unknown key 'batch.sead'; perhaps you meant 'batch.seed'."),
-        ("batch: {hidden_size: 3}", "{}:1 has an unknown key 'batch.hidden_size'; perhaps you meant 'model.hidden_size'."),
-        ("model: {hidden-size: 3}", "{}:1 has an unknown key 'model.hidden-size'; perhaps you meant 'model.hidden_size'."),
-        ("batch: {qwertyuiop: 3}", "{}:1 has an unknown key 'batch.qwertyuiop'; --help lists the batch options."),
+        (
+            "batch:\n  sead: 3",
+            "{}:2 has an unknown key 'batch.sead'; perhaps you meant 'batch.seed'.",
+        ),
+        (
+            "batch: {hidden_size: 3}",
+            "{}:1 has an unknown key 'batch.hidden_size'; perhaps you meant 'model.hidden_size'.",
+        ),
+        (
+            "model: {hidden-size: 3}",
+            "{}:1 has an unknown key 'model.hidden-size'; perhaps you meant 'model.hidden_size'.",
+        ),
+        (
+            "batch: {qwertyuiop: 3}",
+            "{}:1 has an unknown key 'batch.qwertyuiop'; --help lists the batch options.",
+        ),
         ("modle: {}", "{}:1 has an unknown group 'modle'; perhaps you meant 'model'."),
-        ("\nseq_length: 3", "{}:2 has an unknown group 'seq_length'; write it under its group: model.seq_length."),
+        (
+            "\nseq_length: 3",
+            "{}:2 has an unknown group 'seq_length'; write it under its group: model.seq_length.",
+        ),
         ("qwertyuiop: {}", "{}:1 has an unknown group 'qwertyuiop'; the groups are model, batch, "),
-        ("batch:\n  seed: 1\n  seed: 2", "{}:3 gives 'seed' again (first in line 2); take one out."),
+        (
+            "batch:\n  seed: 1\n  seed: 2",
+            "{}:3 gives 'seed' again (first in line 2); take one out.",
+        ),
         ("batch: {}\nbatch: {}", "{}:2 gives 'batch' again (first in line 1); take one out."),
         ("batch: {[1]: 2}", "{}:1 has a key that is not a word."),
         ("- 1\n- [2]", "{}:1 the file must be a mapping (key: value), not [1, ...]."),
         ("batch: 3", "{}:1 'batch' must be a mapping (key: value), not '3'."),
         ("batch: {seed: 1.5}", "batch.seed: '1.5' ({}:1) must be a whole number"),
-        ("batch: {seed: null}", "batch.seed: 'null' ({}:1) must be a whole number (as in 2048 or 6_000_000); leave the key out"),
+        (
+            "batch: {seed: null}",
+            "batch.seed: 'null' ({}:1) must be a whole number (as in 2048 or 6_000_000); leave the key out",
+        ),
         ("batch: {seed: [1]}", "batch.seed: [1] ({}:1) must be a whole number"),
         ("batch: {seed: {a: 1}}", "batch.seed: a mapping ({}:1) must be a whole number"),
         ("batch: {seed: true}", "batch.seed: 'true' ({}:1) must be a whole number"),
         ("precision: {fp16: 1}", "precision.fp16: '1' ({}:1) must be true or false."),
         ("precision: {fp16: yes}", "precision.fp16: 'yes' ({}:1) must be true or false."),
-        ("checkpoint: {save: true}", "checkpoint.save: 'true' ({}:1) must be text; if the text is true, put it in quotes."),
-        ("batch: {rampup_batch_size: [1, 2]}", "batch.rampup_batch_size: [1, 2] ({}:1) must be 3 values"),
+        (
+            "checkpoint: {save: true}",
+            "checkpoint.save: 'true' ({}:1) must be text; if the text is true, put it in quotes.",
+        ),
+        (
+            "batch: {rampup_batch_size: [1, 2]}",
+            "batch.rampup_batch_size: [1, 2] ({}:1) must be 3 values",
+        ),
         (
             "curriculum: {curriculum_max_steps: [8, x]}",
             "curriculum.curriculum_max_steps: [8, x] ({}:1) must be a list of whole numbers.",
@@ -113,7 +156,9 @@ def test_bad_files(tmp_path: Path, text: str | bytes, message: str):
 
 
 def test_unreadable_files(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"--config .*absent.yaml cannot be read: No such file or directory\."):
+    with pytest.raises(
+        ConfigError, match=r"--config .*absent.yaml cannot be read: No such file or directory\."
+    ):
         load_config([*REQUIRED, "--config", str(tmp_path / "absent.yaml")])
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory\."):
         load_config([*REQUIRED, "--config", str(tmp_path)])
@@ -121,21 +166,29 @@ def test_unreadable_files(tmp_path: Path):
 
 def test_a_saved_configuration_must_be_whole():
     with pytest.raises(ConfigError, match="--num-layers is required"):
-        from_yaml("")
+        load_yaml("")
     with pytest.raises(ConfigError, match=r"<yaml>:1 has an unknown group 'x'"):
-        from_yaml("x: 1")
+        load_yaml("x: 1")
 
 
 def test_a_saved_configuration_is_a_config_file(tmp_path: Path):
-    config = config_with(data_path=("0.5", "a"), save="null", lr=1e-5, rampup_batch_size=(1, 2, 3), glu_activation="swiglu")
+    config = config_with(
+        data_path=("0.5", "a"),
+        save="null",
+        lr=1e-5,
+        rampup_batch_size=(1, 2, 3),
+        glu_activation="swiglu",
+    )
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config))
+    file.write_text(dump_yaml(config))
     assert load_config(["--config", str(file)]).config == config
     assert load_config(["--config", str(file), "--seed", "9"]).config.batch.seed == 9
 
 
 def test_other_readers_see_the_same_values():
-    tree = yaml.safe_load(to_yaml(config_with(lr=1e-5, save="no", split="1:30", data_path=("1", "a"))))
+    tree = yaml.safe_load(
+        dump_yaml(config_with(lr=1e-5, save="no", split="1:30", data_path=("1", "a")))
+    )
     assert tree["optimizer"]["lr"] == 1e-5
     assert tree["checkpoint"]["save"] == "no"
     assert tree["data"]["split"] == "1:30"
@@ -148,18 +201,31 @@ def any_value(field: Field) -> st.SearchStrategy[Any]:
 
 
 def _of_type(annotation: Any) -> st.SearchStrategy[Any]:
-    simple = {bool: st.booleans(), int: st.integers(), float: st.floats(allow_nan=False), str: st.text()}
+    simple = {
+        bool: st.booleans(),
+        int: st.integers(),
+        float: st.floats(allow_nan=False),
+        str: st.text(),
+    }
     if annotation in simple:
         return simple[annotation]
     if get_origin(annotation) is Literal:
         return st.sampled_from(get_args(annotation))
     if get_origin(annotation) is tuple:
         first, second, *_ = get_args(annotation)
-        return st.lists(simple[first], max_size=3).map(tuple) if second is ... else st.tuples(*map(_of_type, get_args(annotation)))
+        return (
+            st.lists(simple[first], max_size=3).map(tuple)
+            if second is ...
+            else st.tuples(*map(_of_type, get_args(annotation)))
+        )
     return st.one_of(*map(_of_type, get_args(annotation)))
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.fixed_dictionaries({dotted: any_value(field) for dotted, field in all_fields().items()}).map(build))
+@given(
+    st.fixed_dictionaries({dotted: any_value(field) for dotted, field in all_fields().items()}).map(
+        build_config
+    )
+)
 def test_round_trip(config: Config):
-    assert from_yaml(to_yaml(config)) == config
+    assert load_yaml(dump_yaml(config)) == config

@@ -38,7 +38,9 @@ def test_built_once_then_mapped(built):
     arrays = IndexCache(built.folder).open("kind", {"seed": 1}, SHAPES, never)
     assert arrays["a"].tolist() == list(range(1000))
     assert not arrays["a"].flags.writeable
-    assert all(path.suffix in (".npy", ".json") for path in built.folder.iterdir()), "no lock and no partial file is left"
+    assert all(path.suffix in (".npy", ".json") for path in built.folder.iterdir()), (
+        "no lock and no partial file is left"
+    )
     assert built.notes == []
 
 
@@ -71,7 +73,10 @@ def another_shape(path):
         (lambda path: path.unlink(), "FileNotFoundError"),
         (lambda path: path.write_bytes(b""), "EOFError"),
         (lambda path: next(path.parent.glob("*.json")).write_text("{"), "JSONDecodeError"),
-        (lambda path: next(path.parent.glob("*.json")).write_text('{"key": 1}'), "belongs to another key"),
+        (
+            lambda path: next(path.parent.glob("*.json")).write_text('{"key": 1}'),
+            "belongs to another key",
+        ),
     ],
 )
 def test_a_damaged_entry_is_built_again_and_it_is_said(built, damage, reason):
@@ -93,7 +98,9 @@ def test_large_arrays_are_checked_by_blocks(built, monkeypatch):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/cache cannot be written \(Not a directory\).*--data-cache-path"):
+    with pytest.raises(
+        DataError, match=r"file/cache cannot be written \(Not a directory\).*--data-cache-path"
+    ):
         IndexCache(tmp_path / "file" / "cache").open("kind", {}, SHAPES, fill)
 
 
@@ -118,7 +125,10 @@ def build(arrays):
 (array := IndexCache({str(tmp_path)!r}).open("kind", {{}}, {{"a": (np.int32, (10,))}}, build)["a"])
 assert array.tolist() == [5] * 10
 """
-    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     said = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
     assert "".join(said) == "built\n"
@@ -132,7 +142,9 @@ def test_what_another_host_abandoned_is_removed_by_the_clock_of_the_file_system(
     stem = next(built.folder.glob("*.json")).stem
     for path in built.folder.iterdir():
         path.unlink()
-    names = {age: f"{stem}-a.npy.host.{age}.0123456789ab-0123456789ab.partial" for age in (5, 3500, 3700)}
+    names = {
+        age: f"{stem}-a.npy.host.{age}.0123456789ab-0123456789ab.partial" for age in (5, 3500, 3700)
+    }
     for age, name in names.items():
         (built.folder / name).write_bytes(b"half")
         os.utime(built.folder / name, (time.time() - age,) * 2)
@@ -155,7 +167,9 @@ cache = IndexCache({str(folder)!r}, wait_seconds=WAIT if "WAIT" in globals() els
 array = cache.open("kind", {{}}, {{"a": (np.int32, (1_000_000,))}}, build)["a"]
 assert array.min() == array.max() == 5
 """
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_a_killed_builder_is_replaced_and_what_it_left_is_removed(tmp_path):
@@ -207,7 +221,10 @@ for number in range(50):
         print(type(error).__name__, error)
 assert failed == 0, failed
 """
-    processes = [subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, "".join(said)
     assert temporaries(tmp_path) == []
@@ -220,7 +237,9 @@ def test_a_wait_is_said_and_has_a_limit_that_names_lock_file_and_holder(built, m
     started = time.monotonic()
 
     def build_and_wait(arrays):
-        with pytest.raises(DataError, match=rf"process {os.getpid()} on .*lock file .*\.lock\).*--data-cache-path"):
+        with pytest.raises(
+            DataError, match=rf"process {os.getpid()} on .*lock file .*\.lock\).*--data-cache-path"
+        ):
             cache.open("kind", {"seed": 9}, SHAPES, fill)
         fill(arrays)
 

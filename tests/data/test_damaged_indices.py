@@ -7,7 +7,7 @@ from corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy
-from megatron.data.source import Place, build_sources
+from megatron.data.source import BatchSlice, build_sources
 from megatron.errors import DataError
 
 
@@ -33,7 +33,7 @@ def sources(request, tmp_path, monkeypatch):
             train_samples=120,
             valid_samples=0,
             test_samples=0,
-            place=Place(4),
+            batch_slice=BatchSlice(4),
         )
 
     first = build(1)
@@ -51,7 +51,7 @@ def read_all(sources):
     train = sources.train
     start = train.consumed_samples
     try:
-        return np.concatenate([train.next(4)[0].tokens.numpy() for _ in range(28)]), None
+        return np.concatenate([train.read_batch(4)[0].tokens.numpy() for _ in range(28)]), None
     except DataError as error:
         return None, str(error)
     finally:

@@ -10,12 +10,19 @@ from data.corpora import HUNDRED, write_numbered
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.documents import document_bounds, loss_mask, position_ids, require_ends
+from megatron.data.documents import (
+    check_documents_end,
+    find_document_bounds,
+    make_loss_mask,
+    make_position_ids,
+)
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.errors import DataError
 
 EOD = 0
-SAMPLES = npst.arrays(np.int64, npst.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=st.integers(0, 3))
+SAMPLES = npst.arrays(
+    np.int64, npst.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=st.integers(0, 3)
+)
 
 
 def walk(tokens: list[int]) -> tuple[tuple[int, ...], list[int], list[float]]:
@@ -35,35 +42,46 @@ def walk(tokens: list[int]) -> tuple[tuple[int, ...], list[int], list[float]]:
 def test_the_same_as_a_walk_over_the_tokens(samples: np.ndarray) -> None:
     tokens = torch.from_numpy(samples)
     bounds, positions, masks = zip(*map(walk, samples.tolist()), strict=True)
-    assert document_bounds(tokens, EOD) == bounds
-    assert position_ids(tokens, EOD).tolist() == list(positions)
-    assert loss_mask(tokens, EOD).tolist() == list(masks)
+    assert find_document_bounds(tokens, EOD) == bounds
+    assert make_position_ids(tokens, EOD).tolist() == list(positions)
+    assert make_loss_mask(tokens, EOD).tolist() == list(masks)
 
 
 def test_an_example() -> None:
     tokens = torch.tensor([[5, 6, EOD, 7, EOD], [EOD, EOD, 5, 6, 7], [5, 6, 7, 8, 9]])
-    assert document_bounds(tokens, EOD) == ((0, 3, 5), (0, 1, 2, 5), (0, 5))
-    assert position_ids(tokens, EOD).tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert loss_mask(tokens, EOD).tolist() == [[1, 1, 0, 1, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-    assert position_ids(tokens, EOD).dtype == torch.int64
-    assert loss_mask(tokens, EOD).dtype == torch.float32
+    assert find_document_bounds(tokens, EOD) == ((0, 3, 5), (0, 1, 2, 5), (0, 5))
+    assert make_position_ids(tokens, EOD).tolist() == [
+        [0, 1, 2, 0, 1],
+        [0, 0, 0, 1, 2],
+        [0, 1, 2, 3, 4],
+    ]
+    assert make_loss_mask(tokens, EOD).tolist() == [
+        [1, 1, 0, 1, 0],
+        [0, 0, 1, 1, 1],
+        [1, 1, 1, 1, 1],
+    ]
+    assert make_position_ids(tokens, EOD).dtype == torch.int64
+    assert make_loss_mask(tokens, EOD).dtype == torch.float32
 
 
 def test_a_corpus_in_its_own_order() -> None:
     """Its whole length as one sample: bounds are where the index says that documents begin."""
     indexed = IndexedDataset(HUNDRED)
     tokens = torch.from_numpy(indexed.tokens.astype(np.int64))[None]
-    assert document_bounds(tokens, 4999) == ((0, *np.cumsum(indexed.sizes).tolist()),)
+    assert find_document_bounds(tokens, 4999) == ((0, *np.cumsum(indexed.sizes).tolist()),)
 
 
 def test_data_must_have_the_ends_that_are_looked_for(tmp_path: Path) -> None:
-    require_ends(IndexedDataset(HUNDRED), 4999)
-    with pytest.raises(DataError, match=r"none of the first 100 documents ends with the tokenizer's end-of-document id 0, so"):
-        require_ends(IndexedDataset(HUNDRED), 0)
+    check_documents_end(IndexedDataset(HUNDRED), 4999)
+    with pytest.raises(
+        DataError,
+        match=r"none of the first 100 documents ends with the tokenizer's end-of-document id 0, so",
+    ):
+        check_documents_end(IndexedDataset(HUNDRED), 0)
     plain = write_numbered(tmp_path / "plain", documents=2000, size=3)
     with pytest.raises(DataError, match="none of the first 1000 documents"):
-        require_ends(IndexedDataset(plain), 7)
-    require_ends(IndexedDataset(plain), 5)
+        check_documents_end(IndexedDataset(plain), 7)
+    check_documents_end(IndexedDataset(plain), 5)
 
 
 def test_ends_of_documents_of_no_or_several_sequences(tmp_path: Path) -> None:
@@ -71,8 +89,8 @@ def test_ends_of_documents_of_no_or_several_sequences(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "parts", np.int32) as writer:
         writer.add_documents([1, EOD, 2, 9, 3, 8], [2, 2, 0, 2])
     indexed = IndexedDataset(tmp_path / "parts")
-    require_ends(indexed, EOD)
+    check_documents_end(indexed, EOD)
     indexed.document_offsets = np.array([0, 0, 2, 3, 4])
     with pytest.raises(DataError, match="none of the first 2 documents"):
-        require_ends(indexed, EOD)
-    require_ends(indexed, 9)
+        check_documents_end(indexed, EOD)
+    check_documents_end(indexed, 9)

@@ -7,7 +7,7 @@ from shared_data import shared_dir
 
 from megatron.data import index_numpy
 from megatron.data.cache import IndexCache
-from megatron.data.gpt_dataset import GPTDataset, IndexShape, signed_type
+from megatron.data.gpt_dataset import GPTDataset, IndexShape, choose_signed_type
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
@@ -15,7 +15,14 @@ ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
 def open_case(data, case, cache):
-    return GPTDataset(data, tuple(case["documents"]), case["seq_length"], case["seed"], case["num_samples"], IndexCache(cache))
+    return GPTDataset(
+        data,
+        tuple(case["documents"]),
+        case["seq_length"],
+        case["seed"],
+        case["num_samples"],
+        IndexCache(cache),
+    )
 
 
 def check_index(dataset, case):
@@ -32,7 +39,9 @@ def check_tokens(dataset, case):
 
 
 @pytest.mark.parametrize(
-    "case", golden("openwebtext-1000")["index"], ids=lambda case: f"{case['num_samples']}x{case['seq_length']}"
+    "case",
+    golden("openwebtext-1000")["index"],
+    ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
 )
 def test_index_of_the_reference(tmp_path, case):
     """The index depends on the documents' sizes only: the .bin may be a hole of the right size."""
@@ -43,15 +52,24 @@ def test_index_of_the_reference(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "case", golden("openwebtext-1000")["index"], ids=lambda case: f"{case['num_samples']}x{case['seq_length']}"
+    "case",
+    golden("openwebtext-1000")["index"],
+    ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
 )
 def test_tokens_of_the_reference(tmp_path, case):
     folder = shared_dir("data", "openwebtext-1000")
-    check_tokens(open_case(IndexedDataset(folder / "meg-gpt2-openwebtext_text_document"), case, tmp_path), case)
+    check_tokens(
+        open_case(IndexedDataset(folder / "meg-gpt2-openwebtext_text_document"), case, tmp_path),
+        case,
+    )
 
 
 @pytest.mark.parametrize("helpers", ["built", "numpy"])
-@pytest.mark.parametrize("case", golden("openwebtext-100")["index"], ids=lambda case: f"{case['num_samples']}x{case['seq_length']}")
+@pytest.mark.parametrize(
+    "case",
+    golden("openwebtext-100")["index"],
+    ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
+)
 def test_hundred_documents(tmp_path, case, helpers, monkeypatch):
     if helpers == "numpy":
         monkeypatch.setattr("megatron.data.index_helpers.sample_index", index_numpy.sample_index)
@@ -76,18 +94,20 @@ def test_an_epoch_shows_every_token_once(tmp_path):
 @pytest.mark.parametrize("tokens", [11, 12, 57, 100])
 @pytest.mark.parametrize("num_samples", [1, 5, 9, 23])
 def test_the_number_of_epochs_is_the_least_that_suffices(tokens, num_samples):
-    shape = IndexShape.of(tokens, 10, num_samples)
+    shape = IndexShape.compute(tokens, 10, num_samples)
     assert (shape.num_epochs * tokens - 1) // 10 == shape.num_samples >= num_samples
     assert shape.num_epochs == 1 or ((shape.num_epochs - 1) * tokens - 1) // 10 < num_samples
 
 
 def test_wider_types_only_where_needed():
-    assert signed_type(2**31 - 1) is np.int32
-    assert signed_type(2**31) is np.int64
+    assert choose_signed_type(2**31 - 1) is np.int32
+    assert choose_signed_type(2**31) is np.int64
 
 
 def test_a_corpus_too_small_for_one_sample(tmp_path):
     data = IndexedDataset(write_numbered(tmp_path / "x", documents=4, size=25))
     GPTDataset(data, (0, 4), 99, 1, 5, IndexCache(tmp_path))
-    with pytest.raises(DataError, match=r"documents 0 to 4 of .*x hold 100 tokens.*--seq-length 100 needs 101"):
+    with pytest.raises(
+        DataError, match=r"documents 0 to 4 of .*x hold 100 tokens.*--seq-length 100 needs 101"
+    ):
         GPTDataset(data, (0, 4), 100, 1, 5, IndexCache(tmp_path))

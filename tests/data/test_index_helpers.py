@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.data import index_helpers, index_numpy
 
-cpp = pytest.importorskip("megatron.data._index_helpers", reason="C++ INDEX HELPERS ARE NOT BUILT: nothing to compare NumPy with")
+cpp = pytest.importorskip(
+    "megatron.data._index_helpers",
+    reason="C++ INDEX HELPERS ARE NOT BUILT: nothing to compare NumPy with",
+)
 
 corpora = st.tuples(
     st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 1),
@@ -44,7 +47,11 @@ def test_sample_index(corpus, doc_type, out_type):
     cpp.sample_index(unaligned(sizes), doc_idx, seq_length, fast)
     index_numpy.sample_index(sizes, doc_idx, seq_length, slow)
     assert fast.tobytes() == slow.tobytes()
-    owner = [(place, offset) for place, document in enumerate(doc_idx) for offset in range(sizes[document])]
+    owner = [
+        (place, offset)
+        for place, document in enumerate(doc_idx)
+        for offset in range(sizes[document])
+    ]
     assert [tuple(row) for row in fast[1:]] == owner[seq_length::seq_length][:num_samples]
     assert tuple(fast[0]) == (0, 0)
 
@@ -55,7 +62,9 @@ def test_sample_index_in_chunks(corpus, chunk):
     sizes, epochs, seed, seq_length = corpus
     sizes = np.array(sizes, np.int32)
     doc_idx = shuffled(sizes, epochs, seed, np.int32)
-    out, chunked = (np.zeros(((epochs * int(sizes.sum()) - 1) // seq_length + 1, 2), np.int32) for _ in range(2))
+    out, chunked = (
+        np.zeros(((epochs * int(sizes.sum()) - 1) // seq_length + 1, 2), np.int32) for _ in range(2)
+    )
     index_numpy.sample_index(sizes, doc_idx, seq_length, out)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(index_numpy, "_CHUNK", chunk)
@@ -64,7 +73,11 @@ def test_sample_index_in_chunks(corpus, chunk):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7), st.integers(0, 300), st.sampled_from([np.uint8, np.int32]))
+@given(
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7),
+    st.integers(0, 300),
+    st.sampled_from([np.uint8, np.int32]),
+)
 def test_blending_indices(weights, size, which_type):
     weights = np.array(weights)
     weights /= weights.sum()
@@ -77,7 +90,12 @@ def test_blending_indices(weights, size, which_type):
 
 
 @settings(max_examples=200, deadline=None)
-@given(corpora, st.sampled_from(["u1", "i1", "i2", "u2", "i4", "i8"]), st.sampled_from([np.int32, np.int64]), st.data())
+@given(
+    corpora,
+    st.sampled_from(["u1", "i1", "i2", "u2", "i4", "i8"]),
+    st.sampled_from([np.int32, np.int64]),
+    st.data(),
+)
 def test_gather_tokens(corpus, token_type, doc_type, data):
     sizes, epochs, seed, seq_length = corpus
     sizes = np.array(sizes, np.int32)
@@ -98,9 +116,14 @@ def test_gather_tokens(corpus, token_type, doc_type, data):
     cpp.gather_tokens(tokens, unaligned(pointers), unaligned(sizes), doc_idx, starts, rows, fast)
     index_numpy.gather_tokens(tokens, pointers, sizes, doc_idx, starts, rows, slow)
     assert fast.tobytes() == slow.tobytes()
-    stream = np.concatenate([tokens[begins[d] : begins[d] + sizes[d]] for d in doc_idx]).astype(np.int64)
+    stream = np.concatenate([tokens[begins[d] : begins[d] + sizes[d]] for d in doc_idx]).astype(
+        np.int64
+    )
     for sample, row in zip(samples, rows, strict=True):
-        assert fast[row].tolist() == stream[sample * seq_length : sample * seq_length + seq_length + 1].tolist()
+        assert (
+            fast[row].tolist()
+            == stream[sample * seq_length : sample * seq_length + seq_length + 1].tolist()
+        )
 
 
 @pytest.mark.parametrize("module", [cpp, index_numpy])
@@ -110,24 +133,40 @@ def test_running_out_of_documents_is_an_error_not_a_crash(module):
         module.sample_index(sizes, doc_idx, 5, np.zeros((9, 2), np.int32))
     out, tokens = np.zeros((1, 8), np.int64), np.zeros(7, np.uint16)
     with pytest.raises(RuntimeError, match="past the last document"):
-        module.gather_tokens(tokens, np.array([0, 6]), sizes, doc_idx, np.array([[0, 0]]), np.array([0]), out)
+        module.gather_tokens(
+            tokens, np.array([0, 6]), sizes, doc_idx, np.array([[0, 0]]), np.array([0]), out
+        )
 
 
 def test_a_row_outside_the_output_is_an_error_not_a_crash():
-    sizes, doc_idx, tokens = np.array([9], np.int32), np.array([0], np.int32), np.zeros(9, np.uint16)
+    sizes, doc_idx, tokens = (
+        np.array([9], np.int32),
+        np.array([0], np.int32),
+        np.zeros(9, np.uint16),
+    )
     with pytest.raises(RuntimeError, match="row outside the output"):
-        cpp.gather_tokens(tokens, np.array([0]), sizes, doc_idx, np.array([[0, 0]]), np.array([1]), np.zeros((1, 8), np.int64))
+        cpp.gather_tokens(
+            tokens,
+            np.array([0]),
+            sizes,
+            doc_idx,
+            np.array([[0, 0]]),
+            np.array([1]),
+            np.zeros((1, 8), np.int64),
+        )
 
 
 def test_the_slow_choice_is_said():
-    assert index_helpers.implementation() == "C++"
+    assert index_helpers.describe_implementation() == "C++"
     program = (
         "import sys; sys.modules['megatron.data._index_helpers'] = None\n"
         "from megatron.data import index_helpers, index_numpy\n"
         "assert index_helpers.sample_index is index_numpy.sample_index\n"
-        "print(index_helpers.implementation())"
+        "print(index_helpers.describe_implementation())"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith("NumPy (slower: ")
 
 
@@ -155,7 +194,15 @@ HUGE = 2**31 - 1
     + [{"doc_idx": np.array([value, 0], np.int64)} for value in (2**62, -(2**62))]
     + [
         {"starts": np.array([[index, offset]])}
-        for index, offset in [(-1, 0), (2, 0), (2**62, 0), (0, -1), (0, 5), (0, 2**62), (0, -(2**62))]
+        for index, offset in [
+            (-1, 0),
+            (2, 0),
+            (2**62, 0),
+            (0, -1),
+            (0, 5),
+            (0, 2**62),
+            (0, -(2**62)),
+        ]
     ]
     + [{"pointers": np.array([0, value])} for value in (-2, 8, 2**62, -(2**63), 2**63 - 1)]
     + [{"sizes": np.array([3, value], np.int32)} for value in (-1, 5, HUGE, -HUGE - 1)]
@@ -176,7 +223,12 @@ def test_an_index_out_of_range_is_an_error_not_a_crash(module, changed):
 @pytest.mark.parametrize("document", [-1, 2, HUGE, -HUGE])
 def test_a_document_that_does_not_exist_has_no_samples(module, document):
     with pytest.raises(RuntimeError, match=f"document {document} is out of range"):
-        module.sample_index(np.array([3, 4], np.int32), np.array([0, document], np.int32), 2, np.zeros((4, 2), np.int32))
+        module.sample_index(
+            np.array([3, 4], np.int32),
+            np.array([0, document], np.int32),
+            2,
+            np.zeros((4, 2), np.int32),
+        )
 
 
 @pytest.mark.parametrize("module", [cpp, index_numpy])
@@ -198,7 +250,9 @@ def test_an_output_of_another_shape_is_not_written_beyond_its_end():
         with pytest.raises(RuntimeError, match=r"\[samples \+ 1, 2\]"):
             cpp.sample_index(sizes, documents, 2, out)
     with pytest.raises(RuntimeError, match="cannot number"):
-        cpp.blending_indices(np.full(300, 1 / 300), np.zeros(600, np.uint8), np.zeros(600, np.int64))
+        cpp.blending_indices(
+            np.full(300, 1 / 300), np.zeros(600, np.uint8), np.zeros(600, np.int64)
+        )
 
 
 def test_an_older_build_without_range_checks_is_not_used():
@@ -206,7 +260,9 @@ def test_an_older_build_without_range_checks_is_not_used():
         "import sys, types; sys.modules['megatron.data._index_helpers'] = types.ModuleType('old')\n"
         "from megatron.data import index_helpers, index_numpy\n"
         "assert index_helpers.gather_tokens is index_numpy.gather_tokens\n"
-        "print(index_helpers.implementation())"
+        "print(index_helpers.describe_implementation())"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith("NumPy (slower: the C++ build has revision 1")

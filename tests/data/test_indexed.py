@@ -10,7 +10,7 @@ from corpora import HUNDRED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
+from megatron.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, choose_dtype
 from megatron.errors import DataError
 
 HEADER = 34
@@ -36,7 +36,9 @@ def test_reads_the_reference_files():
     assert data.dtype == np.uint16
     assert data.sizes[:3].tolist() == [1411, 918, 1046]
     assert data.document_offsets[[0, 1, -1]].tolist() == [0, 1, 100]
-    assert all(data[i][-1] == 4999 for i in range(100)), "each document ends with the end-of-document id"
+    assert all(data[i][-1] == 4999 for i in range(100)), (
+        "each document ends with the end-of-document id"
+    )
     assert data.get(1, 5, 4).tolist() == data[1].tolist()[5:9]
     assert data.get(1, 910).size == 8
 
@@ -117,15 +119,15 @@ def test_an_old_index_never_stands_beside_a_new_bin(copy, monkeypatch):
 
 
 def test_best_dtype():
-    assert best_dtype(65499) == np.uint16
-    assert best_dtype(65500) == np.int32
+    assert choose_dtype(65499) == np.uint16
+    assert choose_dtype(65500) == np.int32
 
 
 def test_fingerprint_is_of_the_content(copy):
-    before = IndexedDataset(HUNDRED).fingerprint()
-    assert IndexedDataset(copy).fingerprint() == before
+    before = IndexedDataset(HUNDRED).compute_fingerprint()
+    assert IndexedDataset(copy).compute_fingerprint() == before
     patch(copy.with_suffix(".bin"), 0, b"\x07\x00")
-    assert IndexedDataset(copy).fingerprint() != before
+    assert IndexedDataset(copy).compute_fingerprint() != before
 
 
 def test_missing_files_are_named(copy):
@@ -140,14 +142,23 @@ def test_missing_files_are_named(copy):
     ("damage", "message"),
     [
         (lambda raw: raw[:20], "has 20 bytes, less than the 34"),
-        (lambda raw: raw[:-8], r"has 2034 bytes, but 100 sequences and 101 document offsets need 2042.*cut off"),
+        (
+            lambda raw: raw[:-8],
+            r"has 2034 bytes, but 100 sequences and 101 document offsets need 2042.*cut off",
+        ),
         (lambda raw: raw + b"\0", r"has 2043 bytes.*need 2042.*longer than it says"),
-        (lambda raw: b"TNTIDX\x00\x00\x00" + raw[9:], "not with .*MMIDIDX.*not the index of an mmap"),
+        (
+            lambda raw: b"TNTIDX\x00\x00\x00" + raw[9:],
+            "not with .*MMIDIDX.*not the index of an mmap",
+        ),
         (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "format version 2; only version 1"),
         (lambda raw: raw[:17] + b"\x06" + raw[18:], r"dtype code 6 \(6 and 7 mean different types"),
         (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7"),
         (lambda raw: raw[:17] + b"\x63" + raw[18:], "dtype code 99; known are 1 uint8"),
-        (lambda raw: raw[:HEADER] + struct.pack("<i", -5) + raw[HEADER + 4 :], "sequence 0 has size -5"),
+        (
+            lambda raw: raw[:HEADER] + struct.pack("<i", -5) + raw[HEADER + 4 :],
+            "sequence 0 has size -5",
+        ),
         (
             lambda raw: raw[: HEADER + 408] + struct.pack("<q", 4) + raw[HEADER + 416 :],
             "sequence 1 points to byte 4.*add up to 2822",
@@ -165,13 +176,16 @@ def test_a_wrong_idx_is_refused(copy, damage, message):
         IndexedDataset(copy)
 
 
-@pytest.mark.parametrize(("change", "words"), [(-2, "cut off"), (+2, "not the file that this index was made for")])
+@pytest.mark.parametrize(
+    ("change", "words"), [(-2, "cut off"), (+2, "not the file that this index was made for")]
+)
 def test_a_bin_of_another_size_is_refused(copy, change, words):
     path = copy.with_suffix(".bin")
     raw = path.read_bytes()
     path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
     with pytest.raises(
-        DataError, match=rf"has {259478 + change} bytes, but the 129739 uint16 tokens of c\.idx need 259478.*{words}"
+        DataError,
+        match=rf"has {259478 + change} bytes, but the 129739 uint16 tokens of c\.idx need 259478.*{words}",
     ):
         IndexedDataset(copy)
 
@@ -183,7 +197,9 @@ def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
     with pytest.raises(DataError, match="-1 to 70000 do not fit uint16"):
         writer.add_document([-1, 70000])
     with pytest.raises(DataError, match=f"a sequence of {2**31} tokens is longer"):
-        writer.add_documents(np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (0,), (2,)), _Sizes())
+        writer.add_documents(
+            np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (0,), (2,)), _Sizes()
+        )
     writer.discard()
     assert list(tmp_path.iterdir()) == []
 

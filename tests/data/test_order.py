@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.cache import IndexCache
-from megatron.data.order import Blended, Cut, Indexed, index_tree, locate, realize, seeds_of
+from megatron.data.order import (
+    BlendedOrder,
+    DatasetOrder,
+    OrderSlice,
+    build_order,
+    collect_seeds,
+    locate,
+    make_index_tree,
+)
 
 
 class Numbers:
@@ -21,8 +29,10 @@ class Numbers:
 
 def spelled(order):
     """[(seed of the leaf, sample), ...]"""
-    leaves, samples = order.lookup(np.arange(len(order), dtype=np.int64))
-    return [(order.leaves[leaf].seed, int(sample)) for leaf, sample in zip(leaves, samples, strict=True)]
+    leaves, samples = order.look_up(np.arange(len(order), dtype=np.int64))
+    return [
+        (order.leaves[leaf].seed, int(sample)) for leaf, sample in zip(leaves, samples, strict=True)
+    ]
 
 
 def plain(tree):
@@ -43,7 +53,7 @@ def cut(draw, tree):
 
 
 trees = st.recursive(
-    st.builds(index_tree, st.integers(0, 9), st.integers(1, 12)),
+    st.builds(make_index_tree, st.integers(0, 9), st.integers(1, 12)),
     lambda inner: st.one_of(
         st.composite(lambda draw: cut(draw, draw(inner)))(),
         st.builds(lambda seed, of: {"permute": seed, "of": of}, st.integers(0, 9), inner),
@@ -57,26 +67,26 @@ trees = st.recursive(
 @given(tree=trees)
 def test_any_tree(tmp_path_factory, tree):
     cache = IndexCache(tmp_path_factory.getbasetemp() / "orders")
-    order = realize(tree, Numbers, cache)
+    order = build_order(tree, Numbers, cache)
     assert spelled(order) == plain(tree)
-    assert seeds_of(tree) >= {seed for seed, _ in plain(tree)}
+    assert collect_seeds(tree) >= {seed for seed, _ in plain(tree)}
     dataset, sample = locate(order, len(order) - 1)
     assert (dataset.seed, sample) == plain(tree)[-1]
 
 
 def test_a_blend_of_orders():
-    orders = [Indexed(Numbers(1, 5)), Cut(Indexed(Numbers(2, 9)), 4, 9)]
-    blended = Blended(orders, np.array([1, 0, 1, 1], np.uint8), np.array([0, 0, 1, 2]))
+    orders = [DatasetOrder(Numbers(1, 5)), OrderSlice(DatasetOrder(Numbers(2, 9)), 4, 9)]
+    blended = BlendedOrder(orders, np.array([1, 0, 1, 1], np.uint8), np.array([0, 0, 1, 2]))
     assert spelled(blended) == [(2, 4), (1, 0), (2, 5), (2, 6)]
 
 
 def test_a_blend_ends_before_the_first_sample_that_is_missing():
     which, sample = np.array([0, 1, 0, 1, 0, 1], np.uint8), np.array([0, 0, 1, 1, 2, 2])
-    three, one = Indexed(Numbers(1, 3)), Indexed(Numbers(2, 1))
-    assert len(Blended([three, three], which, sample)) == 6
-    assert len(Blended([three, one], which, sample)) == 3
+    three, one = DatasetOrder(Numbers(1, 3)), DatasetOrder(Numbers(2, 1))
+    assert len(BlendedOrder([three, three], which, sample)) == 6
+    assert len(BlendedOrder([three, one], which, sample)) == 3
 
 
 def test_a_cut_stays_inside():
     with pytest.raises(AssertionError, match=r"cannot cut \[2, 6\) out of 5"):
-        Cut(Indexed(Numbers(1, 5)), 2, 6)
+        OrderSlice(DatasetOrder(Numbers(1, 5)), 2, 6)

@@ -9,7 +9,7 @@ from corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data.segments import Segment
-from megatron.data.source import Place, build_sources
+from megatron.data.source import BatchSlice, build_sources
 from megatron.errors import DataError
 
 SEQ = 10
@@ -27,9 +27,20 @@ def corpus(tmp_path):
 @pytest.fixture
 def build(tmp_path):
     def make(*path, samples, seed=1, seq_length=SEQ, split="1,0,0", cache=None):
-        config = DataConfig(data_path=path, split=split, data_cache_path=str(cache or tmp_path / "cache"), num_workers=0)
+        config = DataConfig(
+            data_path=path,
+            split=split,
+            data_cache_path=str(cache or tmp_path / "cache"),
+            num_workers=0,
+        )
         return build_sources(
-            config, seq_length=seq_length, seed=seed, train_samples=samples, valid_samples=0, test_samples=0, place=Place(1)
+            config,
+            seq_length=seq_length,
+            seed=seed,
+            train_samples=samples,
+            valid_samples=0,
+            test_samples=0,
+            batch_slice=BatchSlice(1),
         )
 
     return make
@@ -37,7 +48,10 @@ def build(tmp_path):
 
 def draw(sources, count):
     """The first token of each of the next samples."""
-    return [int(microbatch.tokens[0, 0]) for microbatch in (sources.train.next(1)[0] for _ in range(count))]
+    return [
+        int(microbatch.tokens[0, 0])
+        for microbatch in (sources.train.read_batch(1)[0] for _ in range(count))
+    ]
 
 
 def resumed(old, new):
@@ -127,7 +141,9 @@ def test_only_what_training_will_see_is_reshuffled(build, corpus):
     whole = draw(build(corpus[0], samples=20), 29)
     old = build(corpus[0], samples=20)
     draw(old, 12)
-    assert sorted(draw(resumed(old, build(corpus[0], samples=20, seed=2)), 8)) == sorted(whole[12:20])
+    assert sorted(draw(resumed(old, build(corpus[0], samples=20, seed=2)), 8)) == sorted(
+        whole[12:20]
+    )
 
 
 def test_a_new_seed_twice_and_then_more_samples(build, corpus):
@@ -209,7 +225,7 @@ def test_another_sequence_length(build, corpus):
     old = build(corpus[0], samples=20)
     draw(old, 5)
     new = resumed(old, build(corpus[0], samples=20, seq_length=5))
-    assert new.train.next(1)[0].tokens.shape == (1, 5)
+    assert new.train.read_batch(1)[0].tokens.shape == (1, 5)
     assert "--seq-length 10 has become 5" in new.take_notes()[0]
     assert [segment.start_sample for segment in new.train.history.segments] == [0, 5]
 
@@ -250,7 +266,9 @@ def test_data_that_changed_or_vanished_although_the_order_needs_it(build, corpus
     state = old.state()
     write_numbered(tmp_path / "a", DOCUMENTS, SIZE, first=7)
     new = build("0.5", a, "0.5", b, samples=29)
-    new.load(state)  # the old order is over: its samples lie behind, and the changed data set begins as another one
+    new.load(
+        state
+    )  # the old order is over: its samples lie behind, and the changed data set begins as another one
     assert any("begins" in note for note in new.take_notes())
     new.train.advance(-5)
     with pytest.raises(DataError, match=r"a has changed \(fingerprint .*bring the data back"):
@@ -263,7 +281,9 @@ def test_data_that_changed_or_vanished_although_the_order_needs_it(build, corpus
         draw(gone, 1)
 
 
-def test_a_data_set_asked_for_too_little_is_followed_by_a_further_segment(build, corpus, monkeypatch):
+def test_a_data_set_asked_for_too_little_is_followed_by_a_further_segment(
+    build, corpus, monkeypatch
+):
     """The shares of many data sets can need more than the surplus; then the order goes on instead of failing in mid-run."""
     monkeypatch.setattr("megatron.data.blend.SURPLUS", 0.5)
     a, b = corpus

@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.batches import sample_positions
+from megatron.data.batches import compute_sample_positions
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.prefetch import Prefetcher
-from megatron.data.source import Place, build_sources, check_vocabulary, evaluation_samples
+from megatron.data.source import (
+    BatchSlice,
+    build_sources,
+    check_vocabulary,
+    count_evaluation_samples,
+)
 from megatron.errors import ConfigError, DataError
 
 
@@ -23,8 +28,23 @@ def build(tmp_path):
     """Build sources over the first 100 documents, caches in a temporary folder; threads end with the test."""
     opened = []
 
-    def make(place=None, *, num_workers=0, train_samples=900, valid_samples=40, test_samples=0, seq_length=128, seed=1234, **data):
-        data = {"data_path": (HUNDRED,), "split": "90,8,2", "data_cache_path": str(tmp_path / "cache"), **data}
+    def make(
+        batch_slice=None,
+        *,
+        num_workers=0,
+        train_samples=900,
+        valid_samples=40,
+        test_samples=0,
+        seq_length=128,
+        seed=1234,
+        **data,
+    ):
+        data = {
+            "data_path": (HUNDRED,),
+            "split": "90,8,2",
+            "data_cache_path": str(tmp_path / "cache"),
+            **data,
+        }
         config = DataConfig(num_workers=num_workers, valid_num_workers=num_workers, **data)
         sources = build_sources(
             config,
@@ -33,7 +53,7 @@ def build(tmp_path):
             train_samples=train_samples,
             valid_samples=valid_samples,
             test_samples=test_samples,
-            place=place or Place(2),
+            batch_slice=batch_slice or BatchSlice(2),
         )
         opened.append(sources)
         return sources
@@ -52,19 +72,19 @@ def rows(microbatches):
 @given(st.integers(0, 10**12), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
 def test_positions_of_all_ranks_are_the_batch(consumed, mbs, dp, microbatches):
     batch = mbs * dp * microbatches
-    ranks = [sample_positions(consumed, batch, rank, dp, mbs) for rank in range(dp)]
+    ranks = [compute_sample_positions(consumed, batch, rank, dp, mbs) for rank in range(dp)]
     assert np.stack(ranks, 1).reshape(-1).tolist() == list(range(consumed, consumed + batch))
     assert ranks[0].shape == (microbatches, mbs)
 
 
 def test_a_batch_that_cannot_be_cut():
     with pytest.raises(AssertionError, match=r"batch size 6 is no multiple of .* = 4"):
-        sample_positions(0, 6, 0, 2, 2)
+        compute_sample_positions(0, 6, 0, 2, 2)
 
 
 def test_microbatches_are_shifted_and_contiguous(build):
     train = build().train
-    microbatches = train.next(4)
+    microbatches = train.read_batch(4)
     assert [m.tokens.shape for m in microbatches] == [(2, 128)] * 2
     for microbatch in microbatches:
         assert torch.equal(microbatch.tokens[:, 1:], microbatch.labels[:, :-1])
@@ -77,37 +97,40 @@ def test_microbatches_are_shifted_and_contiguous(build):
 
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_batch_is_the_same_on_any_number_of_ranks(build, dp):
-    alone = build(Place(1)).train
-    ranks = [build(Place(1, rank, dp)).train for rank in range(dp)]
+    alone = build(BatchSlice(1)).train
+    ranks = [build(BatchSlice(1, rank, dp)).train for rank in range(dp)]
     for batch in (8, 4, 8):
-        parts = [source.next(batch) for source in ranks]
+        parts = [source.read_batch(batch) for source in ranks]
         together = [microbatch for group in zip(*parts, strict=True) for microbatch in group]
-        assert np.array_equal(rows(together), rows(alone.next(batch)))
+        assert np.array_equal(rows(together), rows(alone.read_batch(batch)))
 
 
 def test_a_resume_equals_the_uninterrupted_run(build):
     whole = build()
-    expected = [rows(whole.train.next(6)) for _ in range(6)]
-    expected_valid = [rows(whole.valid["validation"].next(4)) for _ in range(4)]
+    expected = [rows(whole.train.read_batch(6)) for _ in range(6)]
+    expected_valid = [rows(whole.valid["validation"].read_batch(4)) for _ in range(4)]
     first = build()
     for _ in range(3):
-        first.train.next(6)
+        first.train.read_batch(6)
     for _ in range(2):
-        first.valid["validation"].next(4)
+        first.valid["validation"].read_batch(4)
     state = json.loads(json.dumps(first.state()))
     second = build()
     second.load(state)
     assert second.train.consumed_samples == 18
-    assert all(np.array_equal(rows(second.train.next(6)), batch) for batch in expected[3:])
-    assert all(np.array_equal(rows(second.valid["validation"].next(4)), batch) for batch in expected_valid[2:])
+    assert all(np.array_equal(rows(second.train.read_batch(6)), batch) for batch in expected[3:])
+    assert all(
+        np.array_equal(rows(second.valid["validation"].read_batch(4)), batch)
+        for batch in expected_valid[2:]
+    )
     assert second.take_notes() == []
 
 
 def test_advance_passes_over_samples(build):
     reading, passing = build().train, build().train
-    reading.next(10)
+    reading.read_batch(10)
     passing.advance(10)
-    assert np.array_equal(rows(reading.next(4)), rows(passing.next(4)))
+    assert np.array_equal(rows(reading.read_batch(4)), rows(passing.read_batch(4)))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -117,13 +140,13 @@ def test_reading_ahead_changes_nothing(build, threads):
     def run(source):
         seen = []
         for batch, length in ((4, None), (4, None), (6, None), (6, 32), (6, 32), (6, None)):
-            seen.append(rows(source.next(batch, length)))
+            seen.append(rows(source.read_batch(batch, length)))
         source.advance(50)
-        seen.append(rows(source.next(6)))
+        seen.append(rows(source.read_batch(6)))
         state = source.state()
-        seen.append(rows(source.next(6)))
+        seen.append(rows(source.read_batch(6)))
         source.load(state)
-        seen.append(rows(source.next(6)))
+        seen.append(rows(source.read_batch(6)))
         return seen
 
     inline, ahead = run(build(num_workers=0).train), run(build(num_workers=threads).train)
@@ -134,12 +157,12 @@ def test_reading_ahead_changes_nothing(build, threads):
 def test_a_load_forgets_what_was_read_ahead(build):
     """The other order's batch at the same position must not be handed out."""
     ahead, other = build(num_workers=2).train, build(seed=7).train
-    ahead.next(4)
-    other.next(4)
+    ahead.read_batch(4)
+    other.read_batch(4)
     state = other.state()
-    ahead._wanted = other._wanted
+    ahead._requested = other._requested
     ahead.load(state)
-    assert np.array_equal(rows(ahead.next(4)), rows(other.next(4)))
+    assert np.array_equal(rows(ahead.read_batch(4)), rows(other.read_batch(4)))
 
 
 def test_reading_ahead_reads_ahead_and_no_request_twice():
@@ -176,29 +199,31 @@ def test_an_error_while_reading_ahead_is_raised_when_its_batch_is_taken():
 
 def test_curriculum_cuts_samples(build):
     full, cut = build().train, build().train
-    assert np.array_equal(rows(full.next(4))[:, :17], rows(cut.next(4, seq_length=16)))
+    assert np.array_equal(rows(full.read_batch(4))[:, :17], rows(cut.read_batch(4, seq_length=16)))
     with pytest.raises(AssertionError, match="sequence length 129 is not in 1 to 128"):
-        cut.next(4, seq_length=129)
+        cut.read_batch(4, seq_length=129)
 
 
 def test_validation_wraps_around(build):
     valid = build().valid["validation"]
     end = valid.history.end
-    first = rows(valid.next(2))
+    first = rows(valid.read_batch(2))
     valid.advance(end - 3)
-    across = rows(valid.next(2))
+    across = rows(valid.read_batch(2))
     assert valid.consumed_samples == end + 1
     assert np.array_equal(across[1], first[0])
-    assert np.array_equal(rows(valid.next(2))[0], first[1])
+    assert np.array_equal(rows(valid.read_batch(2))[0], first[1])
 
 
 def test_training_ends_with_its_samples(build):
     train = build(train_samples=900).train
     end = train.history.end
     train.advance(end - 2)
-    train.next(2)
-    with pytest.raises(DataError, match=rf"2 samples at {end} reaches past the {end} training samples"):
-        train.next(2)
+    train.read_batch(2)
+    with pytest.raises(
+        DataError, match=rf"2 samples at {end} reaches past the {end} training samples"
+    ):
+        train.read_batch(2)
 
 
 def test_several_validation_sets_and_a_test_set(build, tmp_path):
@@ -213,8 +238,8 @@ def test_several_validation_sets_and_a_test_set(build, tmp_path):
     )
     assert list(sources.valid) == ["web", "numbers"]
     assert list(sources.test) == ["last"]
-    assert rows(sources.valid["numbers"].next(4)).min() >= 250
-    assert rows(sources.test["last"].next(2)).min() >= 450
+    assert rows(sources.valid["numbers"].read_batch(4)).min() >= 250
+    assert rows(sources.test["last"].read_batch(2)).min() >= 450
     state = json.loads(json.dumps(sources.state()))
     sources.load(state)
     assert sources.valid["numbers"].consumed_samples == 4
@@ -222,7 +247,9 @@ def test_several_validation_sets_and_a_test_set(build, tmp_path):
 
 
 def test_evaluation_samples():
-    assert evaluation_samples(train_iters=1000, eval_interval=300, eval_iters=10, global_batch_size=8) == (320, 80)
+    assert count_evaluation_samples(
+        train_iters=1000, eval_interval=300, eval_iters=10, global_batch_size=8
+    ) == (320, 80)
 
 
 def test_nothing_is_opened_that_is_not_asked_for(build):
@@ -260,9 +287,12 @@ def with_bad_token(tmp_path, document, padding, token=5000):
 
 def test_a_token_beyond_the_vocabulary_is_found_at_the_start(build, tmp_path):
     bad = with_bad_token(tmp_path, document=11, padding=200)
-    with pytest.raises(DataError, match=r"bad: document 11 holds the token id 5000, but the vocabulary has 5000 entries"):
-        build(Place(2, vocab_size=5000), data_path=(bad,), split="1,0,0")
-    build(Place(2, vocab_size=5001), data_path=(bad,), split="1,0,0")
+    with pytest.raises(
+        DataError,
+        match=r"bad: document 11 holds the token id 5000, but the vocabulary has 5000 entries",
+    ):
+        build(BatchSlice(2, vocab_size=5000), data_path=(bad,), split="1,0,0")
+    build(BatchSlice(2, vocab_size=5001), data_path=(bad,), split="1,0,0")
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -270,18 +300,29 @@ def test_a_token_beyond_the_vocabulary_is_found_when_read(build, tmp_path, monke
     monkeypatch.setattr("megatron.data.source._SCANNED_TOKENS", 100)
     bad = with_bad_token(tmp_path, document=11, padding=200)
     sources = build(
-        Place(2, vocab_size=5000), data_path=(bad,), split="1,0,0", seq_length=50, train_samples=70, num_workers=threads
+        BatchSlice(2, vocab_size=5000),
+        data_path=(bad,),
+        split="1,0,0",
+        seq_length=50,
+        train_samples=70,
+        num_workers=threads,
     )
     with pytest.raises(DataError, match="document 11 holds the token id 5000"):
-        sources.train.next(68)
+        sources.train.read_batch(68)
 
 
 def test_a_negative_token_is_found_when_read(build, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.data.source._SCANNED_TOKENS", 100)
     bad = with_bad_token(tmp_path, document=11, padding=200, token=-1)
-    sources = build(Place(2, vocab_size=5000), data_path=(bad,), split="1,0,0", seq_length=50, train_samples=70)
+    sources = build(
+        BatchSlice(2, vocab_size=5000),
+        data_path=(bad,),
+        split="1,0,0",
+        seq_length=50,
+        train_samples=70,
+    )
     with pytest.raises(DataError, match="document 11 holds the token id -1"):
-        sources.train.next(68)
+        sources.train.read_batch(68)
 
 
 def test_a_negative_token(tmp_path):

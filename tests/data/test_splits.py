@@ -4,12 +4,12 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.splits import (
-    evaluation_mixtures,
+    compute_split_bounds,
+    find_evaluation_mixtures,
+    find_train_mixture,
     parse_data_path,
+    parse_range_bounds,
     parse_weighted_split_paths,
-    range_bounds,
-    split_bounds,
-    train_mixture,
 )
 from megatron.errors import ConfigError
 
@@ -24,29 +24,33 @@ TRAIN = "train: 0.7 0:0.95 data/en, 0.3 0.5:1 data/fr"
         ("949/50/1", 10, (0, 10, 10, 10)),
         ("1", 7, (0, 7, 7, 7)),
         ("0,1", 7, (0, 0, 7, 7)),
-        ("1,1,1", 1000, (0, 334, 667, 1000)),  # rounded bounds end at 999; the missing one is added to all after the first
+        (
+            "1,1,1",
+            1000,
+            (0, 334, 667, 1000),
+        ),  # rounded bounds end at 999; the missing one is added to all after the first
         ("5,5,0", 5, (0, 3, 5, 5)),
     ],
 )
 def test_split_bounds(split, count, bounds):
-    assert split_bounds(split, count) == bounds
+    assert compute_split_bounds(split, count) == bounds
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf,1"])
 def test_a_wrong_split(split):
     with pytest.raises(ConfigError, match="up to three numbers"):
-        split_bounds(split, 10)
+        compute_split_bounds(split, 10)
 
 
 def test_range_bounds():
-    assert range_bounds("0:0.95", 1000) == (0, 950)
-    assert range_bounds("0.95:1", 1000) == (950, 1000)
+    assert parse_range_bounds("0:0.95", 1000) == (0, 950)
+    assert parse_range_bounds("0.95:1", 1000) == (950, 1000)
 
 
 @pytest.mark.parametrize("text", ["0.5:0.5", "0:1.5", "-0.1:1", "0.2", "a:b", "0:0.5:1"])
 def test_a_wrong_range(text):
     with pytest.raises(ConfigError, match="START:END with 0 <= START < END <= 1"):
-        range_bounds(text, 10)
+        parse_range_bounds(text, 10)
 
 
 def test_data_path():
@@ -65,7 +69,7 @@ def test_a_wrong_weight(weight):
 def test_weighted_split_paths():
     mixture = parse_weighted_split_paths(TRAIN)
     assert mixture.name == "train"
-    assert [(part.weight, part.prefix, part.documents(100)) for part in mixture.parts] == [
+    assert [(part.weight, part.prefix, part.select_documents(100)) for part in mixture.parts] == [
         (0.7, "data/en", (0, 95)),
         (0.3, "data/fr", (50, 100)),
     ]
@@ -77,7 +81,9 @@ def test_without_a_name(text):
         parse_weighted_split_paths(text)
 
 
-@pytest.mark.parametrize("text", ["train: 0.7 data/en", "train: 1 0:1 a,", "train: data/en", "0:1 0:1 a"])
+@pytest.mark.parametrize(
+    "text", ["train: 0.7 data/en", "train: 1 0:1 a,", "train: data/en", "0:1 0:1 a"]
+)
 def test_a_wrong_entry(text):
     if text.startswith("0:1"):
         text = "t: 0:1 1 a"
@@ -87,44 +93,56 @@ def test_a_wrong_entry(text):
 
 def test_one_path_makes_three_pieces():
     data = DataConfig(data_path=("a",), split="8,1,1")
-    assert train_mixture(data).parts[0].documents(10) == (0, 8)
-    (valid,) = evaluation_mixtures(data, "valid")
-    (test,) = evaluation_mixtures(data, "test")
-    assert (valid.name, valid.parts[0].documents(10)) == ("validation", (8, 9))
-    assert (test.name, test.parts[0].documents(10)) == ("test", (9, 10))
+    assert find_train_mixture(data).parts[0].select_documents(10) == (0, 8)
+    (valid,) = find_evaluation_mixtures(data, "valid")
+    (test,) = find_evaluation_mixtures(data, "test")
+    assert (valid.name, valid.parts[0].select_documents(10)) == ("validation", (8, 9))
+    assert (test.name, test.parts[0].select_documents(10)) == ("test", (9, 10))
 
 
 def test_several_named_validation_sets_also_from_a_file(tmp_path):
     groups = ("en: 1 0.95:1 data/en", "both: 0.5 0.95:1 data/en, 0.5 0.95:1 data/fr")
-    expected = evaluation_mixtures(DataConfig(valid_weighted_split_paths=groups), "valid")
+    expected = find_evaluation_mixtures(DataConfig(valid_weighted_split_paths=groups), "valid")
     assert [mixture.name for mixture in expected] == ["en", "both"]
     path = tmp_path / "splits.txt"
     for text in (" ".join(f'"{group}"' for group in groups) + "\n", "\n".join(groups)):
         path.write_text(text)
-        assert evaluation_mixtures(DataConfig(valid_weighted_split_paths_path=str(path)), "valid") == expected
+        assert (
+            find_evaluation_mixtures(DataConfig(valid_weighted_split_paths_path=str(path)), "valid")
+            == expected
+        )
 
 
 def test_nothing_given():
-    assert train_mixture(DataConfig()) is None
-    assert evaluation_mixtures(DataConfig(), "test") == ()
+    assert find_train_mixture(DataConfig()) is None
+    assert find_evaluation_mixtures(DataConfig(), "test") == ()
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataConfig(data_path=("a",), train_weighted_split_paths=(TRAIN,)), "and --data-path are both given"),
-        (DataConfig(train_weighted_split_paths=(TRAIN,), train_weighted_split_paths_path="x"), "-path x are both given"),
-        (DataConfig(train_weighted_split_paths=(TRAIN, "b: 1 0:1 x")), r"names 2 mixtures \(train, b\)"),
+        (
+            DataConfig(data_path=("a",), train_weighted_split_paths=(TRAIN,)),
+            "and --data-path are both given",
+        ),
+        (
+            DataConfig(train_weighted_split_paths=(TRAIN,), train_weighted_split_paths_path="x"),
+            "-path x are both given",
+        ),
+        (
+            DataConfig(train_weighted_split_paths=(TRAIN, "b: 1 0:1 x")),
+            r"names 2 mixtures \(train, b\)",
+        ),
         (DataConfig(train_weighted_split_paths=(TRAIN, TRAIN)), "uses a name twice"),
         (DataConfig(train_weighted_split_paths_path="/nowhere"), "/nowhere cannot be read"),
     ],
 )
 def test_contradictions(data, message):
     with pytest.raises(ConfigError, match=message):
-        train_mixture(data)
+        find_train_mixture(data)
 
 
 def test_an_unclosed_quote_in_a_file(tmp_path):
     (tmp_path / "f").write_text('"train: 1 0:1 a')
     with pytest.raises(ConfigError, match="No closing quotation"):
-        train_mixture(DataConfig(train_weighted_split_paths_path=str(tmp_path / "f")))
+        find_train_mixture(DataConfig(train_weighted_split_paths_path=str(tmp_path / "f")))

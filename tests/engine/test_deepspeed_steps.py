@@ -47,12 +47,16 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
     original = DeepSpeedEngine.train_batch
 
     def weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-        return [chunk.tensor.clone() for chunk in engine.chunks(optimizer=True)]
+        return [shard.tensor.clone() for shard in engine.shards(optimizer=True)]
 
     def disturbed(engine: DeepSpeedEngine, *arguments: object, **keywords: object) -> StepResult:
         handle = None
         if len(changed) + 1 == WRONG_AT and int(os.environ["RANK"]) == victim:
-            parameter = next(p for name, p in engine._stage.named_parameters() if name.endswith("input_norm.weight"))
+            parameter = next(
+                p
+                for name, p in engine._stage.named_parameters()
+                if name.endswith("input_norm.weight")
+            )
             handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
         before = weights(engine)
         result = original(engine, *arguments, **keywords)  # type: ignore[arg-type]
@@ -70,14 +74,20 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
     return applied, changed
 
 
-PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024 --hysteresis 1"}
+PRECISIONS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16": "--fp16 --initial-loss-scale 1024 --hysteresis 1",
+}
 SHORT = {("dp2-zero2", "fp16"), ("pp2", "bf16"), ("dp2-zero3", "fp32"), ("pp4", "fp16")}
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param(layout, precision, marks=() if (layout, precision) in SHORT else pytest.mark.full)
+        pytest.param(
+            layout, precision, marks=() if (layout, precision) in SHORT else pytest.mark.full
+        )
         for layout in LAYOUTS
         for precision in PRECISIONS
     ],
@@ -87,14 +97,23 @@ def test_an_infinity_on_one_rank_drops_the_step_on_all(
 ) -> None:
     ranks, flags = LAYOUTS[layout]
     argv = command(
-        tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, flags, PRECISIONS[precision], "--deepspeed --exit-interval 6 --no-save-optim"
+        tmp_path,
+        corpus,
+        "gpt2",
+        "ramp",
+        NO_DROPOUT,
+        flags,
+        PRECISIONS[precision],
+        "--deepspeed --exit-interval 6 --no-save-optim",
     )
     outcomes = pool.run(ranks, pretrain_with_infinity, argv, VICTIMS.get(layout, ranks - 1))
     succeed(outcomes)
     expected = [step != WRONG_AT for step in range(1, 7)]
     for outcome in outcomes:
         assert outcome.value == (expected, expected)
-    entry = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "lm_loss" in entry][WRONG_AT - 1]
+    entry = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "lm_loss" in entry][
+        WRONG_AT - 1
+    ]
     assert not math.isfinite(entry["grad_norm"])
 
 
@@ -105,14 +124,14 @@ SMALL = "--fp16 --loss-scale 65536 --num-layers 2 --seq-length 32 --curriculum-d
 def norms_of_equal_microbatches(argv: list[str]) -> tuple[float, float]:
     """The norm of the gradients of one microbatch, and of many that are the same."""
     from megatron.config.cli import load_config
-    from megatron.parallel.launcher import world_of_launcher
-    from megatron.training.resume import settle
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.training.resume import resolve_job
     from megatron.training.setup import join_ranks, start_run
 
-    loaded, world = load_config(argv), world_of_launcher()
-    run = start_run(loaded, join_ranks(settle(loaded, world.size, None).plan, world), None)
+    loaded, world = load_config(argv), read_launcher_world()
+    run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
     assert run.sources.train is not None
-    microbatch = run.sources.train.next(run.plan.batch_size.final)[0]
+    microbatch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
     one = run.engine.train_batch([microbatch], iteration=1, lr=0.0)
     many = run.engine.train_batch([microbatch] * EQUAL_MICROBATCHES, iteration=2, lr=0.0)
     return one.grad_norm, many.grad_norm
@@ -122,12 +141,16 @@ PP2 = "--pipeline-model-parallel-size 2"
 NORM_LAYOUTS = LAYOUTS | {
     "pp3-dp2": (6, "--pipeline-model-parallel-size 3 --num-layers 3 --micro-batch-size 1"),
     "pp4": (4, "--pipeline-model-parallel-size 4 --num-layers 4 --micro-batch-size 1"),
-    "tp2-pp2-sp": (4, f"--tensor-model-parallel-size 2 {PP2} --sequence-parallel --micro-batch-size 1"),
+    "tp2-pp2-sp": (
+        4,
+        f"--tensor-model-parallel-size 2 {PP2} --sequence-parallel --micro-batch-size 1",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "pp2" else pytest.mark.full) for name in NORM_LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=() if name == "pp2" else pytest.mark.full) for name in NORM_LAYOUTS],
 )
 def test_fp16_gradients_are_accumulated_in_fp32(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
@@ -137,7 +160,9 @@ def test_fp16_gradients_are_accumulated_in_fp32(
     shared = corpus, "gpt2", "curriculum", NO_DROPOUT, SMALL, flags
     norms = {}
     for engine in ("--deepspeed", "--no-cpu-optimizer"):
-        outcomes = pool.run(ranks, norms_of_equal_microbatches, command(tmp_path / engine, *shared, engine))
+        outcomes = pool.run(
+            ranks, norms_of_equal_microbatches, command(tmp_path / engine, *shared, engine)
+        )
         succeed(outcomes)
         norms[engine] = outcomes[0].value
     one, many = norms["--deepspeed"]
@@ -155,13 +180,24 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
     steps = {}
     for engine in ("", "--deepspeed"):
         folder = tmp_path / f"engine{engine}"
-        shared = NO_DROPOUT, flags, "--fp16 --initial-loss-scale 1073741824 --hysteresis 1 --train-samples 300", engine
+        shared = (
+            NO_DROPOUT,
+            flags,
+            "--fp16 --initial-loss-scale 1073741824 --hysteresis 1 --train-samples 300",
+            engine,
+        )
         succeed(pool.run(ranks, pretrain, command(folder, corpus, "gpt2", "ramp", *shared)))
-        steps[engine] = [entry for entry in read_metrics(folder / "metrics.jsonl") if "loss_scale" in entry]
+        steps[engine] = [
+            entry for entry in read_metrics(folder / "metrics.jsonl") if "loss_scale" in entry
+        ]
     native, deepspeed = steps[""], steps["--deepspeed"]
     assert len({entry["loss_scale"] for entry in native}) > 5
     assert [entry["loss_scale"] for entry in deepspeed] == [entry["loss_scale"] for entry in native]
-    trained = [(a["lm_loss"], b["lm_loss"]) for a, b in zip(native, deepspeed, strict=True) if a["lm_loss"] and b["lm_loss"]]
+    trained = [
+        (a["lm_loss"], b["lm_loss"])
+        for a, b in zip(native, deepspeed, strict=True)
+        if a["lm_loss"] and b["lm_loss"]
+    ]
     assert len(trained) > 3
     assert all(abs(a - b) < 0.01 * a for a, b in trained)
 
@@ -184,43 +220,61 @@ def pretrain_with_slow_copies(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2-zero2", pytest.param("pp2", marks=pytest.mark.full), pytest.param("dp2-zero3", marks=pytest.mark.full)]
+    "layout",
+    [
+        "dp2-zero2",
+        pytest.param("pp2", marks=pytest.mark.full),
+        pytest.param("dp2-zero3", marks=pytest.mark.full),
+    ],
 )
-def test_a_save_during_training_is_the_save_between_steps(layout: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_a_save_during_training_is_the_save_between_steps(
+    layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """The step waits for the copy; without that, the copy would have some of the next step's numbers."""
     ranks, flags = LAYOUTS[layout]
     for folder, how in (("between", ""), ("during", "--async-save")):
         shared = NO_DROPOUT, flags, "--deepspeed --save-interval 2", how
-        succeed(pool.run(ranks, pretrain_with_slow_copies, command(tmp_path / folder, corpus, "gpt2", "ramp", *shared)))
+        succeed(
+            pool.run(
+                ranks,
+                pretrain_with_slow_copies,
+                command(tmp_path / folder, corpus, "gpt2", "ramp", *shared),
+            )
+        )
     assert curve(tmp_path / "during") == curve(tmp_path / "between")
     for iteration in (2, 4, 6, 8, 10):
-        between, during = (open_folder(tmp_path / folder / f"global_step{iteration}") for folder in ("between", "during"))
+        between, during = (
+            open_folder(tmp_path / folder / f"global_step{iteration}")
+            for folder in ("between", "during")
+        )
         found = compare(between, during)
         assert len(found.tensors) > 100
         assert found.equal
 
 
 def zeros_after_a_step(argv: list[str]) -> tuple[float, float]:
-    """Loss of a batch after one step, and after all weights were set to zero through the chunks."""
+    """Loss of a batch after one step, and after all weights were set to zero through the shards."""
     from megatron.config.cli import load_config
-    from megatron.parallel.launcher import world_of_launcher
-    from megatron.training.resume import settle
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.training.resume import resolve_job
     from megatron.training.setup import join_ranks, start_run
 
-    loaded, world = load_config(argv), world_of_launcher()
-    run = start_run(loaded, join_ranks(settle(loaded, world.size, None).plan, world), None)
+    loaded, world = load_config(argv), read_launcher_world()
+    run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
     assert run.sources.train is not None
-    batch = run.sources.train.next(run.plan.batch_size.final)
+    batch = run.sources.train.read_batch(run.plan.batch_size.final)
     run.engine.train_batch(batch, iteration=1, lr=1e-3)
     trained = run.engine.eval_batch(batch)
-    for chunk in run.engine.chunks(optimizer=False):
-        chunk.tensor.zero_()
-    run.engine.loaded(None)
+    for shard in run.engine.shards(optimizer=False):
+        shard.tensor.zero_()
+    run.engine.finish_load(None)
     return trained, run.engine.eval_batch(batch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_loaded_is_what_the_model_computes_with(layout: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_the_model_computes_with(
+    layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """Also in mid-run, when ZeRO 3 has gathered small parameters: a model of zeros gives each of its 5000 ids the same chance."""
     ranks, flags = LAYOUTS[layout]
     argv = command(tmp_path, corpus, "gpt2", "curriculum", NO_DROPOUT, flags, "--deepspeed --bf16")
@@ -232,10 +286,19 @@ def test_what_is_loaded_is_what_the_model_computes_with(layout: str, pool: Proce
         assert trained != zeros
 
 
-def test_what_deepspeed_refuses_names_its_json(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_what_deepspeed_refuses_names_its_json(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text('{"log_level": "loud"}')
-    argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, f"--micro-batch-size 4 --deepspeed --deepspeed_config {path}")
+    argv = command(
+        tmp_path,
+        corpus,
+        "gpt2",
+        "ramp",
+        NO_DROPOUT,
+        f"--micro-batch-size 4 --deepspeed --deepspeed_config {path}",
+    )
     outcome = pool.run(1, pretrain, argv)[0]
     assert outcome.kind == "ConfigError", outcome.output
     assert f"{path}: DeepSpeed refuses it" in str(outcome.error)
@@ -266,9 +329,18 @@ def test_ranks_whose_json_differs_are_named(pool: ProcessPool, corpus: str, tmp_
 
 
 def test_one_process_needs_no_launcher_and_no_port(corpus: str, tmp_path: Path) -> None:
-    argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, "--micro-batch-size 4 --deepspeed --exit-interval 1")
+    argv = command(
+        tmp_path,
+        corpus,
+        "gpt2",
+        "ramp",
+        NO_DROPOUT,
+        "--micro-batch-size 4 --deepspeed --exit-interval 1",
+    )
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launched} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in launched} | {
+        "OMP_NUM_THREADS": "1"
+    }
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *argv],
         cwd=ROOT,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.flat_moments import EightBitMoments, TorchMoments, adamw, encode
+from megatron.engine.flat_moments import EightBitMoments, TorchMoments, build_adamw, encode
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -14,12 +14,14 @@ SIZE = 10_000  # no multiple of a block
 def trained(seed: int, config: OptimizerConfig) -> tuple[torch.optim.Optimizer, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     flat = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
-    optimizer = adamw([{"params": [flat], "weight_decay": 0.1}], config)
+    optimizer = build_adamw([{"params": [flat], "weight_decay": 0.1}], config)
     return optimizer, flat
 
 
 def step(optimizer: torch.optim.Optimizer, flat: torch.Tensor, number: int) -> None:
-    flat.grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)) * 10.0 ** -(number % 5)
+    flat.grad = torch.randn(SIZE, generator=torch.Generator().manual_seed(number)) * 10.0 ** -(
+        number % 5
+    )
     flat.grad[:300] = 0.0
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
@@ -30,8 +32,14 @@ def step(optimizer: torch.optim.Optimizer, flat: torch.Tensor, number: int) -> N
 def test_a_resumed_optimizer_goes_on_bit_for_bit(bnb: bool) -> None:
     config = OptimizerConfig(use_bnb_optimizer=bnb)
 
-    def moments(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> EightBitMoments | TorchMoments:
-        return EightBitMoments(optimizer, [flat], [0], set()) if bnb else TorchMoments(optimizer, [flat])
+    def moments(
+        optimizer: torch.optim.Optimizer, flat: torch.Tensor
+    ) -> EightBitMoments | TorchMoments:
+        return (
+            EightBitMoments(optimizer, [flat], [0], set())
+            if bnb
+            else TorchMoments(optimizer, [flat])
+        )
 
     optimizer, flat = trained(0, config)
     before = moments(optimizer, flat)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.engine.fragments import Fragment, boxes_of_run
+from megatron.engine.fragments import Fragment, split_run
 from megatron.parallel.layers import ParameterSpec
 
 
@@ -17,7 +17,7 @@ def test_boxes_are_the_run(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     whole = torch.arange(size).view(shape)
-    at, boxes = start, list(boxes_of_run(start, stop, shape))
+    at, boxes = start, list(split_run(start, stop, shape))
     for offset, box, first in boxes:
         assert first == at
         part = whole[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))]
@@ -29,11 +29,16 @@ def test_boxes_are_the_run(data: st.DataObject) -> None:
 
 def test_chunks_are_live_views_without_padding() -> None:
     flat = torch.arange(20.0)
-    spec = ParameterSpec((5, 4), cut_dim=0)  # 5 real rows; this rank has rows 3 to 6, the last two of them padding
+    spec = ParameterSpec(
+        (5, 4), shard_dim=0
+    )  # 5 real rows; this rank has rows 3 to 6, the last two of them padding
     fragment = Fragment("w", spec, (3, 0), (4, 4), start=2, size=14, flat=0, at=3)
-    chunks = list(fragment.chunks({"weight": flat, "exp_avg": flat + 100}, owner=True))
-    weights = [chunk for chunk in chunks if chunk.kind == "weight"]
-    assert [(chunk.offset, tuple(chunk.tensor.shape)) for chunk in weights] == [((3, 2), (1, 2)), ((4, 0), (1, 4))]
+    shards = list(fragment.shards({"weight": flat, "exp_avg": flat + 100}, owner=True))
+    weights = [shard for shard in shards if shard.kind == "weight"]
+    assert [(shard.offset, tuple(shard.tensor.shape)) for shard in weights] == [
+        ((3, 2), (1, 2)),
+        ((4, 0), (1, 4)),
+    ]
     weights[1].tensor.fill_(-1)
     assert flat.tolist() == [*range(5), -1, -1, -1, -1, *range(9, 20)]
-    assert len(chunks) == 4
+    assert len(shards) == 4

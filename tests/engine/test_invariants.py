@@ -8,7 +8,7 @@ import pytest
 import torch
 from process_pool import Outcome, PerRank, ProcessPool, pretrain, succeed
 
-from megatron.engine.invariants import _checksum
+from megatron.engine.invariants import _compute_checksum
 from megatron.engine.native import NativeEngine
 from megatron.observe.metrics import read_metrics
 
@@ -33,7 +33,7 @@ def disturb(engine: NativeEngine, what: Disturbance) -> None:
         engine._optimizer.step_count += 1
         return
     master = next(m for m in engine._masters if name in m.name and m.weight.numel())
-    tensor = master.weight.data if kind == "weight" else engine._optimizer.moment(master, kind)
+    tensor = master.weight.data if kind == "weight" else engine._optimizer.get_moment(master, kind)
     if amount is None:
         tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
     else:
@@ -42,7 +42,7 @@ def disturb(engine: NativeEngine, what: Disturbance) -> None:
 
 
 @contextmanager
-def after_step(iteration: int, action: Callable[[NativeEngine], None]) -> Iterator[None]:
+def update_after_step(iteration: int, action: Callable[[NativeEngine], None]) -> Iterator[None]:
     """`action` happens to the engine once it has done the step."""
     original = NativeEngine.train_batch
 
@@ -64,7 +64,7 @@ def pretrain_disturbed(argv: list[str], at: int, what: Disturbance | None) -> No
     """As pretrain, but after step `at` something happens to this rank."""
     if what is None:
         return pretrain(argv)
-    with after_step(at, lambda engine: disturb(engine, what)):
+    with update_after_step(at, lambda engine: disturb(engine, what)):
         pretrain(argv)
 
 
@@ -73,15 +73,34 @@ class Runs:
         self.pool, self.corpus, self.folder = pool, corpus, folder
 
     def __call__(
-        self, name: str, flags: str, ranks: int, *, at: int = 0, who: int = 0, what: Disturbance | None = None
+        self,
+        name: str,
+        flags: str,
+        ranks: int,
+        *,
+        at: int = 0,
+        who: int = 0,
+        what: Disturbance | None = None,
     ) -> list[Outcome]:
         folder = str(self.folder / name)
-        paths = ["--data-path", self.corpus, "--data-cache-path", f"{self.folder}/cache", "--save", folder]
+        paths = [
+            "--data-path",
+            self.corpus,
+            "--data-cache-path",
+            f"{self.folder}/cache",
+            "--save",
+            folder,
+        ]
         whats = [what if rank == who else None for rank in range(ranks)]
-        return self.pool.run(ranks, pretrain_disturbed, [*SIZES.split(), *paths, *flags.split()], at, PerRank(whats))
+        return self.pool.run(
+            ranks, pretrain_disturbed, [*SIZES.split(), *paths, *flags.split()], at, PerRank(whats)
+        )
 
     def losses(self, name: str) -> list[tuple[float, float]]:
-        return [(entry["lm_loss"], entry["grad_norm"]) for entry in read_metrics(self.folder / name / "metrics.jsonl")]
+        return [
+            (entry["lm_loss"], entry["grad_norm"])
+            for entry in read_metrics(self.folder / name / "metrics.jsonl")
+        ]
 
 
 @pytest.fixture
@@ -91,8 +110,22 @@ def runs(pool: ProcessPool, corpus: str, tmp_path: Path) -> Runs:
 
 CASES = [
     (TP2, 2, 1, ("input_norm", "weight", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
-    (f"{TP2} --sequence-parallel --bf16", 2, 1, ("input_norm", "weight", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
-    (TP2, 2, 1, ("embedding.position", "exp_avg", None), "rank 1", "(pipeline 0, data 0, tensor 1)"),
+    (
+        f"{TP2} --sequence-parallel --bf16",
+        2,
+        1,
+        ("input_norm", "weight", None),
+        "rank 1",
+        "(pipeline 0, data 0, tensor 1)",
+    ),
+    (
+        TP2,
+        2,
+        1,
+        ("embedding.position", "exp_avg", None),
+        "rank 1",
+        "(pipeline 0, data 0, tensor 1)",
+    ),
     (ALL, 8, 7, ("norm", "weight", None), "rank 7", "(pipeline 1, data 1, tensor 1)"),
     (ALL, 8, 6, (EMBEDDING, "weight", None), "rank 6", "(pipeline 1, data 1, tensor 0)"),
     (ALL, 8, 4, (EMBEDDING, "exp_avg_sq", None), "rank 4", "(pipeline 1, data 0, tensor 0)"),
@@ -100,7 +133,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("flags", "ranks", "who", "what", "rank", "place"), CASES)
-def test_one_bit_is_found_and_named(flags: str, ranks: int, who: int, what: Disturbance, rank: str, place: str, runs: Runs) -> None:
+def test_one_bit_is_found_and_named(
+    flags: str, ranks: int, who: int, what: Disturbance, rank: str, place: str, runs: Runs
+) -> None:
     outcomes = runs("run", flags, ranks, at=4, who=who, what=what)
     assert {outcome.kind for outcome in outcomes} == {"TrainingError"}
     assert len({outcome.error for outcome in outcomes}) == 1
@@ -129,7 +164,9 @@ def test_one_bit_is_found_and_named(flags: str, ranks: int, who: int, what: Dist
         (f"{ALL} --zero-stage 2", 8, 3, ("norm", "weight", float("nan"))),
     ],
 )
-def test_a_repaired_run_goes_on_as_if_nothing_had_been(flags: str, ranks: int, who: int, what: Disturbance, runs: Runs) -> None:
+def test_a_repaired_run_goes_on_as_if_nothing_had_been(
+    flags: str, ranks: int, who: int, what: Disturbance, runs: Runs
+) -> None:
     output = succeed(runs("clean", flags, ranks))
     assert "made equal" not in output
     output = succeed(runs("repaired", f"{flags} {REPAIR}", ranks, at=2, who=who, what=what))
@@ -151,7 +188,10 @@ def test_ranks_that_count_steps_differently_are_named(flag: str, runs: Runs) -> 
     for outcome in outcomes:
         assert outcome.kind == "TrainingError"
         assert outcome.error is not None
-        assert "(pipeline 0, data 1, tensor 0) differs from rank 0: optimizer_step 5, not 4" in outcome.error
+        assert (
+            "(pipeline 0, data 1, tensor 0) differs from rank 0: optimizer_step 5, not 4"
+            in outcome.error
+        )
         assert REPAIR not in outcome.error
 
 
@@ -161,13 +201,16 @@ def test_a_checksum_is_of_bits_and_places() -> None:
     swapped[[3, 50]] = swapped[[50, 3]]
     flipped = values.clone()
     flipped.view(torch.int32)[99] ^= 1
-    sums = {tuple(_checksum(tensor).tolist()) for tensor in (values, swapped, flipped, torch.zeros(100), -torch.zeros(100))}
+    sums = {
+        tuple(_compute_checksum(tensor).tolist())
+        for tensor in (values, swapped, flipped, torch.zeros(100), -torch.zeros(100))
+    }
     assert len(sums) == 5
-    assert _checksum(torch.empty(0, 4)).tolist() == [0, 0]
+    assert _compute_checksum(torch.empty(0, 4)).tolist() == [0, 0]
 
 
 def test_a_long_tensor_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
-    whole = _checksum(values)
+    whole = _compute_checksum(values)
     monkeypatch.setattr("megatron.engine.invariants._SLICE", 7)
-    assert torch.equal(_checksum(values), whole)
+    assert torch.equal(_compute_checksum(values), whole)

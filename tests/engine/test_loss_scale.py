@@ -10,10 +10,16 @@ from megatron.config.precision import PrecisionConfig
 from megatron.engine.base import StepResult
 from megatron.engine.loss_scale import LossScale
 
-TR8 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12, min_loss_scale=1.0, loss_scale_window=500, hysteresis=2)
+TR8 = PrecisionConfig(
+    fp16=True, initial_loss_scale=2.0**12, min_loss_scale=1.0, loss_scale_window=500, hysteresis=2
+)
 MEGATRON = PrecisionConfig(fp16=True)
-SHORT = PrecisionConfig(fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=2)
-PROMPT = PrecisionConfig(fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1)
+SHORT = PrecisionConfig(
+    fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=2
+)
+PROMPT = PrecisionConfig(
+    fp16=True, initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=2, hysteresis=1
+)
 
 
 def walk(scale: LossScale, steps: str) -> list[float]:
@@ -21,9 +27,9 @@ def walk(scale: LossScale, steps: str) -> list[float]:
     after = []
     for step in steps:
         if step == "x":
-            scale.overflowed()
+            scale.record_overflow()
         else:
-            scale.applied()
+            scale.record_applied()
         after.append(scale.scale)
     return after
 
@@ -70,23 +76,27 @@ def test_published_settings(config: PrecisionConfig, steps: str, exponent: int) 
 def test_a_search_ends_at_the_minimum() -> None:
     """The step that ran at the minimum is the first that no scale could have saved."""
     scale = LossScale(SHORT)
-    assert [scale.overflowed() for _ in range(5)] == [True, True, True, False, False]
+    assert [scale.record_overflow() for _ in range(5)] == [True, True, True, False, False]
     walk(scale, "...")
     assert scale.scale == 4.0
-    assert scale.overflowed()
+    assert scale.record_overflow()
 
 
 def test_the_minimum_bounds_an_uneven_scale() -> None:
-    scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=5.0, min_loss_scale=4.0, hysteresis=1))
-    assert scale.overflowed()
+    scale = LossScale(
+        PrecisionConfig(fp16=True, initial_loss_scale=5.0, min_loss_scale=4.0, hysteresis=1)
+    )
+    assert scale.record_overflow()
     assert scale.scale == 4.0
-    assert not scale.overflowed()
+    assert not scale.record_overflow()
 
 
 def test_a_static_scale_never_moves() -> None:
-    scale = LossScale(PrecisionConfig(fp16=True, loss_scale=128.0, loss_scale_window=1, hysteresis=1))
+    scale = LossScale(
+        PrecisionConfig(fp16=True, loss_scale=128.0, loss_scale_window=1, hysteresis=1)
+    )
     assert walk(scale, "x...x") == [128.0] * 5
-    assert not scale.overflowed()
+    assert not scale.record_overflow()
 
 
 def test_a_search_goes_on_from_its_state() -> None:
@@ -100,9 +110,13 @@ def test_a_search_goes_on_from_its_state() -> None:
 
 
 def test_a_state_is_taken_within_the_bounds_of_the_new_run() -> None:
-    before = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=8.0, loss_scale_window=100, hysteresis=5))
+    before = LossScale(
+        PrecisionConfig(fp16=True, initial_loss_scale=8.0, loss_scale_window=100, hysteresis=5)
+    )
     walk(before, "." * 50)
-    after = LossScale(PrecisionConfig(fp16=True, min_loss_scale=16.0, loss_scale_window=10, hysteresis=1))
+    after = LossScale(
+        PrecisionConfig(fp16=True, min_loss_scale=16.0, loss_scale_window=10, hysteresis=1)
+    )
     after.load(before.state())
     assert walk(after, ".x") == [32.0, 16.0]
 
@@ -150,6 +164,9 @@ def test_descriptions() -> None:
     assert LossScale(TR8).describe() == "dynamic, now 4096, at least 1, window 500, hysteresis 2"
 
 
-@pytest.mark.parametrize(("applied", "overflow", "is_nan"), [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    ("applied", "overflow", "is_nan"),
+    [(True, False, False), (False, True, False), (False, False, True)],
+)
 def test_an_overflow_is_no_nan_step(applied: bool, overflow: bool, is_nan: bool) -> None:
     assert StepResult(1.0, 1.0, applied, None, 8.0, overflow).is_nan == is_nan

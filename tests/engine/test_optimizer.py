@@ -5,16 +5,22 @@ import torch
 from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import AdamW, Master, count_zeros, squared_norm
+from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.sharding import shard_offset
 from megatron.parallel.layers import ParameterSpec
 
 
-def masters() -> list[Master]:
+def masters() -> list[MasterParameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (5, 3), "bias": (5,)}
-    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    return [Master(name, ParameterSpec(tuple(p.shape)), (0,) * p.dim(), p, p) for name, p in parameters.items()]
+    parameters = {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
+    return [
+        MasterParameter(name, ParameterSpec(tuple(p.shape)), (0,) * p.dim(), p, p)
+        for name, p in parameters.items()
+    ]
 
 
 def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
@@ -23,7 +29,10 @@ def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
     optimizer = AdamW(ours, config)
     theirs = [nn.Parameter(m.weight.detach().clone()) for m in ours]
     reference = torch.optim.AdamW(
-        [{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}],
+        [
+            {"params": [theirs[0]], "weight_decay": 0.1},
+            {"params": [theirs[1]], "weight_decay": 0.0},
+        ],
         lr=0.1,
         betas=(0.9, 0.95),
         eps=1e-6,
@@ -39,7 +48,9 @@ def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
         optimizer.step(rate)
     for mine, his in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.weight, his, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(optimizer.moment(mine, "exp_avg_sq"), reference.state[his]["exp_avg_sq"])
+        torch.testing.assert_close(
+            optimizer.get_moment(mine, "exp_avg_sq"), reference.state[his]["exp_avg_sq"]
+        )
     assert optimizer.step_count == 5
 
 
@@ -60,10 +71,13 @@ def test_a_reset_optimizer_is_a_fresh_one() -> None:
 
 def test_the_norm_is_right_to_seven_digits() -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.rand(5088, 64, generator=generator) ** 4 * 0.01, torch.randn(100, generator=generator)]
+    tensors = [
+        torch.rand(5088, 64, generator=generator) ** 4 * 0.01,
+        torch.randn(100, generator=generator),
+    ]
     exact = sum(t.double().square().sum() for t in tensors)
-    assert squared_norm(tensors).item() == pytest.approx(float(exact), rel=1e-7)
-    assert squared_norm([]).item() == 0
+    assert compute_squared_norm(tensors).item() == pytest.approx(float(exact), rel=1e-7)
+    assert compute_squared_norm([]).item() == 0
 
 
 def test_zeros() -> None:
@@ -77,4 +91,6 @@ def test_shards_are_fsdp2s() -> None:
             chunks = torch.chunk(torch.arange(rows), ranks)
             offsets = [int(chunk[0]) for chunk in chunks]
             assert [shard_offset(rows, rank, ranks) for rank in range(len(chunks))] == offsets
-            assert all(shard_offset(rows, rank, ranks) == rows for rank in range(len(chunks), ranks))
+            assert all(
+                shard_offset(rows, rank, ranks) == rows for rank in range(len(chunks), ranks)
+            )

@@ -64,7 +64,11 @@ class Watch:
             stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
             for stage in stages:
                 infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-                count += sum(info.buffer is not None and info.buffer.device.type != "meta" for own in infos for info in own)
+                count += sum(
+                    info.buffer is not None and info.buffer.device.type != "meta"
+                    for own in infos
+                    for info in own
+                )
         return count
 
 
@@ -75,11 +79,11 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.config.cli import load_config
     from megatron.data.batches import Microbatch
     from megatron.engine.native import NativeEngine
-    from megatron.parallel.launcher import world_of_launcher
+    from megatron.parallel.launcher import read_launcher_world
     from megatron.plan import resolve
     from megatron.training.setup import join_ranks
 
-    world = world_of_launcher(None)
+    world = read_launcher_world(None)
     plan = resolve(load_config([*ARGV.split(), *flags.split()]).config, world.size)
     plan.raise_on_errors()
     mesh = join_ranks(plan, world)
@@ -89,7 +93,7 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     for work in steps:
         generator = torch.Generator().manual_seed(1000 * work.samples + work.length + 7 * trained)
         tokens = torch.randint(0, 500, (work.samples, 1, work.length + 1), generator=generator)
-        mine = tokens[mesh.place.data :: mesh.grid.data]
+        mine = tokens[mesh.coordinate.data :: mesh.grid.data]
         batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine]
         if watch is not None:
             watch.inside = 0
@@ -104,7 +108,16 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
             seen.append(Seen(*numbers, "one stage", 0, 0, 0, 0))
         else:
             name = type(watch.runner._schedules[work.train][1]).__name__
-            seen.append(Seen(*numbers, name, watch.made, len(watch.runner._schedules), watch.buffers(), watch.inside))
+            seen.append(
+                Seen(
+                    *numbers,
+                    name,
+                    watch.made,
+                    len(watch.runner._schedules),
+                    watch.buffers(),
+                    watch.inside,
+                )
+            )
     return seen
 
 
@@ -141,14 +154,38 @@ def test_buffers_are_those_in_flight(pool: ProcessPool, ranks: int, flags: str, 
 
 
 def test_one_schedule_is_kept_for_training_and_one_for_evaluation(pool: ProcessPool) -> None:
-    steps = [Work(4), Work(4), Work(8), evaluation(8), Work(8), evaluation(8), Work(8, 16), evaluation(8), Work(4), Work(4)]
+    steps = [
+        Work(4),
+        Work(4),
+        Work(8),
+        evaluation(8),
+        Work(8),
+        evaluation(8),
+        Work(8, 16),
+        evaluation(8),
+        Work(4),
+        Work(4),
+    ]
     for seen in run(pool, 2, "--pipeline-model-parallel-size 2", steps):
         assert [step.made for step in seen] == [1, 1, 2, 3, 3, 3, 4, 4, 5, 5]
         assert [step.kept for step in seen] == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
 
 
-CHANGING = [Work(2), Work(4), Work(6), evaluation(6), Work(10), Work(10, 16), evaluation(6), Work(2, 24), Work(8)]
-DEEP, VIRTUAL = "--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+CHANGING = [
+    Work(2),
+    Work(4),
+    Work(6),
+    evaluation(6),
+    Work(10),
+    Work(10, 16),
+    evaluation(6),
+    Work(2, 24),
+    Work(8),
+]
+DEEP, VIRTUAL = (
+    "--pipeline-model-parallel-size 4",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +199,9 @@ DEEP, VIRTUAL = "--pipeline-model-parallel-size 4", "--pipeline-model-parallel-s
         (4, f"{VIRTUAL} --zero-stage 3", "I I I I B B I I I"),
     ],
 )
-def test_steps_of_any_shape_are_one_processs(pool: ProcessPool, ranks: int, flags: str, schedules: str) -> None:
+def test_steps_of_any_shape_are_one_processs(
+    pool: ProcessPool, ranks: int, flags: str, schedules: str
+) -> None:
     """Fewer microbatches than stages take GPipe, and five on two interleaved ranks looped BFS; the gradients that FSDP shards hold
     outlive a new schedule, whose stages are new too."""
     short = {"I": "Interleaved1F1B", "B": "LoopedBFS"}
@@ -186,7 +225,12 @@ def test_steps_of_any_shape_are_one_processs(pool: ProcessPool, ranks: int, flag
 def test_evaluation_leaves_no_trace(pool: ProcessPool, ranks: int, flags: str) -> None:
     """Dropout is on: also the masks are those of training alone."""
     training = [Work(4), Work(8), Work(8), Work(8, 16), Work(8)]
-    between = [evaluation(6), *(step for work in training for step in (work, evaluation(8), evaluation(4, 16)))]
+    between = [
+        evaluation(6),
+        *(step for work in training for step in (work, evaluation(8), evaluation(4, 16))),
+    ]
     alone = run(pool, ranks, flags, training)[0]
     beside = run(pool, ranks, flags, between)[0]
-    assert numbers([seen for seen, work in zip(beside, between, strict=True) if work.train]) == numbers(alone)
+    assert numbers(
+        [seen for seen, work in zip(beside, between, strict=True) if work.train]
+    ) == numbers(alone)

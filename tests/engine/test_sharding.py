@@ -16,19 +16,21 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     """(when a microbatch begins, when its forward pass has ended): how many blocks lie gathered; for each microbatch of a step."""
     import pretrain_gpt
     from megatron.config.cli import load_config
-    from megatron.engine.sharding import Zero
+    from megatron.engine.sharding import ShardedModel
     from megatron.model.gpt import GPT
 
     seen: list[tuple[int, int]] = []
     begun: list[int] = []
-    before_backward, forward = Zero.before_backward, GPT.forward
+    prepare_backward, forward = ShardedModel.prepare_backward, GPT.forward
 
     def count(model: GPT) -> int:
-        return sum(not isinstance(next(block.parameters()), DTensor) for block in model.blocks.values())
+        return sum(
+            not isinstance(next(block.parameters()), DTensor) for block in model.blocks.values()
+        )
 
-    def spy_before(self: Zero, *, last: bool) -> None:
+    def spy_before(self: ShardedModel, *, last: bool) -> None:
         begun.append(count(self._model))
-        before_backward(self, last=last)
+        prepare_backward(self, last=last)
 
     def spy_forward(self, *arguments, **keywords):
         result = forward(self, *arguments, **keywords)
@@ -36,11 +38,11 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
             seen.append((begun.pop(), count(self)))
         return result
 
-    Zero.before_backward, GPT.forward = spy_before, spy_forward  # type: ignore[method-assign]
+    ShardedModel.prepare_backward, GPT.forward = spy_before, spy_forward  # type: ignore[method-assign]
     try:
         pretrain_gpt.pretrain(load_config(argv))
     finally:
-        Zero.before_backward, GPT.forward = before_backward, forward  # type: ignore[method-assign]
+        ShardedModel.prepare_backward, GPT.forward = prepare_backward, forward  # type: ignore[method-assign]
     return seen
 
 
@@ -49,8 +51,18 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     # Stages 1 and 2 gather once for a step, stage 3 for each use.
     [(1, [(0, 3), (3, 3), (3, 3)]), (2, [(0, 3), (3, 3), (3, 3)]), (3, [(0, 0), (0, 0), (0, 0)])],
 )
-def test_what_lies_gathered(stage: int, expected: list, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
-    argv = [*SIZES.split(), "--zero-stage", str(stage), "--data-path", corpus, "--data-cache-path", str(tmp_path)]
+def test_what_lies_gathered(
+    stage: int, expected: list, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    argv = [
+        *SIZES.split(),
+        "--zero-stage",
+        str(stage),
+        "--data-path",
+        corpus,
+        "--data-cache-path",
+        str(tmp_path),
+    ]
     outcomes = pool.run(2, gathered_blocks, argv)
     succeed(outcomes)
     assert [outcome.value for outcome in outcomes] == [expected, expected]

@@ -16,7 +16,12 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
         key = shape, tied, course
         if key not in folders:
             folder = tmp_path_factory.mktemp("single")
-            flags = NO_DROPOUT, "--save-interval 5 --micro-batch-size 4", EVALUATED, "" if tied else UNTIED
+            flags = (
+                NO_DROPOUT,
+                "--save-interval 5 --micro-batch-size 4",
+                EVALUATED,
+                "" if tied else UNTIED,
+            )
             succeed(pool.run(1, pretrain, command(folder, corpus, shape, course, *flags)))
             folders[key] = folder
         return folders[key]

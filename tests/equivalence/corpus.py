@@ -37,12 +37,23 @@ def command(folder: Path, data: str, shape: str, course: str, *flags: str) -> li
     """A command line that trains `shape` on `data` (a prefix) for 10 iterations; metrics and checkpoints are kept in `folder`."""
     text = " ".join((_SIZES, _RATE, _RUN, SHAPES[shape], COURSES[course], *flags))
     paths = ["--data-path", data, "--save", str(folder), "--load", str(folder)]
-    return [*text.split(), *paths, "--vocab-size", "5000", "--data-cache-path", str(folder / "cache")]
+    return [
+        *text.split(),
+        *paths,
+        "--vocab-size",
+        "5000",
+        "--data-cache-path",
+        str(folder / "cache"),
+    ]
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each iteration."""
-    return [(entry["lm_loss"], entry["grad_norm"]) for entry in read_metrics(folder / "metrics.jsonl") if "lm_loss" in entry]
+    return [
+        (entry["lm_loss"], entry["grad_norm"])
+        for entry in read_metrics(folder / "metrics.jsonl")
+        if "lm_loss" in entry
+    ]
 
 
 def validation(folder: Path) -> list[tuple[float]]:
@@ -54,4 +65,8 @@ def validation(folder: Path) -> list[tuple[float]]:
 def worst(a: list[tuple[float, ...]], b: list[tuple[float, ...]]) -> float:
     """The largest relative difference between two curves of the same length."""
     assert len(a) == len(b) > 0, f"curves of {len(a)} and {len(b)} iterations"
-    return max(abs(x - y) / abs(y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+    return max(
+        abs(x - y) / abs(y)
+        for left, right in zip(a, b, strict=True)
+        for x, y in zip(left, right, strict=True)
+    )

@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 from corpus import SIZES, UNTIED
 
-from megatron.schedule.pipeline import choose
+from megatron.schedule.pipeline import choose_schedule
 
 PROCESSES = 8
 LAYERS = 6
@@ -21,7 +21,11 @@ RECOMPUTE = {
     "core": "--recompute-attention-core",
     "partitioned": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
 }
-PARTITIONS = {"uniform": "uniform", "parameters": "parameters", "ends": "type:transformer|embedding"}
+PARTITIONS = {
+    "uniform": "uniform",
+    "parameters": "parameters",
+    "ends": "type:transformer|embedding",
+}
 VALUES = (
     (1, 2, 4),
     (1, 2, 4),
@@ -29,7 +33,12 @@ VALUES = (
     (1, 2, 3),
     (False, True),
     ("one stage", "1F1B", "interleaved 1F1B", "GPipe"),
-    ("none", "all", "half", "core"),  # "partitioned" equals "all" bit for bit: test_dropout_layouts.py
+    (
+        "none",
+        "all",
+        "half",
+        "core",
+    ),  # "partitioned" equals "all" bit for bit: test_dropout_layouts.py
     ("gpt2", "llama", "bloom"),
     (True, False),
     tuple(PARTITIONS),
@@ -83,7 +92,7 @@ class Layout:
         """The ones that this layout goes through."""
         per_rank = LAYERS // self.pipeline if self.schedule == "interleaved 1F1B" else 1
         counts = [size // self.data // self.micro_batch_size for size in SIZES[self.course]]
-        return {choose(count, self.pipeline, per_rank).name for count in counts}
+        return {choose_schedule(count, self.pipeline, per_rank).name for count in counts}
 
     @property
     def flags(self) -> str:
@@ -102,7 +111,11 @@ class Layout:
 
     def __str__(self) -> str:
         """Its name in reports: what differs from the default."""
-        parts = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data)) if size > 1]
+        parts = [
+            f"{name}{size}"
+            for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))
+            if size > 1
+        ]
         parts += [f"zero{self.zero}"] if self.data > 1 else []
         parts += ["sp"] if self.sequence else []
         parts += [self.schedule.split()[0]] if self.pipeline > 1 else []

@@ -26,12 +26,22 @@ def count_graphs(argv: list[str]) -> int:
 
 
 @pytest.fixture(scope="module")
-def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def single(
+    pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     """One process, not compiled."""
     folders = {}
     for shape, course in (("llama", "ramp"), ("gpt2", "ramp"), ("llama", "curriculum")):
         folder = folders[shape, course] = tmp_path_factory.mktemp(f"eager-{shape}-{course}")
-        argv = command(folder, corpus, shape, course, NO_DROPOUT, "--num-layers 2 --micro-batch-size 2", VALIDATED)
+        argv = command(
+            folder,
+            corpus,
+            shape,
+            course,
+            NO_DROPOUT,
+            "--num-layers 2 --micro-batch-size 2",
+            VALIDATED,
+        )
         succeed(pool.run(1, pretrain, argv))
     return folders
 
@@ -45,10 +55,20 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
         pytest.param(1, "gpt2", "ramp", "--checkpoint-activations", marks=pytest.mark.full),
         pytest.param(1, "gpt2", "ramp", "--recompute-attention-core", marks=pytest.mark.full),
         pytest.param(2, "gpt2", "ramp", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
-        pytest.param(2, "llama", "curriculum", "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
+        pytest.param(
+            2,
+            "llama",
+            "curriculum",
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            marks=pytest.mark.full,
+        ),
         pytest.param(2, "gpt2", "ramp", "--zero-stage 1", marks=pytest.mark.full),
-        pytest.param(2, "llama", "ramp", "--zero-stage 3 --checkpoint-activations", marks=pytest.mark.full),
-        pytest.param(2, "llama", "ramp", "--pipeline-model-parallel-size 2", marks=pytest.mark.full),
+        pytest.param(
+            2, "llama", "ramp", "--zero-stage 3 --checkpoint-activations", marks=pytest.mark.full
+        ),
+        pytest.param(
+            2, "llama", "ramp", "--pipeline-model-parallel-size 2", marks=pytest.mark.full
+        ),
     ],
 )
 def test_compiled_layout_trains_as_one_process(
@@ -61,22 +81,51 @@ def test_compiled_layout_trains_as_one_process(
     single: dict[tuple[str, str], Path],
     tmp_path: Path,
 ) -> None:
-    argv = command(tmp_path, corpus, shape, course, NO_DROPOUT, COMPILED, "--micro-batch-size 2", VALIDATED, flags)
+    argv = command(
+        tmp_path,
+        corpus,
+        shape,
+        course,
+        NO_DROPOUT,
+        COMPILED,
+        "--micro-batch-size 2",
+        VALIDATED,
+        flags,
+    )
     outcomes = pool.run(ranks, count_graphs, argv)
     succeed(outcomes)
     assert worst(curve(tmp_path), curve(single[shape, course])) < BOUND
     assert worst(validation(tmp_path), validation(single[shape, course])) < BOUND
     # Two for training and two for evaluation, whatever the batch size; a curriculum may begin with another size.
-    assert all(outcome.value <= (4 if course == "ramp" else 6) for outcome in outcomes), [outcome.value for outcome in outcomes]
+    assert all(outcome.value <= (4 if course == "ramp" else 6) for outcome in outcomes), [
+        outcome.value for outcome in outcomes
+    ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--checkpoint-activations", "--recompute-attention-core"])
-def test_compiled_dropout_is_derived(flags: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--tensor-model-parallel-size 2",
+        "--checkpoint-activations",
+        "--recompute-attention-core",
+    ],
+)
+def test_compiled_dropout_is_derived(
+    flags: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """Twice the same is bit-identical, and so is a resumed run."""
     once, again, halves = (tmp_path / part for part in ("once", "again", "halves"))
     ranks = 2 if "parallel" in flags else 1
-    for folder, extra in ((once, ""), (again, ""), (halves, "--exit-interval 4"), (halves, "--require-load")):
-        argv = command(folder, corpus, "gpt2", "ramp", COMPILED, "--micro-batch-size 2", flags, extra)
+    for folder, extra in (
+        (once, ""),
+        (again, ""),
+        (halves, "--exit-interval 4"),
+        (halves, "--require-load"),
+    ):
+        argv = command(
+            folder, corpus, "gpt2", "ramp", COMPILED, "--micro-batch-size 2", flags, extra
+        )
         succeed(pool.run(ranks, pretrain, argv))
     assert curve(once) == curve(again) == curve(halves)

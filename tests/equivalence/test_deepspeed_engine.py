@@ -25,7 +25,10 @@ LAYOUTS = {
     "tp2-dp2-zero3": (4, f"{TP2} --zero-stage 3 --micro-batch-size 1"),
     "pp2-dp2": (4, f"{PP2} --micro-batch-size 1"),
     "tp2-pp2-dp2": (8, f"{TP2} {PP2} --sequence-parallel --micro-batch-size 1"),
-    "tp2-pp2-recompute": (4, f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations"),
+    "tp2-pp2-recompute": (
+        4,
+        f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations",
+    ),
     "dp2-zero1-offload": (2, "--zero-stage 1 --cpu-optimizer --micro-batch-size 1"),
     "dp2-zero2-offload": (2, "--zero-stage 2 --cpu-optimizer --micro-batch-size 1"),
     "dp2-zero3-offload": (2, "--zero-stage 3 --cpu-optimizer --micro-batch-size 1"),
@@ -34,8 +37,14 @@ LAYOUTS = {
     "pp3-dp2-offload": (6, f"{PP3} --cpu-optimizer --micro-batch-size 1"),
     "pp4": (4, f"{PP4} --micro-batch-size 1"),
     "pp4-few-microbatches": (4, f"{PP4} --micro-batch-size 4"),
-    "pp4-dp2-ends": (8, f"{PP4} --pp-partition-method type:transformer|embedding --micro-batch-size 1"),
-    "tp2-pp4-sp": (8, f"{TP2} {PP4} --sequence-parallel --sync-tp-duplicated-parameters --micro-batch-size 1"),
+    "pp4-dp2-ends": (
+        8,
+        f"{PP4} --pp-partition-method type:transformer|embedding --micro-batch-size 1",
+    ),
+    "tp2-pp4-sp": (
+        8,
+        f"{TP2} {PP4} --sequence-parallel --sync-tp-duplicated-parameters --micro-batch-size 1",
+    ),
     "pp6": (6, "--pipeline-model-parallel-size 6 --micro-batch-size 2"),
 }
 """Six layers on four stages are cut unevenly."""
@@ -43,7 +52,12 @@ SHORT = {"dp2-zero2", "tp2-pp2-dp2", "tp2-pp4-sp"}
 
 
 CASES = [
-    pytest.param(name, course, id=f"{name}-{course}", marks=() if name in SHORT and course == "ramp" else pytest.mark.full)
+    pytest.param(
+        name,
+        course,
+        id=f"{name}-{course}",
+        marks=() if name in SHORT and course == "ramp" else pytest.mark.full,
+    )
     for name in LAYOUTS
     for course in COURSES
 ]
@@ -54,7 +68,13 @@ def test_deepspeed_trains_and_evaluates_as_one_process(
     name: str, course: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
-    succeed(pool.run(ranks, pretrain, command(tmp_path, corpus, "gpt2", course, NO_DROPOUT, EVALUATED, flags, "--deepspeed")))
+    succeed(
+        pool.run(
+            ranks,
+            pretrain,
+            command(tmp_path, corpus, "gpt2", course, NO_DROPOUT, EVALUATED, flags, "--deepspeed"),
+        )
+    )
     assert len(curve(tmp_path)) == 10
     assert worst(curve(tmp_path), curve(single("gpt2", True, course))) < BOUND
     assert worst(validation(tmp_path), validation(single("gpt2", True, course))) < BOUND
@@ -124,28 +144,50 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     ("before", "first", "after", "second"),
-    [pytest.param(*change, marks=() if i == 0 else pytest.mark.full) for i, change in enumerate(CHANGES)],
+    [
+        pytest.param(*change, marks=() if i == 0 else pytest.mark.full)
+        for i, change in enumerate(CHANGES)
+    ],
 )
 def test_a_checkpoint_of_either_engine_resumes_on_the_other(
-    before: str, first: str, after: str, second: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+    before: str,
+    first: str,
+    after: str,
+    second: str,
+    pool: ProcessPool,
+    corpus: str,
+    single: Single,
+    tmp_path: Path,
 ) -> None:
     shared = corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED
     ranks, flags = LAYOUTS[before]
-    succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, first, "--exit-interval 5")))
+    succeed(
+        pool.run(ranks, pretrain, command(tmp_path, *shared, flags, first, "--exit-interval 5"))
+    )
     manifest = json.loads((tmp_path / "global_step5" / "manifest.json").read_text())
     assert manifest["optimizer"]["optimizer_step"] == 5
     ranks, flags = LAYOUTS[after]
-    output = succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, second, "--require-load")))
+    output = succeed(
+        pool.run(ranks, pretrain, command(tmp_path, *shared, flags, second, "--require-load"))
+    )
     assert "at iteration 5" in output
     assert worst(curve(tmp_path), curve(single("gpt2", True, "ramp"))) < BOUND
 
 
 @pytest.mark.parametrize("course", ["ramp", pytest.param("curriculum", marks=pytest.mark.full)])
-def test_recomputation_changes_no_bit(course: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_recomputation_changes_no_bit(
+    course: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """With dropout, over a change of shape."""
     layout = f"{TP2} {PP2} --micro-batch-size 2 --deepspeed --exit-interval 6"
-    for folder, flags in (("kept", ""), ("recomputed", RECOMPUTE["all"]), ("partitioned", RECOMPUTE["partitioned"])):
-        succeed(pool.run(4, pretrain, command(tmp_path / folder, corpus, "gpt2", course, layout, flags)))
+    for folder, flags in (
+        ("kept", ""),
+        ("recomputed", RECOMPUTE["all"]),
+        ("partitioned", RECOMPUTE["partitioned"]),
+    ):
+        succeed(
+            pool.run(4, pretrain, command(tmp_path / folder, corpus, "gpt2", course, layout, flags))
+        )
     assert len(curve(tmp_path / "kept")) == 6
     assert curve(tmp_path / "recomputed") == curve(tmp_path / "kept")
     assert curve(tmp_path / "partitioned") == curve(tmp_path / "kept")
@@ -159,16 +201,31 @@ def test_recomputation_changes_no_bit(course: str, pool: ProcessPool, corpus: st
         pytest.param("pp4-dp2-ends", f"--bf16 {UNTIED}", marks=pytest.mark.full),
     ],
 )
-def test_a_resumed_run_is_bit_identical(name: str, more: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(
+    name: str, more: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     ranks, flags = LAYOUTS[name]
     for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
         for leg in legs:
-            argv = command(tmp_path / folder, corpus, "gpt2", "ramp", NO_DROPOUT, flags, more, "--deepspeed", leg)
+            argv = command(
+                tmp_path / folder,
+                corpus,
+                "gpt2",
+                "ramp",
+                NO_DROPOUT,
+                flags,
+                more,
+                "--deepspeed",
+                leg,
+            )
             succeed(pool.run(ranks, pretrain, argv))
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("precision", [pytest.param("--bf16", marks=pytest.mark.full), "--fp16 --initial-loss-scale 65536"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("--bf16", marks=pytest.mark.full), "--fp16 --initial-loss-scale 65536"],
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -180,11 +237,17 @@ def test_a_resumed_run_is_bit_identical(name: str, more: str, pool: ProcessPool,
         ),
     ],
 )
-def test_half_precision_is_close(name: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_half_precision_is_close(
+    name: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     ranks, flags = LAYOUTS[name]
     shared = corpus, "gpt2", "ramp", NO_DROPOUT, "--num-layers 4"
     succeed(pool.run(1, pretrain, command(tmp_path / "alone", *shared, "--micro-batch-size 4")))
-    succeed(pool.run(ranks, pretrain, command(tmp_path / "ours", *shared, flags, precision, "--deepspeed")))
+    succeed(
+        pool.run(
+            ranks, pretrain, command(tmp_path / "ours", *shared, flags, precision, "--deepspeed")
+        )
+    )
     assert 0 < worst(curve(tmp_path / "ours"), curve(tmp_path / "alone")) < 0.01
 
 
@@ -199,27 +262,57 @@ EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layern
         pytest.param(8, f"--micro-batch-size 1 {PP4}", marks=pytest.mark.full),
     ],
 )
-def test_8_bit_moments(ranks: int, flags: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_8_bit_moments(
+    ranks: int, flags: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """Close to 32 bits and not equal to them; a resume at the same layout is bit-identical; the native engine takes them over."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     shared = corpus, "gpt2", "ramp", NO_DROPOUT
-    succeed(pool.run(1, pretrain, command(tmp_path / "exact", *shared, "--hidden-size 128 --micro-batch-size 4")))
+    succeed(
+        pool.run(
+            1,
+            pretrain,
+            command(tmp_path / "exact", *shared, "--hidden-size 128 --micro-batch-size 4"),
+        )
+    )
     for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
         for leg in legs:
-            output = succeed(pool.run(ranks, pretrain, command(tmp_path / folder, *shared, flags, EIGHT_BIT, leg)))
+            output = succeed(
+                pool.run(
+                    ranks, pretrain, command(tmp_path / folder, *shared, flags, EIGHT_BIT, leg)
+                )
+            )
             assert "moments of matrices in 8 bits" in output
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     assert 1e-6 < worst(curve(tmp_path / "whole"), curve(tmp_path / "exact")) < 0.01
-    succeed(pool.run(ranks, pretrain, command(tmp_path / "other", *shared, flags, EIGHT_BIT, "--exit-interval 5")))
-    native = command(tmp_path / "other", *shared, "--hidden-size 128 --micro-batch-size 4 --require-load")
+    succeed(
+        pool.run(
+            ranks,
+            pretrain,
+            command(tmp_path / "other", *shared, flags, EIGHT_BIT, "--exit-interval 5"),
+        )
+    )
+    native = command(
+        tmp_path / "other", *shared, "--hidden-size 128 --micro-batch-size 4 --require-load"
+    )
     assert "at iteration 5" in succeed(pool.run(1, pretrain, native))
     assert worst(curve(tmp_path / "other"), curve(tmp_path / "exact")) < 0.01
 
 
-def test_its_table_says_what_runs_and_the_log_is_clean(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_its_table_says_what_runs_and_the_log_is_clean(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}))
-    argv = command(tmp_path / "run", corpus, "gpt2", "ramp", f"--micro-batch-size 2 --deepspeed --deepspeed_config {path}")
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"})
+    )
+    argv = command(
+        tmp_path / "run",
+        corpus,
+        "gpt2",
+        "ramp",
+        f"--micro-batch-size 2 --deepspeed --deepspeed_config {path}",
+    )
     output = succeed(pool.run(2, pretrain, argv))
     assert "DeepSpeedEngine, DeepSpeedZeroOptimizer" in output
     assert "stage 0 runs as 1" in output
@@ -238,7 +331,9 @@ def test_its_table_says_what_runs_and_the_log_is_clean(pool: ProcessPool, corpus
         ("--deepspeed_config nowhere.json", 1, "nowhere.json is not there"),
     ],
 )
-def test_refused(flags: str, ranks: int, message: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_refused(
+    flags: str, ranks: int, message: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     argv = command(tmp_path, corpus, "gpt2", "ramp", "--micro-batch-size 2 --deepspeed", flags)
     outcome = pool.run(ranks, pretrain, argv)[0]
     assert outcome.kind == "ConfigError", outcome.output

@@ -13,14 +13,35 @@ from process_pool import ProcessPool, pretrain, succeed
 BOUND = 1e-5
 ONE = Layout()
 PIPELINE = Layout(2, 2, 1, 1, sequence=True, schedule="1F1B")
-INTERLEAVED = Layout(1, 2, 2, 2, schedule="interleaved 1F1B", recompute="half", shape="llama", tied=False, course="curriculum")
+INTERLEAVED = Layout(
+    1,
+    2,
+    2,
+    2,
+    schedule="interleaved 1F1B",
+    recompute="half",
+    shape="llama",
+    tied=False,
+    course="curriculum",
+)
 UNCUT = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
 # Masks are a microbatch's, so layouts are compared at one size of it: it is given once more, and the last one holds.
 SIZE = "--micro-batch-size 2"
 
 
-def train(pool: ProcessPool, corpus: str, folder: Path, layout: Layout, *flags: str) -> list[tuple[float, float]]:
-    argv = command(folder, corpus, layout.shape, layout.course, layout.flags, SIZE, "--check-invariants-interval 0", *flags)
+def train(
+    pool: ProcessPool, corpus: str, folder: Path, layout: Layout, *flags: str
+) -> list[tuple[float, float]]:
+    argv = command(
+        folder,
+        corpus,
+        layout.shape,
+        layout.course,
+        layout.flags,
+        SIZE,
+        "--check-invariants-interval 0",
+        *flags,
+    )
     succeed(pool.run(layout.ranks, pretrain, argv))
     return curve(folder)
 
@@ -52,16 +73,33 @@ def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
-        pytest.param(layout, recompute, id=f"{layout}-{recompute}", marks=() if recompute in short else pytest.mark.full)
-        for layout, short in ((ONE, ("core",)), (PIPELINE, ("half",)), (replace(INTERLEAVED, recompute="none"), ()))
+        pytest.param(
+            layout,
+            recompute,
+            id=f"{layout}-{recompute}",
+            marks=() if recompute in short else pytest.mark.full,
+        )
+        for layout, short in (
+            (ONE, ("core",)),
+            (PIPELINE, ("half",)),
+            (replace(INTERLEAVED, recompute="none"), ()),
+        )
         for recompute in ("all", "half", "core")
     ]
     + [pytest.param(UNCUT, "partitioned")],
 )
-def test_recomputation_changes_no_bit(layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_recomputation_changes_no_bit(
+    layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     """In six iterations, within which batch size or length change."""
     expected = train(pool, corpus, tmp_path / "kept", layout, "--exit-interval 6")
-    recomputed = train(pool, corpus, tmp_path / "recomputed", replace(layout, recompute=recompute), "--exit-interval 6")
+    recomputed = train(
+        pool,
+        corpus,
+        tmp_path / "recomputed",
+        replace(layout, recompute=recompute),
+        "--exit-interval 6",
+    )
     assert recomputed == expected
     assert len(expected) == 6
 
@@ -74,11 +112,17 @@ def test_recomputation_changes_no_bit(layout: Layout, recompute: str, pool: Proc
             (Layout(), Layout(pipeline=4, schedule="1F1B"), False),
             (Layout(2, sequence=True), PIPELINE, True),
             (Layout(1, 1, 2), Layout(1, 2, 2, schedule="GPipe"), True),
-            (Layout(shape="llama", tied=False), Layout(1, 2, shape="llama", tied=False, schedule="interleaved 1F1B"), True),
+            (
+                Layout(shape="llama", tied=False),
+                Layout(1, 2, shape="llama", tied=False, schedule="interleaved 1F1B"),
+                True,
+            ),
         )
     ],
 )
-def test_masks_do_not_depend_on_stages(flat: Layout, deep: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_masks_do_not_depend_on_stages(
+    flat: Layout, deep: Layout, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     expected = train(pool, corpus, tmp_path / "flat", flat)
     assert worst(train(pool, corpus, tmp_path / "deep", deep), expected) < BOUND
 

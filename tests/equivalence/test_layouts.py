@@ -11,7 +11,18 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from corpus import COURSES, EVALUATED, NO_DROPOUT, SHAPES, UNTIED, Single, command, curve, validation, worst
+from corpus import (
+    COURSES,
+    EVALUATED,
+    NO_DROPOUT,
+    SHAPES,
+    UNTIED,
+    Single,
+    command,
+    curve,
+    validation,
+    worst,
+)
 from layouts import LAYOUTS, VALUES, Layout, pairs, possible
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -45,7 +56,9 @@ def test_layouts_go_through_their_schedule(layout: Layout) -> None:
 def test_layout_trains_and_evaluates_as_one_process(
     layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
-    argv = command(tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags)
+    argv = command(
+        tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags
+    )
     succeed(pool.run(layout.ranks, pretrain, argv))
     alone = single(layout.shape, layout.tied, layout.course)
     assert len(curve(tmp_path)) == 10
@@ -56,7 +69,11 @@ def test_layout_trains_and_evaluates_as_one_process(
 
 def test_the_curve_is_the_golden_one(single: Single) -> None:
     """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them anew."""
-    curves = {f"{shape}, {course}": curve(single(shape, shape != "llama", course)) for shape in SHAPES for course in COURSES}
+    curves = {
+        f"{shape}, {course}": curve(single(shape, shape != "llama", course))
+        for shape in SHAPES
+        for course in COURSES
+    }
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(json.dumps(curves, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
@@ -74,37 +91,71 @@ def test_the_model_learns(shape: str, single: Single) -> None:
 
 RESUMED = [
     (Layout(1, 1, 2, 3), Layout(1, 4, 1, 1, schedule="1F1B")),
-    (Layout(2, 4, 1, 1, schedule="1F1B", course="curriculum"), Layout(1, 1, 4, 3, course="curriculum")),
-    (Layout(2, 2, 2, 2, sequence=True, schedule="interleaved 1F1B"), Layout(1, 2, 2, 1, schedule="1F1B")),
+    (
+        Layout(2, 4, 1, 1, schedule="1F1B", course="curriculum"),
+        Layout(1, 1, 4, 3, course="curriculum"),
+    ),
+    (
+        Layout(2, 2, 2, 2, sequence=True, schedule="interleaved 1F1B"),
+        Layout(1, 2, 2, 1, schedule="1F1B"),
+    ),
     (
         Layout(1, 2, 2, 3, schedule="GPipe", shape="llama", tied=False, partition="parameters"),
         Layout(4, 1, 2, 1, sequence=True, shape="llama", tied=False),
     ),
     (Layout(4, 2, 1, 1, schedule="1F1B", shape="bloom", partition="ends"), Layout(shape="bloom")),
-    (Layout(1, 1, 4, 2, shape="llama", tied=True), Layout(2, 2, 1, 1, schedule="interleaved 1F1B", shape="llama", tied=True)),
+    (
+        Layout(1, 1, 4, 2, shape="llama", tied=True),
+        Layout(2, 2, 1, 1, schedule="interleaved 1F1B", shape="llama", tied=True),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(a, b, id=f"{a}--{b}", marks=() if i in (1, 2) else pytest.mark.full) for i, (a, b) in enumerate(RESUMED)],
+    [
+        pytest.param(a, b, id=f"{a}--{b}", marks=() if i in (1, 2) else pytest.mark.full)
+        for i, (a, b) in enumerate(RESUMED)
+    ],
 )
 def test_resume_under_another_layout(
     before: Layout, after: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
-    first = command(tmp_path, corpus, before.shape, before.course, NO_DROPOUT, EVALUATED, before.flags, "--exit-interval 5")
+    first = command(
+        tmp_path,
+        corpus,
+        before.shape,
+        before.course,
+        NO_DROPOUT,
+        EVALUATED,
+        before.flags,
+        "--exit-interval 5",
+    )
     succeed(pool.run(before.ranks, pretrain, first))
-    second = command(tmp_path, corpus, after.shape, after.course, NO_DROPOUT, EVALUATED, after.flags, "--require-load")
+    second = command(
+        tmp_path,
+        corpus,
+        after.shape,
+        after.course,
+        NO_DROPOUT,
+        EVALUATED,
+        after.flags,
+        "--require-load",
+    )
     output = succeed(pool.run(after.ranks, pretrain, second))
     assert f"successfully loaded checkpoint from {tmp_path} at iteration 5" in output
     assert worst(curve(tmp_path), curve(single(after.shape, after.tied, after.course))) < BOUND
 
 
-def test_resume_of_one_process_is_bit_identical(pool: ProcessPool, corpus: str, single: Single, tmp_path: Path) -> None:
+def test_resume_of_one_process_is_bit_identical(
+    pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+) -> None:
     alone = single("gpt2", True, "ramp")
     shutil.copytree(alone, tmp_path / "run")
     (tmp_path / "run" / "latest").write_text("global_step5")  # an operator rolls back by hand
-    argv = command(tmp_path / "run", corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED, "--micro-batch-size 4")
+    argv = command(
+        tmp_path / "run", corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED, "--micro-batch-size 4"
+    )
     succeed(pool.run(1, pretrain, argv))
     assert curve(tmp_path / "run") == curve(alone)
 
@@ -119,13 +170,29 @@ BF16 = [
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, id=str(layout), marks=() if i == 1 else pytest.mark.full) for i, layout in enumerate(BF16)]
+    "layout",
+    [
+        pytest.param(layout, id=str(layout), marks=() if i == 1 else pytest.mark.full)
+        for i, layout in enumerate(BF16)
+    ],
 )
 def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
     """Four layers: with more, these tiny models' gradient norms jump so from step to step that rounding decides them."""
     untied = "" if layout.tied else UNTIED
     shared = layout.shape, layout.course, NO_DROPOUT, EVALUATED
     alone, ours = tmp_path / "alone", tmp_path / "ours"
-    succeed(pool.run(1, pretrain, command(alone, corpus, *shared, untied, "--micro-batch-size 4 --num-layers 4")))
-    succeed(pool.run(layout.ranks, pretrain, command(ours, corpus, *shared, layout.flags, "--bf16 --num-layers 4")))
+    succeed(
+        pool.run(
+            1,
+            pretrain,
+            command(alone, corpus, *shared, untied, "--micro-batch-size 4 --num-layers 4"),
+        )
+    )
+    succeed(
+        pool.run(
+            layout.ranks,
+            pretrain,
+            command(ours, corpus, *shared, layout.flags, "--bf16 --num-layers 4"),
+        )
+    )
     assert 0 < worst(curve(ours), curve(alone)) < 0.01

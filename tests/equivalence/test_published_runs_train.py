@@ -80,8 +80,15 @@ def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
     words = published_arguments(run, data)
     config = data / "ds_config.json"
     content = json.loads(config.read_text())
-    config.write_text(json.dumps(content | {"train_batch_size": int(SIZES["--global-batch-size"][0])}))
-    changed = SIZES | {"--pipeline-model-parallel-size": [str(stages)]} | BACKEND | paths(folder, data, str(config))
+    config.write_text(
+        json.dumps(content | {"train_batch_size": int(SIZES["--global-batch-size"][0])})
+    )
+    changed = (
+        SIZES
+        | {"--pipeline-model-parallel-size": [str(stages)]}
+        | BACKEND
+        | paths(folder, data, str(config))
+    )
     result, at = [], 0
     while at < len(words):
         flag, values = words[at], []
@@ -98,12 +105,16 @@ def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("run", "stages"),
     [
-        pytest.param(run, stages, marks=() if (run, stages) == ("tr8-104B", 2) else pytest.mark.full)
+        pytest.param(
+            run, stages, marks=() if (run, stages) == ("tr8-104B", 2) else pytest.mark.full
+        )
         for run in PUBLISHED_RUNS
         for stages in (2, 4)
     ],
 )
-def test_a_published_command_line_trains_saves_and_resumes(run: str, stages: int, pool: ProcessPool, tmp_path: Path) -> None:
+def test_a_published_command_line_trains_saves_and_resumes(
+    run: str, stages: int, pool: ProcessPool, tmp_path: Path
+) -> None:
     if run == "tr11-176B-ml":
         pytest.importorskip("transformers", reason="transformers is not installed")
     whole = succeed(pool.run(8, pretrain, arguments(run, stages, tmp_path / "whole", tmp_path)))

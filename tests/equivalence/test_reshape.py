@@ -60,7 +60,9 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         for box in entry["boxes"]:
             with safe_open(checkpoint / box["file"], framework="pt") as file:
                 values = file.get_tensor(f"{tensor}@{','.join(map(str, box['offset']))}")
-            whole[tuple(slice(o, o + n) for o, n in zip(box["offset"], box["shape"], strict=True))] = values
+            whole[
+                tuple(slice(o, o + n) for o, n in zip(box["offset"], box["shape"], strict=True))
+            ] = values
         assert not whole.isnan().any(), f"{tensor} has a gap"
         tensors[tensor] = whole
     return tensors
@@ -77,12 +79,16 @@ def differing_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[st
     different: list[str] = []
 
     def look(run: Any) -> None:
-        for chunk in run.engine.chunks(optimizer=True):
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.tensor.shape, strict=True))
-            stored = expected[f"{chunk.kind}/{chunk.name}"][box]
-            if not torch.equal(stored.view(torch.int32), chunk.tensor.cpu().contiguous().view(torch.int32)):
-                different.append(f"{chunk.kind}/{chunk.name}")
-        counts.append(len(run.engine.chunks(optimizer=True)))
+        for shard in run.engine.shards(optimizer=True):
+            box = tuple(
+                slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape, strict=True)
+            )
+            stored = expected[f"{shard.kind}/{shard.name}"][box]
+            if not torch.equal(
+                stored.view(torch.int32), shard.tensor.cpu().contiguous().view(torch.int32)
+            ):
+                different.append(f"{shard.kind}/{shard.name}")
+        counts.append(len(run.engine.shards(optimizer=True)))
 
     def start_and_look(*arguments: Any) -> Any:
         run = setup.start_run(*arguments)
@@ -98,7 +104,9 @@ def differing_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[st
 
 
 PAIRS = [
-    pytest.param(before, after, id=f"{before}--{after}", marks=() if max(i, j) < SHORT else pytest.mark.full)
+    pytest.param(
+        before, after, id=f"{before}--{after}", marks=() if max(i, j) < SHORT else pytest.mark.full
+    )
     for i, before in enumerate(LAYOUTS)
     for j, after in enumerate(LAYOUTS)
     if i != j
@@ -110,7 +118,9 @@ def test_any_layout_loads_what_any_other_saved(
     before: Layout, after: Layout, pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
 ) -> None:
     source = saved(before)
-    argv = arguments(tmp_path, corpus, after, f"--load-iteration 5 --metrics-file {tmp_path}/metrics.jsonl")
+    argv = arguments(
+        tmp_path, corpus, after, f"--load-iteration 5 --metrics-file {tmp_path}/metrics.jsonl"
+    )
     argv[argv.index("--load") + 1] = str(source)
     outcomes = pool.run(after.ranks, differing_after_load, argv, str(source / "global_step5"))
     succeed(outcomes)
@@ -123,13 +133,23 @@ def test_any_layout_loads_what_any_other_saved(
     assert worst(curve(tmp_path), curve(alone)[5:]) < BOUND
 
 
-def test_without_the_optimizer_moments_and_step_are_fresh(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> None:
+def test_without_the_optimizer_moments_and_step_are_fresh(
+    pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
+) -> None:
     """A first step of Adam has no bias left after its correction: as large as the learning rate, whatever the gradient."""
     layout = LAYOUTS[4]
-    argv = arguments(tmp_path, corpus, layout, "--load-iteration 5 --no-load-optim --weight-decay 0 --exit-interval 6")
+    argv = arguments(
+        tmp_path,
+        corpus,
+        layout,
+        "--load-iteration 5 --no-load-optim --weight-decay 0 --exit-interval 6",
+    )
     argv[argv.index("--load") + 1] = str(saved(LAYOUTS[0]))
     succeed(pool.run(layout.ranks, pretrain, argv))
-    before, after = whole_tensors(saved(LAYOUTS[0]) / "global_step5"), whole_tensors(tmp_path / "global_step6")
+    before, after = (
+        whole_tensors(saved(LAYOUTS[0]) / "global_step5"),
+        whole_tensors(tmp_path / "global_step6"),
+    )
     manifest = json.loads((tmp_path / "global_step6" / "manifest.json").read_text())
     assert manifest["optimizer"]["optimizer_step"] == 1
     name = "blocks.0.mlp.up.weight"

@@ -16,7 +16,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(corpus: str, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Uninterrupted]:
+def uninterrupted(
+    corpus: str, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Uninterrupted]:
     """`uninterrupted(flags, last, ranks=1)`: the curve that a job must have, whatever was done to it."""
     root = tmp_path_factory.mktemp("uninterrupted")
     jobs: list[Job] = []
@@ -35,8 +37,24 @@ def new_job(corpus: str, cache: Path, tmp_path: Path) -> Iterator[NewJob]:
     """`new_job(name, flags, ranks=1, folder=None, metrics=None)`."""
     jobs: list[Job] = []
 
-    def make(name: str, flags: str = "", ranks: int = 1, folder: Path | None = None, metrics: Path | None = None) -> Job:
-        jobs.append(Job(corpus, cache, folder or tmp_path / name, tmp_path / f"{name}_logs_{len(jobs)}", flags, ranks, metrics))
+    def make(
+        name: str,
+        flags: str = "",
+        ranks: int = 1,
+        folder: Path | None = None,
+        metrics: Path | None = None,
+    ) -> Job:
+        jobs.append(
+            Job(
+                corpus,
+                cache,
+                folder or tmp_path / name,
+                tmp_path / f"{name}_logs_{len(jobs)}",
+                flags,
+                ranks,
+                metrics,
+            )
+        )
         return jobs[-1]
 
     yield make

@@ -23,7 +23,7 @@ from failing_calls import FailingCalls
 from process_pool import _free_port
 from training.runs import SIZES
 
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.observe.metrics import read_metrics
 
@@ -113,15 +113,27 @@ class Launch:
         seconds by which its first call is slower.
         """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"])
+        context.set_forkserver_preload(
+            ["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"]
+        )
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
         self.processes = []
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        world = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
         for rank in range(ranks):
             self._logs[rank].touch()
             # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
-            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "faults", **(environment or {})}
+            own = {
+                **world,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "TORCHELASTIC_RUN_ID": "faults",
+                **(environment or {}),
+            }
             arguments = (
                 list(argv),
                 own,
@@ -151,7 +163,11 @@ class Launch:
 
     def kill(self, ranks: Sequence[int] | None = None) -> list[int]:
         """SIGKILL; returns those that were running."""
-        chosen = [rank for rank in (range(len(self.processes)) if ranks is None else ranks) if self.processes[rank].is_alive()]
+        chosen = [
+            rank
+            for rank in (range(len(self.processes)) if ranks is None else ranks)
+            if self.processes[rank].is_alive()
+        ]
         for rank in chosen:
             self.processes[rank].kill()
         for rank in chosen:
@@ -175,7 +191,12 @@ class Launch:
             state = ""
             while self.processes[rank].is_alive() and state != "T":
                 with contextlib.suppress(OSError, IndexError):
-                    state = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+                    state = (
+                        Path(f"/proc/{self.pids[rank]}/stat")
+                        .read_text()
+                        .rpartition(")")[2]
+                        .split()[0]
+                    )
 
     def thaw(self) -> None:
         for rank in self.running():
@@ -207,7 +228,9 @@ class Launch:
             if time.monotonic() > end:
                 still = self.running()
                 self.kill()
-                pytest.fail(f"ranks {still} did not end in {BOUND_SECONDS:g} s:\n{self.all_output()}")
+                pytest.fail(
+                    f"ranks {still} did not end in {BOUND_SECONDS:g} s:\n{self.all_output()}"
+                )
             time.sleep(0.005)
         return [process.exitcode for process in self.processes]
 
@@ -215,11 +238,35 @@ class Launch:
 class Job:
     """A command line that is given again and again, and the folder that it saves to."""
 
-    def __init__(self, data: str, cache: Path, folder: Path, logs: Path, flags: str, ranks: int, metrics: Path | None) -> None:
+    def __init__(
+        self,
+        data: str,
+        cache: Path,
+        folder: Path,
+        logs: Path,
+        flags: str,
+        ranks: int,
+        metrics: Path | None,
+    ) -> None:
         self.folder, self.ranks, self.logs = folder, ranks, logs
         self.metrics_file = metrics or folder / "metrics.jsonl"
-        paths = ["--data-path", data, "--data-cache-path", str(cache), "--save", str(folder), "--load", str(folder)]
-        self.argv = [*SIZES.split(), *paths, "--metrics-file", str(self.metrics_file), *flags.split()]
+        paths = [
+            "--data-path",
+            data,
+            "--data-cache-path",
+            str(cache),
+            "--save",
+            str(folder),
+            "--load",
+            str(folder),
+        ]
+        self.argv = [
+            *SIZES.split(),
+            *paths,
+            "--metrics-file",
+            str(self.metrics_file),
+            *flags.split(),
+        ]
         self.launches: list[Launch] = []
 
     def launch(self, extra: str = "", **how: Any) -> Launch:
@@ -244,16 +291,25 @@ class Job:
         """iteration -> (loss, gradient norm); empty where nothing was trained."""
         if not self.metrics_file.exists():
             return {}
-        return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in read_metrics(self.metrics_file)}
+        return {
+            entry["iteration"]: (entry["lm_loss"], entry["grad_norm"])
+            for entry in read_metrics(self.metrics_file)
+        }
 
     def names(self) -> set[str]:
         """Of checkpoints, whole or not."""
-        return {entry.name for entry in self.folder.iterdir() if entry.name.startswith("global_step")}
+        return {
+            entry.name for entry in self.folder.iterdir() if entry.name.startswith("global_step")
+        }
 
     def snapshot(self) -> dict[str, bytes]:
         """All that is in the folder, apart from the metrics, and from what nobody reads: the text of a small file that was to be
         replaced when the process ended."""
-        files = (p for p in self.folder.rglob("*") if p.is_file() and p.name != "metrics.jsonl" and p.suffix != ".new")
+        files = (
+            p
+            for p in self.folder.rglob("*")
+            if p.is_file() and p.name != "metrics.jsonl" and p.suffix != ".new"
+        )
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def verify(self, iteration: int) -> None:
@@ -266,12 +322,16 @@ class Job:
 
     def check(self, last: int, saved: Sequence[int] | None = None) -> None:
         """The pointers name `last`, it is whole, and nothing half-finished lies about; `saved`: the checkpoints that there are."""
-        assert pointed_iteration(self.folder) == last
+        assert read_pointed_iteration(self.folder) == last
         assert (self.folder / "latest").read_text() == f"global_step{last}"
         assert (self.folder / "latest_checkpointed_iteration.txt").read_text() == str(last)
         self.verify(last)
-        assert not [name for name in self.names() if name.endswith((".unfinished", ".deleting", ".replaced"))]
-        assert saved is None or saved_iterations(self.folder) == list(saved)
+        assert not [
+            name
+            for name in self.names()
+            if name.endswith((".unfinished", ".deleting", ".replaced"))
+        ]
+        assert saved is None or list_saved_iterations(self.folder) == list(saved)
 
     def clear(self) -> None:
         """As before the first launch."""
@@ -306,7 +366,10 @@ class Uninterrupted:
 
 def saved_lines(output: str) -> list[int]:
     """Iterations whose checkpoint rank 0 called safe."""
-    return [int(found) for found in re.findall(r"successfully saved checkpoint at iteration +(\d+) to", output)]
+    return [
+        int(found)
+        for found in re.findall(r"successfully saved checkpoint at iteration +(\d+) to", output)
+    ]
 
 
 def loaded_line(output: str) -> int:

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from launches import Job, loaded_line
 
-from megatron.checkpoint.folder import LATEST, LATEST_ITERATION, pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import (
+    LATEST,
+    LATEST_ITERATION,
+    list_saved_iterations,
+    read_pointed_iteration,
+)
 from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import DamagedError
 
@@ -66,7 +71,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "removed": Path.unlink,
 }
-FILES = ("rank_00000.safetensors", "rank_00001.safetensors", "index.json", "manifest.json", "config.yaml")
+FILES = (
+    "rank_00000.safetensors",
+    "rank_00001.safetensors",
+    "index.json",
+    "manifest.json",
+    "config.yaml",
+)
 SHORT = {
     ("rank_00000.safetensors", "header"),
     ("rank_00001.safetensors", "last byte"),
@@ -75,7 +86,9 @@ SHORT = {
     ("config.yaml", "empty"),
 }
 CASES = [
-    pytest.param(file, damage, marks=() if (file, damage) in SHORT else pytest.mark.full) for file in FILES for damage in DAMAGES
+    pytest.param(file, damage, marks=() if (file, damage) in SHORT else pytest.mark.full)
+    for file in FILES
+    for damage in DAMAGES
 ]
 
 
@@ -84,7 +97,10 @@ def test_damage_goes_back_to_the_one_before(file: str, damage: str, job: Job, ba
     DAMAGES[damage](job.folder / "global_step6" / file)
     kept = {path.name: path.read_bytes() for path in (job.folder / "global_step6").iterdir()}
     if file == "manifest.json" and damage == "removed":
-        assert saved_iterations(job.folder) == [2, 4]  # only the pointers say that there was another one
+        assert list_saved_iterations(job.folder) == [
+            2,
+            4,
+        ]  # only the pointers say that there was another one
     output = job.succeed()
     assert loaded_line(output) == 4, output
     assert f"global_step6 is damaged: {file}" in output
@@ -95,11 +111,17 @@ def test_damage_goes_back_to_the_one_before(file: str, damage: str, job: Job, ba
     for iteration in (2, 4, 6, 8):
         job.verify(iteration)
     aside = job.folder / "global_step6.damaged"
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == kept  # for whoever finds out why
+    assert {
+        path.name: path.read_bytes() for path in aside.iterdir()
+    } == kept  # for whoever finds out why
 
 
-@pytest.mark.parametrize("file", ["rank_00001.safetensors", pytest.param("config.yaml", marks=pytest.mark.full)])
-@pytest.mark.parametrize("flags", ["--load-iteration 6", pytest.param("--no-load-fallback", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "file", ["rank_00001.safetensors", pytest.param("config.yaml", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    "flags", ["--load-iteration 6", pytest.param("--no-load-fallback", marks=pytest.mark.full)]
+)
 def test_damage_is_an_error_where_no_other_may_be_taken(file: str, flags: str, job: Job) -> None:
     flip(job.folder / "global_step6" / file, -1)
     before, curve = job.snapshot(), job.curve()
@@ -123,7 +145,9 @@ def test_all_damaged_is_an_error_and_no_fresh_start(file: str, job: Job) -> None
     again = job.fail("--allow-fresh-start")
     assert "is damaged" in again.rpartition("CheckpointError:")[2]
     assert job.curve() == curve
-    assert len([name for name in job.names() if name.startswith("global_step")]) == 3  # each is still there, under some name
+    assert (
+        len([name for name in job.names() if name.startswith("global_step")]) == 3
+    )  # each is still there, under some name
 
 
 @pytest.mark.full
@@ -138,7 +162,9 @@ def test_two_damaged_ones(job: Job, base: Base) -> None:
     job.check(10, saved=[2, 4, 6, 8, 10])
 
 
-def test_pointers_are_right_as_soon_as_one_is_set_aside(job: Job, base: Base, tmp_path: Path) -> None:
+def test_pointers_are_right_as_soon_as_one_is_set_aside(
+    job: Job, base: Base, tmp_path: Path
+) -> None:
     """The launch that finds the damage ends right after that, for want of its corpus."""
     flip(job.folder / "global_step6" / "rank_00000.safetensors", -1)
     output = job.fail(f"--data-path {tmp_path / 'nowhere'}")
@@ -157,7 +183,9 @@ def test_a_second_damage_of_the_same_iteration_keeps_the_first(job: Job, base: B
         flip(job.folder / "global_step6" / "rank_00000.safetensors", -1)
         assert loaded_line(job.succeed("--exit-interval 6")) == 4
     assert {"global_step6", "global_step6.damaged", "global_step6.damaged2"} <= job.names()
-    assert {number: job.curve()[number] for number in range(1, 7)} == {number: base.curve[number] for number in range(1, 7)}
+    assert {number: job.curve()[number] for number in range(1, 7)} == {
+        number: base.curve[number] for number in range(1, 7)
+    }
 
 
 @pytest.mark.full
@@ -190,20 +218,36 @@ def test_every_flipped_bit_of_a_manifest_is_found(base: Base, tmp_path: Path) ->
     ("latest", "number", "told"),
     [
         ("global_step99", "99", "names global_step99, which is not a finished checkpoint"),
-        pytest.param("global_step99", None, "names global_step99, which is not a finished checkpoint", marks=pytest.mark.full),
+        pytest.param(
+            "global_step99",
+            None,
+            "names global_step99, which is not a finished checkpoint",
+            marks=pytest.mark.full,
+        ),
         (None, "99", "names global_step99, which is not a finished checkpoint"),
-        pytest.param("global_step99", "6", "names global_step99, which is not a finished checkpoint", marks=pytest.mark.full),
+        pytest.param(
+            "global_step99",
+            "6",
+            "names global_step99, which is not a finished checkpoint",
+            marks=pytest.mark.full,
+        ),
         ("six", "6", "holds 'six', which names no checkpoint"),
         pytest.param("", "6", "holds '', which names no checkpoint", marks=pytest.mark.full),
-        pytest.param("global_step6.damaged", "6", "which names no checkpoint", marks=pytest.mark.full),
+        pytest.param(
+            "global_step6.damaged", "6", "which names no checkpoint", marks=pytest.mark.full
+        ),
         ("../global_step6", "6", "which names no checkpoint"),
         pytest.param("\udcff\udcfe", "6", "which names no checkpoint", marks=pytest.mark.full),
         (None, "release", "holds 'release', which names no checkpoint"),
         (None, None, "give --allow-fresh-start"),
     ],
 )
-def test_a_pointer_to_nothing_is_an_error(latest: str | None, number: str | None, told: str, job: Job, new_job: NewJob) -> None:
-    one = new_job("one", "--save-interval 2", 1, folder=job.folder)  # small mistakes show before ranks matter
+def test_a_pointer_to_nothing_is_an_error(
+    latest: str | None, number: str | None, told: str, job: Job, new_job: NewJob
+) -> None:
+    one = new_job(
+        "one", "--save-interval 2", 1, folder=job.folder
+    )  # small mistakes show before ranks matter
     for name, text in ((LATEST, latest), (LATEST_ITERATION, number)):
         if text is None:
             (job.folder / name).unlink()
@@ -225,11 +269,16 @@ def test_a_pointer_to_nothing_is_an_error(latest: str | None, number: str | None
         pytest.param("global_step6", "rubbish", 6, marks=pytest.mark.full),
     ],
 )
-def test_of_two_pointers_latest_decides(latest: str, number: str, start: int, job: Job, base: Base) -> None:
+def test_of_two_pointers_latest_decides(
+    latest: str, number: str, start: int, job: Job, base: Base
+) -> None:
     (job.folder / LATEST).write_text(latest)
     (job.folder / LATEST_ITERATION).write_text(number)
     output = job.succeed()
-    assert f"latest says {latest}, latest_checkpointed_iteration.txt '{number}'; latest decides" in output
+    assert (
+        f"latest says {latest}, latest_checkpointed_iteration.txt '{number}'; latest decides"
+        in output
+    )
     assert loaded_line(output) == start
     assert job.curve() == base.curve
     job.check(10, saved=[2, 4, 6, 8, 10])
@@ -248,7 +297,9 @@ def test_a_pointer_moved_back_by_hand(job: Job, base: Base) -> None:
     """Later checkpoints stay, are named, do not count as the newest, and go only when a save of their iteration replaces them."""
     (job.folder / LATEST).write_text("global_step2\n")  # an editor's newline
     (job.folder / LATEST_ITERATION).write_text("2\n")
-    later = {name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")}
+    later = {
+        name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")
+    }
     assert later
     keep = "--keep-latest-checkpoints 2"
     output = job.succeed(f"{keep} --exit-interval 4")
@@ -256,11 +307,15 @@ def test_a_pointer_moved_back_by_hand(job: Job, base: Base) -> None:
     assert "later than global_step2, where this run starts: global_step4, global_step6" in output
     assert "removed by" not in output
     job.check(4, saved=[2, 4, 6])
-    assert {name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")} == later
+    assert {
+        name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")
+    } == later
     output = job.succeed(f"{keep} --exit-interval 5")  # a save between them
     assert "later than global_step4, where this run starts: global_step6" in output
     job.check(5, saved=[4, 5, 6])
-    assert {name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")} == later
+    assert {
+        name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")
+    } == later
     output = job.succeed(keep)
     assert job.curve() == base.curve
     job.check(10, saved=[8, 10])
@@ -285,13 +340,17 @@ def test_leftovers_are_cleared_up_at_the_start(job: Job, base: Base) -> None:
     (root / "global_step8.unfinished/rank_00000.safetensors").write_bytes(b"torn")
     (root / "global_step2").rename(root / "global_step2.deleting")
     (root / "global_step2.deleting/index.json").unlink()
-    shutil.copytree(root / "global_step6", root / "global_step6.replaced")  # cut off after both renames
+    shutil.copytree(
+        root / "global_step6", root / "global_step6.replaced"
+    )  # cut off after both renames
     (root / "global_step4").rename(root / "global_step4.replaced")  # cut off between them
     output = job.succeed("--exit-interval 7")
     assert loaded_line(output) == 6
     job.check(7, saved=[4, 6, 7])
     job.verify(4)
-    assert {number: job.curve()[number] for number in range(1, 8)} == {number: base.curve[number] for number in range(1, 8)}
+    assert {number: job.curve()[number] for number in range(1, 8)} == {
+        number: base.curve[number] for number in range(1, 8)
+    }
 
 
 def test_a_replacement_cut_off_between_its_renames(job: Job, base: Base) -> None:
@@ -336,4 +395,4 @@ def test_a_checkpoint_renamed_by_hand(job: Job, base: Base) -> None:
     assert "it is the checkpoint of iteration 4, renamed" in output
     assert loaded_line(output) == 4
     assert job.curve() == base.curve
-    assert pointed_iteration(job.folder) == 10
+    assert read_pointed_iteration(job.folder) == 10

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launches import Job, Launch, loaded_line, saved_lines
 
-from megatron.checkpoint.folder import pointed_iteration
+from megatron.checkpoint.folder import read_pointed_iteration
 
 NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
@@ -29,9 +29,15 @@ class Disk:
     def __init__(self, folder: Path, options: str) -> None:
         folder.mkdir()
         self.folder, self.mounted = folder, False
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode != 0:
-            pytest.skip(f"NOT TESTED: a full disk needs a tmpfs, and mounting one failed: {done.stderr.strip()}")
+            pytest.skip(
+                f"NOT TESTED: a full disk needs a tmpfs, and mounting one failed: {done.stderr.strip()}"
+            )
         self.mounted = True
         self._filler = folder / "filler"
 
@@ -39,7 +45,9 @@ class Disk:
         """All but `leave` bytes."""
         stat = os.statvfs(self.folder)
         with open(self._filler, "ab") as file:
-            os.posix_fallocate(file.fileno(), file.tell(), max(1, stat.f_bavail * stat.f_frsize - leave))
+            os.posix_fallocate(
+                file.fileno(), file.tell(), max(1, stat.f_bavail * stat.f_frsize - leave)
+            )
 
     def fill_inodes(self, leave: int) -> None:
         """No more than `leave` files or folders may be made."""
@@ -56,7 +64,12 @@ class Disk:
 
     def remount(self, how: str) -> bool:
         """`ro` or `rw`. False: files are open for writing."""
-        return subprocess.run(["mount", "-o", f"remount,{how}", str(self.folder)], capture_output=True).returncode == 0
+        return (
+            subprocess.run(
+                ["mount", "-o", f"remount,{how}", str(self.folder)], capture_output=True
+            ).returncode
+            == 0
+        )
 
     def unmount(self) -> None:
         if self.mounted:
@@ -91,7 +104,11 @@ def switch(tmp_path: Path) -> Path:
 def on_disk(disk: Disk, new_job: NewJob, switch: Path, tmp_path: Path) -> NewJob:
     """`on_disk(flags, ranks=1)`: a job whose folder is on the small disk, and its metrics elsewhere."""
     return lambda flags, ranks=1: new_job(
-        "job", f"--kill-switch-path {switch} {flags}", ranks, folder=disk.folder / "run", metrics=tmp_path / "metrics.jsonl"
+        "job",
+        f"--kill-switch-path {switch} {flags}",
+        ranks,
+        folder=disk.folder / "run",
+        metrics=tmp_path / "metrics.jsonl",
     )
 
 
@@ -101,7 +118,9 @@ def between_saves(launch: Launch, folder: Path) -> Iterator[None]:
 
     def caught() -> bool:
         launch.freeze()
-        busy = not (folder / "latest").exists() or any(not re.fullmatch(r"global_step\d+", entry) for entry in steps(folder))
+        busy = not (folder / "latest").exists() or any(
+            not re.fullmatch(r"global_step\d+", entry) for entry in steps(folder)
+        )
         if busy:
             launch.thaw()
         return not busy
@@ -135,12 +154,21 @@ def in_a_save(launch: Launch, folder: Path) -> Iterator[None]:
 
 
 def steps(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.startswith("global_step")] if folder.exists() else []
+    return (
+        [name for name in os.listdir(folder) if name.startswith("global_step")]
+        if folder.exists()
+        else []
+    )
 
 
 def failures(output: str) -> list[tuple[int, int]]:
     """(iteration, how many in a row)"""
-    return [(int(i), int(n)) for i, n in re.findall(r"saving iteration (\d+) to .* failed \((\d+) of \d+ in a row\)", output)]
+    return [
+        (int(i), int(n))
+        for i, n in re.findall(
+            r"saving iteration (\d+) to .* failed \((\d+) of \d+ in a row\)", output
+        )
+    ]
 
 
 def retries(output: str) -> list[int]:
@@ -149,7 +177,9 @@ def retries(output: str) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
-def test_too_little_room_known_in_advance(ranks: int, mode: str, disk: Disk, on_disk: NewJob, uninterrupted: Curves) -> None:
+def test_too_little_room_known_in_advance(
+    ranks: int, mode: str, disk: Disk, on_disk: NewJob, uninterrupted: Curves
+) -> None:
     """Told at once, tried again after the interval, then the run ends; with room, the same command goes on from the old one."""
     job = on_disk(f"--save-interval 4 --save-retry-interval 1 {mode}", ranks)
     job.succeed("--exit-interval 4")
@@ -158,7 +188,15 @@ def test_too_little_room_known_in_advance(ranks: int, mode: str, disk: Disk, on_
     output = job.fail()
     assert failures(output) == [(8, 1), (9, 2), (10, 3)]
     assert retries(output) == [9, 10]
-    assert len(re.findall(r"rank 0 on \S+: the checkpoint has 0\.00\d GB, and \S+ has 0\.00\d GB free; make room", output)) == 3
+    assert (
+        len(
+            re.findall(
+                r"rank 0 on \S+: the checkpoint has 0\.00\d GB, and \S+ has 0\.00\d GB free; make room",
+                output,
+            )
+        )
+        == 3
+    )
     error = output.rpartition("CheckpointError:")[2]
     assert "the run ends here" in error
     assert "THERE IS NO ROOM: saves will fail" in output  # already at the start
@@ -195,14 +233,17 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save(
         disk.fill()
     launch.wait_for_line("in a row)", times=2)  # that one, and one that knows
     first = launch.output()
-    assert re.search(r"failed \(1 of 100000 in a row\):\n  rank \d on \S+: \[Errno 28\] No space left on device", first), first
+    assert re.search(
+        r"failed \(1 of 100000 in a row\):\n  rank \d on \S+: \[Errno 28\] No space left on device",
+        first,
+    ), first
     iterations = [iteration for iteration, _ in failures(first)]
     assert retries(first)[0] == iterations[0] + 2
     with launch.frozen():
         left = [name for name in steps(job.folder) if name.endswith(".unfinished")]
         assert left == []  # the part that was written has gone
         safe = max(saved_lines(launch.output()))
-        pointed = pointed_iteration(job.folder)
+        pointed = read_pointed_iteration(job.folder)
         assert pointed is not None
         assert pointed >= safe
         job.verify(pointed)
@@ -218,27 +259,43 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save(
     assert job.curve() == uninterrupted(ENDLESS, max(job.curve()), ranks)
 
 
-@pytest.mark.parametrize("left", [5, *(pytest.param(left, marks=pytest.mark.full) for left in range(5))])
+@pytest.mark.parametrize(
+    "left", [5, *(pytest.param(left, marks=pytest.mark.full) for left in range(5))]
+)
 def test_no_more_files_at_every_step_of_a_save(
-    left: int, new_disk: Callable[..., Disk], new_job: NewJob, switch: Path, tmp_path: Path, uninterrupted: Curves
+    left: int,
+    new_disk: Callable[..., Disk],
+    new_job: NewJob,
+    switch: Path,
+    tmp_path: Path,
+    uninterrupted: Curves,
 ) -> None:
     """Folder, tensors, index, configuration, manifest, pointer: each is the first that finds no room once."""
     disk = new_disk("size=64m,nr_inodes=200")
     flags = f"{ENDLESS} --save-retry-interval 1 --max-save-failures 100000"
     job = new_job(
-        "job", f"{flags} --save-interval 6 --kill-switch-path {switch}", 1, disk.folder / "run", tmp_path / "metrics.jsonl"
+        "job",
+        f"{flags} --save-interval 6 --kill-switch-path {switch}",
+        1,
+        disk.folder / "run",
+        tmp_path / "metrics.jsonl",
     )
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
     with between_saves(launch, job.folder):
-        safe = pointed_iteration(job.folder)
+        safe = read_pointed_iteration(job.folder)
         assert safe is not None
         disk.fill_inodes(leave=left)
     launch.wait_for_line("in a row)", times=2)
     output = launch.output()
-    assert re.search(r"failed \(1 of 100000 in a row\):\n  rank 0 on \S+: \[Errno 28\] No space left on device", output), output
+    assert re.search(
+        r"failed \(1 of 100000 in a row\):\n  rank 0 on \S+: \[Errno 28\] No space left on device",
+        output,
+    ), output
     with launch.frozen():
-        assert pointed_iteration(job.folder) == max([safe, *saved_lines(launch.output())]) == safe
+        assert (
+            read_pointed_iteration(job.folder) == max([safe, *saved_lines(launch.output())]) == safe
+        )
         job.verify(safe)
     saved = len(saved_lines(launch.output()))
     disk.make_room()
@@ -251,7 +308,9 @@ def test_no_more_files_at_every_step_of_a_save(
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
-def test_one_rank_that_may_not_write_ends_all(victim: int, mode: str, new_job: NewJob, uninterrupted: Curves) -> None:
+def test_one_rank_that_may_not_write_ends_all(
+    victim: int, mode: str, new_job: NewJob, uninterrupted: Curves
+) -> None:
     """A quota of one host: the rank is named, all ranks agree, the partial folder goes, and the older checkpoint carries on."""
     layout = "--pipeline-model-parallel-size 2 --num-layers 2 --untie-embeddings-and-output-weights"  # each rank's file is large
     flags = f"{layout} --save-interval 4 --save-retry-interval 2 --max-save-failures 2 {mode}"
@@ -284,7 +343,9 @@ def test_a_save_named_for_an_iteration_is_tried_again_too(disk: Disk, on_disk: N
     job.check(10, saved=[2, 6, 10])
 
 
-def test_the_end_of_a_run_waits_for_room(disk: Disk, on_disk: NewJob, uninterrupted: Curves) -> None:
+def test_the_end_of_a_run_waits_for_room(
+    disk: Disk, on_disk: NewJob, uninterrupted: Curves
+) -> None:
     """There is no later iteration to try again after: it is tried until it succeeds, or too often."""
     job = on_disk("--max-save-failures 100000")
     job.succeed("--exit-interval 2")
@@ -353,19 +414,24 @@ def test_a_read_only_file_system_before_the_start(ranks: int, disk: Disk, on_dis
 
 
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
-def test_a_file_system_that_becomes_read_only(mode: str, disk: Disk, on_disk: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_a_file_system_that_becomes_read_only(
+    mode: str, disk: Disk, on_disk: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     flags = f"{ENDLESS} --save-interval 4 --save-retry-interval 1 --max-save-failures 100000 --keep-latest-checkpoints 2"
     job = on_disk(f"{flags} {mode}")
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
     with between_saves(launch, job.folder):
         assert disk.remount("ro")
-        safe = pointed_iteration(job.folder)
+        safe = read_pointed_iteration(job.folder)
         assert safe is not None
     launch.wait_for_line("in a row)", times=3)
     output = launch.output()
-    assert re.search(r"failed \(1 of 100000 in a row\):\n  rank 0 on \S+: \[Errno 30\] Read-only file system", output), output
-    assert pointed_iteration(job.folder) == safe
+    assert re.search(
+        r"failed \(1 of 100000 in a row\):\n  rank 0 on \S+: \[Errno 30\] Read-only file system",
+        output,
+    ), output
+    assert read_pointed_iteration(job.folder) == safe
     job.verify(safe)
     saved = len(saved_lines(output))
     assert disk.remount("rw")
@@ -377,20 +443,24 @@ def test_a_file_system_that_becomes_read_only(mode: str, disk: Disk, on_disk: Ne
 
 
 @pytest.mark.full
-def test_a_file_system_that_stays_read_only_ends_the_run(disk: Disk, on_disk: NewJob, uninterrupted: Curves) -> None:
+def test_a_file_system_that_stays_read_only_ends_the_run(
+    disk: Disk, on_disk: NewJob, uninterrupted: Curves
+) -> None:
     flags = f"{ENDLESS} --save-interval 4 --save-retry-interval 1"
     job = on_disk(flags)
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
     with between_saves(launch, job.folder):
         assert disk.remount("ro")
-        safe = pointed_iteration(job.folder)
+        safe = read_pointed_iteration(job.folder)
         assert safe is not None
     assert launch.codes() == [2], launch.all_output()
     assert [number for _, number in failures(launch.output())] == [1, 2, 3]
     assert f"its last checkpoint is untouched: it is global_step{safe}" in launch.output()
     job.verify(safe)
     assert disk.remount("rw")
-    output = job.succeed(f"--exit-interval {safe + 8}")  # the lease that could not be removed is no hindrance
+    output = job.succeed(
+        f"--exit-interval {safe + 8}"
+    )  # the lease that could not be removed is no hindrance
     assert loaded_line(output) == safe
     assert job.curve() == uninterrupted(ENDLESS, max(job.curve()))

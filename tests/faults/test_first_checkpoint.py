@@ -6,7 +6,9 @@ from collections.abc import Callable
 from launches import Job
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(new_job: Callable[..., Job]) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    new_job: Callable[..., Job],
+) -> None:
     job = new_job("job", "--train-iters 12")
     launch = job.launch("--train-iters 3000")
     launch.wait_for_line("iteration        2/")

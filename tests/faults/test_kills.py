@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launches import BOUND_SECONDS, Job, Launch, loaded_line, saved_lines
 
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--train-iters 12 --save-interval 2 --keep-latest-checkpoints 2 --num-layers 2"
@@ -27,7 +27,9 @@ LAYOUTS = (
 )
 ATTEMPTS = 40
 SHORT = (0, 1, 2, 3, 4)
-SEEDS = [seed if seed in SHORT else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)]
+SEEDS = [
+    seed if seed in SHORT else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)
+]
 NewJob = Callable[..., Job]
 _references: dict[int, tuple[dict[int, tuple[float, float]], float]] = {}
 
@@ -36,7 +38,10 @@ def uninterrupted(new_job: NewJob, layout: int) -> tuple[dict[int, tuple[float, 
     """(curve, seconds that the run took); trained once for each layout, and saved as seldom as possible."""
     if layout not in _references:
         ranks, flags = LAYOUTS[layout]
-        job, start = new_job(f"reference_{layout}", f"{FLAGS} {flags} --save-interval 100", ranks), time.monotonic()
+        job, start = (
+            new_job(f"reference_{layout}", f"{FLAGS} {flags} --save-interval 100", ranks),
+            time.monotonic(),
+        )
         job.succeed()
         curve = job.curve()
         assert sorted(curve) == list(range(1, 13))
@@ -46,7 +51,9 @@ def uninterrupted(new_job: NewJob, layout: int) -> tuple[dict[int, tuple[float, 
 
 def wait_for_the_moment(chance: random.Random, job: Job, launch: Launch, seconds: float) -> str:
     """Returns what was waited for."""
-    kind = chance.choice(("any", "any", "iteration", "unfinished", "unfinished", "renamed", "pointer"))
+    kind = chance.choice(
+        ("any", "any", "iteration", "unfinished", "unfinished", "renamed", "pointer")
+    )
     before, before_lines = marks(job), lines(job)
     delay = chance.choice((0.0, chance.uniform(0, 0.005), chance.uniform(0, 0.2)))
     if kind == "any":
@@ -58,9 +65,13 @@ def wait_for_the_moment(chance: random.Random, job: Job, launch: Launch, seconds
         seen.add(now["latest"])
         if kind == "iteration" and lines(job) > before_lines + iterations:
             break
-        if kind == "unfinished" and any(name.endswith(".unfinished") for name in now["names"] - before["names"]):
+        if kind == "unfinished" and any(
+            name.endswith(".unfinished") for name in now["names"] - before["names"]
+        ):
             break
-        if kind == "renamed" and any(name.endswith((".deleting", ".replaced")) for name in now["names"] - before["names"]):
+        if kind == "renamed" and any(
+            name.endswith((".deleting", ".replaced")) for name in now["names"] - before["names"]
+        ):
             break
         if kind == "pointer" and len(seen) > pointers:
             break
@@ -117,7 +128,7 @@ def test_kills_lose_nothing(seed: int, new_job: NewJob) -> None:
     assert job.curve() == expected
     job.check(12)
     # A kill between the last move of the pointers and the removal leaves one more, with no save to come that would remove it.
-    assert saved_iterations(job.folder) in ([10, 12], [8, 10, 12])
+    assert list_saved_iterations(job.folder) in ([10, 12], [8, 10, 12])
 
 
 def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
@@ -129,24 +140,28 @@ def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
     safe = max([safe, *saved_lines(output)])
     pointed = None
     if (job.folder / "latest").exists():
-        pointed = pointed_iteration(job.folder)
+        pointed = read_pointed_iteration(job.folder)
         assert pointed is not None
         job.verify(pointed)
-    assert (pointed or 0) >= safe, f"{told}: iteration {safe} was safe, the pointers name {pointed}\n{output}"
+    assert (pointed or 0) >= safe, (
+        f"{told}: iteration {safe} was safe, the pointers name {pointed}\n{output}"
+    )
     return safe
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_others_end_when_one_rank_is_killed(victim: int, new_job: NewJob) -> None:
     """By themselves, and not with exit code 0; the next start on this host does not wait for a lease."""
-    job = new_job("job", "--train-iters 3000 --save-interval 2 --keep-latest-checkpoints 2 --async-save", 2)
+    job = new_job(
+        "job", "--train-iters 3000 --save-interval 2 --keep-latest-checkpoints 2 --async-save", 2
+    )
     for _ in range(2):
         launch = job.launch()
         launch.wait_for_line("successfully saved checkpoint", times=2)
         assert launch.kill([victim]) == [victim]
         codes = launch.codes(by_themselves=True)
         assert codes[1 - victim] not in (0, None), launch.all_output()
-    output = job.succeed(f"--exit-interval {pointed_iteration(job.folder) + 3}")
+    output = job.succeed(f"--exit-interval {read_pointed_iteration(job.folder) + 3}")
     assert loaded_line(output) > 0
     assert "waiting" not in output
     assert ("gone; this run takes the folder over" in output) == (victim == 0)
@@ -158,15 +173,30 @@ def test_programs_of_their_own(corpus: str, tmp_path: Path) -> None:
     from process_pool import _free_port
 
     folder = tmp_path / "run"
-    job = Job(corpus, tmp_path / "cache", folder, tmp_path / "logs", "--train-iters 3000 --save-interval 2 --async-save", 2, None)
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    job = Job(
+        corpus,
+        tmp_path / "cache",
+        folder,
+        tmp_path / "logs",
+        "--train-iters 3000 --save-interval 2 --async-save",
+        2,
+        None,
+    )
+    world = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = []
     try:
         for rank in range(2):
             own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(tmp_path / f"{rank}.txt", "wb") as log:
                 command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *job.argv]
-                ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+                ranks.append(
+                    subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
+                )
         end = time.monotonic() + BOUND_SECONDS
         while not (folder / "latest").exists():
             assert ranks[0].poll() is None, (tmp_path / "0.txt").read_text()
@@ -174,7 +204,7 @@ def test_programs_of_their_own(corpus: str, tmp_path: Path) -> None:
             time.sleep(0.01)
         ranks[1].kill()
         assert ranks[0].wait(BOUND_SECONDS) != 0
-        job.verify(pointed_iteration(folder))
+        job.verify(read_pointed_iteration(folder))
     finally:
         for process in ranks:
             process.kill()

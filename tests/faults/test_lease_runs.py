@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from launches import BOUND_SECONDS, ERROR, Job, Launch, loaded_line, saved_lines
 
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.lease import FILE
 
 NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ENDLESS = "--train-iters 3000"
-QUICK = {"megatron.checkpoint.lease.STALE_SECONDS": 2.0, "megatron.checkpoint.lease.BEAT_SECONDS": 0.1}
+QUICK = {
+    "megatron.checkpoint.lease.STALE_SECONDS": 2.0,
+    "megatron.checkpoint.lease.BEAT_SECONDS": 0.1,
+}
 ELSEWHERE = {"host": "node7", "boot": "another-boot/pid:[1]"}
 SAVE_INTERVAL = 8
 WAITING = "waiting up to"
@@ -74,7 +77,9 @@ def end_well(launch: Launch, job: Job, switch: Path, uninterrupted: Curves) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_the_second_job_on_a_folder_is_refused(ranks: int, job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_the_second_job_on_a_folder_is_refused(
+    ranks: int, job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     job.ranks = ranks
     first = with_a_checkpoint(job)
     second = new_job("second", f"{ENDLESS} --save-interval 4", ranks, folder=job.folder)
@@ -90,7 +95,9 @@ def test_the_second_job_on_a_folder_is_refused(ranks: int, job: Job, new_job: Ne
 
 
 @pytest.mark.full
-def test_a_second_job_that_would_begin_anew_is_refused_too(job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_a_second_job_that_would_begin_anew_is_refused_too(
+    job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     """Before there is a checkpoint: only the lease can tell."""
     first = job.launch()
     first.wait_for(lambda: (job.folder / FILE).exists(), "a lease", step=0)
@@ -102,7 +109,9 @@ def test_a_second_job_that_would_begin_anew_is_refused_too(job: Job, new_job: Ne
 
 
 @pytest.mark.full
-def test_a_run_that_stands_still_is_alive(job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_a_run_that_stands_still_is_alive(
+    job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     """On the same host the kernel is asked, not the clock."""
     first = with_a_checkpoint(job, constants=QUICK)
     with first.frozen():
@@ -112,18 +121,24 @@ def test_a_run_that_stands_still_is_alive(job: Job, new_job: NewJob, switch: Pat
     end_well(first, job, switch, uninterrupted)
 
 
-def test_after_a_kill_on_the_same_host_the_next_one_takes_over_at_once(job: Job, switch: Path, uninterrupted: Curves) -> None:
+def test_after_a_kill_on_the_same_host_the_next_one_takes_over_at_once(
+    job: Job, switch: Path, uninterrupted: Curves
+) -> None:
     """STALE_SECONDS is what it is."""
     dead = left_by_a_kill(job)
     launch = with_a_checkpoint(job)
-    assert f"was left by process {dead.pids[0]} on {socket.gethostname()}, {TAKEN}" in launch.output()
+    assert (
+        f"was left by process {dead.pids[0]} on {socket.gethostname()}, {TAKEN}" in launch.output()
+    )
     assert WAITING not in launch.output()
     assert loaded_line(launch.output()) > 0
     end_well(launch, job, switch, uninterrupted)
 
 
 @pytest.mark.full
-def test_the_number_of_a_dead_process_that_another_one_got(job: Job, switch: Path, uninterrupted: Curves) -> None:
+def test_the_number_of_a_dead_process_that_another_one_got(
+    job: Job, switch: Path, uninterrupted: Curves
+) -> None:
     """This very process is alive and has the number, and is not the one that held the folder."""
     left_by_a_kill(job)
     alter_lease(job, {"pid": os.getpid()})
@@ -133,22 +148,31 @@ def test_the_number_of_a_dead_process_that_another_one_got(job: Job, switch: Pat
     end_well(launch, job, switch, uninterrupted)
 
 
-def test_a_lease_of_another_host_that_does_not_move(job: Job, switch: Path, uninterrupted: Curves) -> None:
+def test_a_lease_of_another_host_that_does_not_move(
+    job: Job, switch: Path, uninterrupted: Curves
+) -> None:
     dead = left_by_a_kill(job)
     alter_lease(job, ELSEWHERE)
     launch = with_a_checkpoint(job, constants=QUICK)
     output = launch.output()
-    assert f"was left by process {dead.pids[0]} on node7; waiting up to 2 s for a sign of life" in output
+    assert (
+        f"was left by process {dead.pids[0]} on node7; waiting up to 2 s for a sign of life"
+        in output
+    )
     assert f"process {dead.pids[0]} on node7, {TAKEN}" in output
     assert output.index(WAITING) < output.index(TAKEN) < output.index("successfully loaded")
     end_well(launch, job, switch, uninterrupted)
 
 
-def test_a_lease_of_another_host_that_moves(job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_a_lease_of_another_host_that_moves(
+    job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     """Its owner is a real run with a real heartbeat; only the name of its host is another one."""
     first = with_a_checkpoint(job, constants=QUICK)
     alter_lease(job, ELSEWHERE)
-    output = new_job("second", f"{ENDLESS} --save-interval 4", folder=job.folder).fail(constants=QUICK)
+    output = new_job("second", f"{ENDLESS} --save-interval 4", folder=job.folder).fail(
+        constants=QUICK
+    )
     assert WAITING in output
     assert REFUSED in output
     assert f"process {first.pids[0]} on node7" in output
@@ -160,10 +184,15 @@ def test_a_lease_of_another_host_that_moves(job: Job, new_job: NewJob, switch: P
 @pytest.mark.full
 def test_a_job_that_ends_while_the_next_one_waits(job: Job, new_job: NewJob, switch: Path) -> None:
     """On another host: its lease goes, and the waiting one goes on from its last checkpoint."""
-    slow = {"megatron.checkpoint.lease.STALE_SECONDS": 60.0, "megatron.checkpoint.lease.BEAT_SECONDS": 1000.0}
+    slow = {
+        "megatron.checkpoint.lease.STALE_SECONDS": 60.0,
+        "megatron.checkpoint.lease.BEAT_SECONDS": 1000.0,
+    }
     first = with_a_checkpoint(job, constants=slow)
     alter_lease(job, ELSEWHERE)
-    second = new_job("second", f"{ENDLESS} --save-interval 4", folder=job.folder, metrics=job.metrics_file)
+    second = new_job(
+        "second", f"{ENDLESS} --save-interval 4", folder=job.folder, metrics=job.metrics_file
+    )
     waiting = second.launch()
     waiting.wait_for_line(WAITING)
     switch.touch()
@@ -199,9 +228,15 @@ def stop_between_saves(launch: Launch, job: Job) -> None:
 
     def stopped() -> bool:
         launch.freeze()
-        told, pointed, iteration = saved_lines(launch.output()), pointed_iteration(job.folder), max(job.curve())
+        told, pointed, iteration = (
+            saved_lines(launch.output()),
+            read_pointed_iteration(job.folder),
+            max(job.curve()),
+        )
         assert pointed is not None
-        at_rest = told[-1] == pointed and job.names() == {f"global_step{saved}" for saved in told[-2:]}
+        at_rest = told[-1] == pointed and job.names() == {
+            f"global_step{saved}" for saved in told[-2:]
+        }
         if at_rest and pointed + 1 < iteration < pointed + SAVE_INTERVAL - 1:
             return True
         launch.thaw()
@@ -214,9 +249,12 @@ def stop_before_the_pointers_move(launch: Launch, job: Job) -> None:
     """The run stands still; its newest checkpoint has its name, and the pointers still name the one before."""
 
     def seen() -> bool:
-        pointed = (job.folder / "latest").read_text(), (job.folder / "latest_checkpointed_iteration.txt").read_text()
+        pointed = (
+            (job.folder / "latest").read_text(),
+            (job.folder / "latest_checkpointed_iteration.txt").read_text(),
+        )
         begun = any(name.endswith(".new") for name in os.listdir(job.folder))
-        newest = max(saved_iterations(job.folder))
+        newest = max(list_saved_iterations(job.folder))
         return not begun and int(pointed[1]) < newest and pointed[0] == f"global_step{pointed[1]}"
 
     def stopped() -> bool:
@@ -235,7 +273,13 @@ def stop_before_the_pointers_move(launch: Launch, job: Job) -> None:
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
 @pytest.mark.parametrize("stop", [stop_between_saves, stop_before_the_pointers_move])
 def test_a_run_that_lost_its_lease_ends_without_writing(
-    stop: Callable[[Launch, Job], None], mode: str, ranks: int, new_job: NewJob, switch: Path, tmp_path: Path, uninterrupted: Curves
+    stop: Callable[[Launch, Job], None],
+    mode: str,
+    ranks: int,
+    new_job: NewJob,
+    switch: Path,
+    tmp_path: Path,
+    uninterrupted: Curves,
 ) -> None:
     """It stood still, as a host whose network is gone; meanwhile another one, elsewhere, took over."""
     flags = f"{ENDLESS} --save-interval {SAVE_INTERVAL} --keep-latest-checkpoints 2 {mode}"
@@ -243,8 +287,14 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
     first = with_a_checkpoint(job, times=2, constants=QUICK)
     stop(first, job)
     alter_lease(job, ELSEWHERE)
-    second = new_job("second", f"{flags} --kill-switch-path {switch}", ranks, folder=job.folder, metrics=tmp_path / "second.jsonl")
-    started_from = pointed_iteration(job.folder)
+    second = new_job(
+        "second",
+        f"{flags} --kill-switch-path {switch}",
+        ranks,
+        folder=job.folder,
+        metrics=tmp_path / "second.jsonl",
+    )
+    started_from = read_pointed_iteration(job.folder)
     successor = second.launch(constants=QUICK)
     successor.wait_for_line("successfully saved checkpoint", 2)
     assert loaded_line(successor.output()) == started_from
@@ -283,15 +333,22 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
 
 
 @pytest.mark.full
-def test_a_run_that_lost_its_lease_keeps_no_other_ones_alive(new_job: NewJob, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_keeps_no_other_ones_alive(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     """It has no save to come; the one that took over is killed, and nothing must make that one look alive to the next."""
     job = new_job(
-        "job", f"--train-iters 300000 --save-at {SAVE_INTERVAL}", folder=tmp_path / "run", metrics=tmp_path / "first.jsonl"
+        "job",
+        f"--train-iters 300000 --save-at {SAVE_INTERVAL}",
+        folder=tmp_path / "run",
+        metrics=tmp_path / "first.jsonl",
     )
     first = with_a_checkpoint(job, constants=QUICK)
     first.freeze()
     alter_lease(job, ELSEWHERE)
-    second = new_job("second", "--train-iters 300000", folder=job.folder, metrics=tmp_path / "second.jsonl")
+    second = new_job(
+        "second", "--train-iters 300000", folder=job.folder, metrics=tmp_path / "second.jsonl"
+    )
     successor = second.launch(constants=QUICK)
     successor.wait_for_line("successfully loaded checkpoint")
     assert lease(job)["pid"] == successor.pids[0]
@@ -304,7 +361,9 @@ def test_a_run_that_lost_its_lease_keeps_no_other_ones_alive(new_job: NewJob, tm
     assert TAKEN in third.output()
 
 
-def test_a_lease_that_an_operator_removed_is_made_again(job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_a_lease_that_an_operator_removed_is_made_again(
+    job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     launch = with_a_checkpoint(job)
     (job.folder / FILE).unlink()
     saved = len(saved_lines(launch.output()))
@@ -315,7 +374,9 @@ def test_a_lease_that_an_operator_removed_is_made_again(job: Job, new_job: NewJo
     end_well(launch, job, switch, uninterrupted)
 
 
-def test_a_requeued_job_takes_over_from_itself_at_once(job: Job, switch: Path, uninterrupted: Curves) -> None:
+def test_a_requeued_job_takes_over_from_itself_at_once(
+    job: Job, switch: Path, uninterrupted: Curves
+) -> None:
     """Slurm has ended it on the other host; STALE_SECONDS is what it is."""
     left_by_a_kill(job, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"})
     alter_lease(job, ELSEWHERE)
@@ -330,9 +391,13 @@ def test_a_requeued_job_takes_over_from_itself_at_once(job: Job, switch: Path, u
 @pytest.mark.parametrize(("number", "restart"), [("77", "0"), ("78", "1")])
 def test_only_a_later_start_of_the_same_job_may(number: str, restart: str, job: Job) -> None:
     """The same start twice, or another job: a sign of life is waited for, and here there is one."""
-    first = with_a_checkpoint(job, constants=QUICK, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"})
+    first = with_a_checkpoint(
+        job, constants=QUICK, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"}
+    )
     alter_lease(job, ELSEWHERE)
-    output = job.fail(constants=QUICK, environment={"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": restart})
+    output = job.fail(
+        constants=QUICK, environment={"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": restart}
+    )
     assert WAITING in output
     assert REFUSED in output
     assert "job 77" in output
@@ -340,7 +405,9 @@ def test_only_a_later_start_of_the_same_job_may(number: str, restart: str, job: 
     first.kill()
 
 
-def test_evaluation_takes_no_lease(job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves) -> None:
+def test_evaluation_takes_no_lease(
+    job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
+) -> None:
     """Neither while another run holds it, nor when nobody does."""
     first = with_a_checkpoint(job)
     owner = lease(job)
@@ -357,13 +424,20 @@ def test_evaluation_takes_no_lease(job: Job, new_job: NewJob, switch: Path, unin
     assert job.snapshot() == before
 
 
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 6))])
-def test_many_starts_at_once_and_one_winner(attempt: int, job: Job, new_job: NewJob, switch: Path) -> None:
+@pytest.mark.parametrize(
+    "attempt", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 6))]
+)
+def test_many_starts_at_once_and_one_winner(
+    attempt: int, job: Job, new_job: NewJob, switch: Path
+) -> None:
     """After a kill, several copies of a command start together: one trains, the others leave, and name it."""
     left_by_a_kill(job)
     flags = f"{ENDLESS} --save-interval 4 --kill-switch-path {switch}"
     outer = job.folder.parent
-    rivals = [new_job(f"rival_{n}", flags, folder=job.folder, metrics=outer / f"rival_{n}.jsonl") for n in range(3)]
+    rivals = [
+        new_job(f"rival_{n}", flags, folder=job.folder, metrics=outer / f"rival_{n}.jsonl")
+        for n in range(3)
+    ]
     launches = [rival.launch() for rival in rivals]
     end = time.monotonic() + BOUND_SECONDS
     while sum(len(launch.running()) for launch in launches) > 1 and time.monotonic() < end:

@@ -17,13 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.observe.report import Axes
-from megatron.operations.cutting import cut_of_events
+from megatron.operations.cutting import find_events_cut
 
 ROOT = Path(__file__).resolve().parents[2]
 NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ITERATIONS = 10
-LOST = re.compile(r"warning: (\d+) lines of standard output were lost before this one \(No space left on device\)")
+LOST = re.compile(
+    r"warning: (\d+) lines of standard output were lost before this one \(No space left on device\)"
+)
 
 
 def words(job: Job) -> list[str]:
@@ -37,15 +39,21 @@ def environment() -> dict[str, str]:
 
 def run(job: Job, **streams: Any) -> int:
     """Exit code of the program in an interpreter of its own, whose end counts, too."""
-    return subprocess.run(words(job), cwd=ROOT, env=environment(), timeout=300, check=False, **streams).returncode
+    return subprocess.run(
+        words(job), cwd=ROOT, env=environment(), timeout=300, check=False, **streams
+    ).returncode
 
 
 @pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_full_disk_from_the_first_line(both: bool, new_job: NewJob, uninterrupted: Curves, tmp_path: Path) -> None:
+def test_a_full_disk_from_the_first_line(
+    both: bool, new_job: NewJob, uninterrupted: Curves, tmp_path: Path
+) -> None:
     """`> /dev/full`, and with `2>&1`; every later line fails, and so does the last flush of the interpreter."""
     job = new_job("job", "--save-interval 4")
     with open("/dev/full", "wb") as full, open(tmp_path / "err", "wb") as errors:
-        assert run(job, stdout=full, stderr=full if both else errors) == 0, (tmp_path / "err").read_text()
+        assert run(job, stdout=full, stderr=full if both else errors) == 0, (
+            tmp_path / "err"
+        ).read_text()
     if not both:
         told = (tmp_path / "err").read_text()
         assert told.count("standard output cannot be written (No space left on device)") == 1
@@ -57,12 +65,17 @@ def test_a_full_disk_from_the_first_line(both: bool, new_job: NewJob, uninterrup
 
 @pytest.mark.full
 @pytest.mark.parametrize("gone", ["stdout", "stderr", "both"])
-def test_a_reader_that_goes_away(gone: str, new_job: NewJob, uninterrupted: Curves, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away(
+    gone: str, new_job: NewJob, uninterrupted: Curves, tmp_path: Path
+) -> None:
     """`| head -3`: the reader takes three lines and ends; the other stream reports it once."""
     job = new_job("job", "--save-interval 4")
     kept = tmp_path / "kept"
     with open(kept, "wb") as other:
-        streams = {name: subprocess.PIPE if gone in (name, "both") else other for name in ("stdout", "stderr")}
+        streams = {
+            name: subprocess.PIPE if gone in (name, "both") else other
+            for name in ("stdout", "stderr")
+        }
         if gone == "both":
             streams["stderr"] = subprocess.STDOUT
         process = subprocess.Popen(words(job), cwd=ROOT, env=environment(), **streams)  # type: ignore[call-overload]
@@ -97,7 +110,12 @@ def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoint
         f"--codecarbon-dir {records}/codecarbon"
     )
     job = new_job("job", f"{flags} {beside}", metrics=records / "metrics.jsonl")
-    launch = Launch([*job.argv], 1, disk.folder / "logs", constants={"megatron.observe.tensorboard._RETRY_SECONDS": 0.05})
+    launch = Launch(
+        [*job.argv],
+        1,
+        disk.folder / "logs",
+        constants={"megatron.observe.tensorboard._RETRY_SECONDS": 0.05},
+    )
     job.launches.append(launch)
     log = disk.folder / "logs" / "rank_0.txt"
     launch.wait_for_line(" iteration ", times=5)
@@ -121,7 +139,9 @@ def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoint
     lost = int(LOST.search(output)[1])  # type: ignore[index]
     shown = [int(found) for found in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)]
     assert lost > 0
-    assert shown[-1] - len(shown) >= lost - 4  # warnings of the others were lost with the lines of iterations
+    assert (
+        shown[-1] - len(shown) >= lost - 4
+    )  # warnings of the others were lost with the lines of iterations
     assert "Traceback" not in output
     assert "metrics are written to" in output
     last = shown[-1]
@@ -137,8 +157,14 @@ def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoint
     steps = [scalar.step for scalar in accumulator.Scalars("lm-loss-training/lm loss")]
     assert steps == list(range(1, last + 1))
     assert (
-        cut_of_events(
-            events, Axes(iteration=last, consumed_samples=1 << 40, consumed_tokens=1 << 40, gigaflops_without_embeddings=1e18)
+        find_events_cut(
+            events,
+            Axes(
+                iteration=last,
+                consumed_samples=1 << 40,
+                consumed_tokens=1 << 40,
+                gigaflops_without_embeddings=1e18,
+            ),
         ).unreadable
         == ()
     )

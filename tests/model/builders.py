@@ -28,7 +28,9 @@ def build(config: ModelConfig, *, padded: int = 128, seed: int = 7) -> GPT:
     for name, parameter in model.named_parameters():
         parameter.data.zero_()
         rows = specs[name].shape[0]
-        initialise(name, parameter.data[:rows], specs[name].shape, (0,) * parameter.dim(), shape, seed)
+        initialise(
+            name, parameter.data[:rows], specs[name].shape, (0,) * parameter.dim(), shape, seed
+        )
     return model
 
 

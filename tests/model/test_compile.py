@@ -16,7 +16,7 @@ from megatron.model import compiling
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.rng import Moment, RandomStreams
+from megatron.parallel.rng import DropoutKey, RandomStreams
 
 LLAMA = {
     "position_embedding_type": "rotary",
@@ -52,12 +52,23 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def pair(shape: str = "llama", *, eager: Execution | None = None, dynamic: bool = False, **changes: object) -> tuple[GPT, GPT]:
+def pair(
+    shape: str = "llama",
+    *,
+    eager: Execution | None = None,
+    dynamic: bool = False,
+    **changes: object,
+) -> tuple[GPT, GPT]:
     """The same model twice: not compiled and compiled."""
     plain = build(tiny_config(**(SHAPES[shape] | changes)))
     models = []
-    for execution in (eager or Execution(), Execution(compile=True, dynamic_shapes=dynamic, **_recompute(eager))):
-        model = GPT(plain.shape, plain.tp, RandomStreams(7, torch.device("cpu")), execution=execution)
+    for execution in (
+        eager or Execution(),
+        Execution(compile=True, dynamic_shapes=dynamic, **_recompute(eager)),
+    ):
+        model = GPT(
+            plain.shape, plain.tp, RandomStreams(7, torch.device("cpu")), execution=execution
+        )
         model.load_state_dict(plain.state_dict())
         models.append(model)
     return models[0], models[1]
@@ -66,20 +77,30 @@ def pair(shape: str = "llama", *, eager: Execution | None = None, dynamic: bool 
 def _recompute(execution: Execution | None) -> dict[str, object]:
     if execution is None:
         return {}
-    return {"recomputed_part": execution.recomputed_part, "recompute_attention_core": execution.recompute_attention_core}
+    return {
+        "recomputed_part": execution.recomputed_part,
+        "recompute_attention_core": execution.recompute_attention_core,
+    }
 
 
-def step(model: GPT, number: int = 1, *, length: int = 24, documents: object = None) -> list[torch.Tensor]:
+def step(
+    model: GPT, number: int = 1, *, length: int = 24, documents: object = None
+) -> list[torch.Tensor]:
     """Loss and all gradients of a microbatch."""
     model.zero_grad()
     tokens = some_tokens(length=length, seed=number)
-    loss = model(None, Inputs(tokens, tokens, documents=documents, moment=Moment(number, 0)))  # type: ignore[arg-type]
+    loss = model(
+        None, Inputs(tokens, tokens, documents=documents, dropout_key=DropoutKey(number, 0))
+    )  # type: ignore[arg-type]
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.usefixtures("tracing")
-@pytest.mark.parametrize("execution", [Execution(), Execution(recomputed_part=1), Execution(recompute_attention_core=True)])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(), Execution(recomputed_part=1), Execution(recompute_attention_core=True)],
+)  # type: ignore[arg-type]
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_same_numbers_as_without(shape: str, execution: Execution) -> None:
     eager, compiled = pair(shape, eager=execution)
@@ -121,7 +142,9 @@ def test_two_graphs_for_twelve_layers(dropout: float) -> None:
 def test_a_curriculum_needs_no_graph_for_each_length(shape: str) -> None:
     eager, compiled = pair(shape, dynamic=True)
     for length in (4, 8, 12, 16, 20, 24):
-        torch.testing.assert_close(step(compiled, length=length), step(eager, length=length), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            step(compiled, length=length), step(eager, length=length), rtol=1e-5, atol=1e-6
+        )
     # A third where the first length happens to be another size of the layer, too: here the 4 heads and half a head's width.
     assert graphs() == (2 if shape == "gpt2" else 3)
 
@@ -132,11 +155,19 @@ def test_documents_are_attended_outside_of_the_graph() -> None:
     eager, compiled = pair()
     for cut in (5, 9, 17):
         documents = ((0, cut, 24), (0, 24), (0, 3, cut, 24))
-        torch.testing.assert_close(step(compiled, documents=documents), step(eager, documents=documents), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            step(compiled, documents=documents),
+            step(eager, documents=documents),
+            rtol=1e-5,
+            atol=1e-6,
+        )
     assert graphs() == 1
 
 
 def test_a_missing_compiler_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/g++"))
-    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(ConfigError, match=r"No working C\+\+ compiler"):
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(ConfigError, match=r"No working C\+\+ compiler"),
+    ):
         compiling.require_compiler(torch.device("cpu"))

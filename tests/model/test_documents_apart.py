@@ -27,19 +27,30 @@ def packed() -> Microbatch:
 
 def outputs(model: GPT, microbatch: Microbatch) -> torch.Tensor:
     """What the output projection sees, [b, s, h]."""
-    inputs = Inputs(microbatch.tokens, microbatch.labels, microbatch.loss_mask, microbatch.position_ids, microbatch.documents)
-    return model.head.norm(model._through_blocks(None, inputs)).transpose(0, 1)
+    inputs = Inputs(
+        microbatch.tokens,
+        microbatch.labels,
+        microbatch.loss_mask,
+        microbatch.position_ids,
+        microbatch.documents,
+    )
+    return model.head.norm(model._run_blocks(None, inputs)).transpose(0, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_documents_are_as_if_alone(shape: str) -> None:
     model = build(tiny_config(**SHAPES[shape])).eval()
     microbatch = packed()
-    rules = DocumentRules(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=False)
+    rules = DocumentRules(
+        EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=False
+    )
     together = outputs(model, rules.apply(microbatch))
     for sample, start, stop in ((0, 0, 7), (0, 7, 17), (0, 17, 24), (1, 0, 24)):
         part = slice(start, stop)
-        alone = outputs(model, Microbatch(microbatch.tokens[sample : sample + 1, part], microbatch.labels[:1, part]))
+        alone = outputs(
+            model,
+            Microbatch(microbatch.tokens[sample : sample + 1, part], microbatch.labels[:1, part]),
+        )
         torch.testing.assert_close(together[sample, part], alone[0], rtol=1e-5, atol=1e-6)
     assert not torch.allclose(together[0], outputs(model, microbatch)[0], atol=1e-3)
 
@@ -47,12 +58,16 @@ def test_documents_are_as_if_alone(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_flow_within_documents_only(shape: str) -> None:
     model = build(tiny_config(**SHAPES[shape]))
-    rules = DocumentRules(EOD, reset_position_ids=False, reset_attention_mask=True, eod_mask_loss=False)
+    rules = DocumentRules(
+        EOD, reset_position_ids=False, reset_attention_mask=True, eod_mask_loss=False
+    )
     microbatch = rules.apply(packed())
     stream: list[torch.Tensor] = []
     model.embedding.register_forward_hook(lambda module, inputs, output: stream.append(output))
     out = outputs(model, microbatch)
-    direction = torch.linspace(0, 1, out.shape[-1])  # a plain sum of normalised values is a constant
+    direction = torch.linspace(
+        0, 1, out.shape[-1]
+    )  # a plain sum of normalised values is a constant
     (gradient,) = torch.autograd.grad(out[0, 10] @ direction, stream)  # [s, b, h]
     seen = gradient.abs().sum(dim=2)
     assert (seen[7:11, 0] > 0).all()
@@ -63,11 +78,16 @@ def test_gradients_flow_within_documents_only(shape: str) -> None:
 
 def test_what_an_end_predicts_does_not_count() -> None:
     model = build(tiny_config())
-    rules = DocumentRules(EOD, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=True)
+    rules = DocumentRules(
+        EOD, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=True
+    )
     microbatch = rules.apply(packed())
     inputs = Inputs(microbatch.tokens, microbatch.labels, microbatch.loss_mask)
     other = microbatch.labels.clone()
     other[0, [6, 16]] = (other[0, [6, 16]] + 1) % VOCAB
     changed = Inputs(microbatch.tokens, other, microbatch.loss_mask)
     assert model(None, inputs).item() == model(None, changed).item()
-    assert model(None, inputs).item() != model(None, Inputs(microbatch.tokens, microbatch.labels)).item()
+    assert (
+        model(None, inputs).item()
+        != model(None, Inputs(microbatch.tokens, microbatch.labels)).item()
+    )

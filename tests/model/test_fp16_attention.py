@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.attention import SelfAttention
-from megatron.model.positions import Positions, alibi_bias
-from megatron.parallel.rng import Moment
+from megatron.model.positions import Positions, make_alibi_bias
+from megatron.parallel.rng import DropoutKey
 
 FP16_MAX = 65504.0
 HEADS, WIDTH, LENGTH, BATCH = 4, 16, 24, 3
@@ -30,7 +30,12 @@ PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 def attention(magnitude: float, dropout: float = 0.0) -> SelfAttention:
     """Query and key are the input, their first channel times `magnitude`; the value is the input; the output the context."""
-    config = tiny_config(hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, attention_dropout=dropout, add_bias_linear=False)
+    config = tiny_config(
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        attention_dropout=dropout,
+        add_bias_linear=False,
+    )
     module = build(config).blocks["0"].attention
     first = torch.diag(torch.tensor([magnitude] + [1.0] * (WIDTH - 1)))
     head = torch.cat((first, first, torch.eye(WIDTH)))
@@ -41,7 +46,9 @@ def attention(magnitude: float, dropout: float = 0.0) -> SelfAttention:
 
 def inputs() -> Tensor:
     """[s, b, h]: 1 in the first channel of each head, -1, 0 or 1 elsewhere."""
-    x = torch.randint(-1, 2, (LENGTH, BATCH, HEADS, WIDTH), generator=torch.Generator().manual_seed(0)).float()
+    x = torch.randint(
+        -1, 2, (LENGTH, BATCH, HEADS, WIDTH), generator=torch.Generator().manual_seed(0)
+    ).float()
     x[..., 0] = 1
     return x.flatten(2)
 
@@ -62,11 +69,13 @@ def reference(x: Tensor, magnitude: float, bias: Tensor | None = None) -> Tensor
     return (weights @ value).permute(2, 0, 1, 3).flatten(2)
 
 
-def run(module: SelfAttention, x: Tensor, positions: Positions, path: AbstractContextManager) -> tuple[Tensor, Tensor]:
+def run(
+    module: SelfAttention, x: Tensor, positions: Positions, path: AbstractContextManager
+) -> tuple[Tensor, Tensor]:
     """The output, and the gradient of its squares, in the dtype of `x`."""
     module, x = module.to(x.dtype), x.clone().requires_grad_()
     with path:
-        out = module(x, positions, Moment(1, 0))
+        out = module(x, positions, DropoutKey(1, 0))
         out.float().square().mean().backward()
     assert x.grad is not None
     return out.detach(), x.grad
@@ -80,7 +89,9 @@ MAGNITUDES = [512.0, 2048.0]
 def test_the_scores_leave_fp16(magnitude: float) -> None:
     x = inputs()
     assert scores(x, magnitude).min() / math.sqrt(WIDTH) > FP16_MAX
-    assert scores(x, 2048.0).min() / math.sqrt(WIDTH) / 10 > FP16_MAX, "what layer 10's scaling would have left"
+    assert scores(x, 2048.0).min() / math.sqrt(WIDTH) / 10 > FP16_MAX, (
+        "what layer 10's scaling would have left"
+    )
     query = x.half().unflatten(2, (HEADS, WIDTH)).permute(1, 2, 0, 3).clone()
     query[..., 0] *= magnitude
     assert torch.isinf(query @ query.transpose(2, 3)).all(), "held in fp16 they are lost"
@@ -100,10 +111,12 @@ def test_causal(magnitude: float, path: str) -> None:
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_alibi(magnitude: float, path: str) -> None:
     """The bias is added in fp32, whose grain at the scores' size is what may be lost of it."""
-    bias = alibi_bias(range(HEADS), HEADS, LENGTH, torch.device("cpu"), torch.float16)
+    bias = make_alibi_bias(range(HEADS), HEADS, LENGTH, torch.device("cpu"), torch.float16)
     out, gradient = run(attention(magnitude), inputs().half(), Positions(bias=bias), PATHS[path]())
     grain = torch.finfo(torch.float32).eps * magnitude**2 / math.sqrt(WIDTH)
-    torch.testing.assert_close(out.double(), reference(inputs(), magnitude, bias), rtol=2e-3, atol=1e-3 + grain)
+    torch.testing.assert_close(
+        out.double(), reference(inputs(), magnitude, bias), rtol=2e-3, atol=1e-3 + grain
+    )
     assert torch.isfinite(gradient).all()
 
 
@@ -111,8 +124,12 @@ def test_alibi(magnitude: float, path: str) -> None:
 def test_with_dropout(magnitude: float) -> None:
     """On CPU it is the path without a fused kernel; the mask is the same in fp32, which the scores fit exactly."""
     expected, _ = run(attention(magnitude, dropout=0.2), inputs(), Positions(), nullcontext())
-    out, gradient = run(attention(magnitude, dropout=0.2), inputs().half(), Positions(), nullcontext())
-    assert not torch.allclose(expected.double(), reference(inputs(), magnitude), atol=0.1), "nothing was dropped"
+    out, gradient = run(
+        attention(magnitude, dropout=0.2), inputs().half(), Positions(), nullcontext()
+    )
+    assert not torch.allclose(expected.double(), reference(inputs(), magnitude), atol=0.1), (
+        "nothing was dropped"
+    )
     torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
     assert torch.isfinite(gradient).all()
 

@@ -31,7 +31,7 @@ def test_a_position_sees_nothing_behind_it(shape: str) -> None:
     tokens = some_tokens()
     changed = tokens.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % VOCAB
-    before, after = model.logits(tokens), model.logits(changed)
+    before, after = model.compute_logits(tokens), model.compute_logits(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
@@ -41,12 +41,18 @@ def test_a_position_sees_nothing_behind_it(shape: str) -> None:
 def test_loss_and_gradients_are_those_of_cross_entropy(shape: str, masked: bool) -> None:
     model = build(tiny_config(**SHAPES[shape]))
     tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
-    mask = (torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3)) > 0.3).float() if masked else None
+    mask = (
+        (torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3)) > 0.3).float()
+        if masked
+        else None
+    )
     loss = model(None, Inputs(tokens, labels, mask))
     loss.backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    losses = F.cross_entropy(model.logits(tokens).reshape(-1, VOCAB), labels.reshape(-1), reduction="none")
+    losses = F.cross_entropy(
+        model.compute_logits(tokens).reshape(-1, VOCAB), labels.reshape(-1), reduction="none"
+    )
     weights = torch.ones_like(losses) if mask is None else mask.reshape(-1)
     reference = (losses * weights).sum() / weights.sum()
     reference.backward()
@@ -62,15 +68,25 @@ def test_a_residual_stream_in_fp32_is_closer_to_fp32(dtype: torch.dtype) -> None
     distances = []
     for fp32_residual in (True, False):
         execution = Execution(dtype=dtype, fp32_residual=fp32_residual)
-        model = GPT(exact.shape, exact.tp, RandomStreams(7, torch.device("cpu")), execution=execution)
+        model = GPT(
+            exact.shape, exact.tp, RandomStreams(7, torch.device("cpu")), execution=execution
+        )
         model.load_state_dict(exact.state_dict())
-        distances.append((model.to(dtype).logits(tokens) - exact.logits(tokens)).abs().mean().item())
+        distances.append(
+            (model.to(dtype).compute_logits(tokens) - exact.compute_logits(tokens))
+            .abs()
+            .mean()
+            .item()
+        )
     assert distances[0] < 0.6 * distances[1]
 
 
 def test_vocabulary_padding_changes_nothing() -> None:
     tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
-    losses = [build(tiny_config(), padded=padded)(None, Inputs(tokens, labels)) for padded in (VOCAB, 128, 512)]
+    losses = [
+        build(tiny_config(), padded=padded)(None, Inputs(tokens, labels))
+        for padded in (VOCAB, 128, 512)
+    ]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -102,8 +118,15 @@ def test_same_logits_as_transformers_gpt2() -> None:
         # Conv1D keeps [in, out] with q, k and v one after the other; ours is [heads, (q, k, v), d] by rows.
         weight = layer.attn.c_attn.weight.t().reshape(3, 4, 8, 32).transpose(0, 1)
         copy_in(names[block + "attention.qkv.weight"], weight)
-        copy_in(names[block + "attention.qkv.bias"], layer.attn.c_attn.bias.reshape(3, 4, 8).transpose(0, 1))
-        for mine, his in (("attention.out", layer.attn.c_proj), ("mlp.up", layer.mlp.c_fc), ("mlp.down", layer.mlp.c_proj)):
+        copy_in(
+            names[block + "attention.qkv.bias"],
+            layer.attn.c_attn.bias.reshape(3, 4, 8).transpose(0, 1),
+        )
+        for mine, his in (
+            ("attention.out", layer.attn.c_proj),
+            ("mlp.up", layer.mlp.c_fc),
+            ("mlp.down", layer.mlp.c_proj),
+        ):
             copy_in(names[f"{block}{mine}.weight"], his.weight.t())
             copy_in(names[f"{block}{mine}.bias"], torch.randn_like(his.bias))
             his.bias.data.copy_(names[f"{block}{mine}.bias"].data)
@@ -112,7 +135,9 @@ def test_same_logits_as_transformers_gpt2() -> None:
             copy_in(names[f"{block}{mine}.bias"], his.bias)
     tokens = some_tokens()
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours.compute_logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_same_logits_as_transformers_llama() -> None:
@@ -137,7 +162,10 @@ def test_same_logits_as_transformers_llama() -> None:
     for i, layer in enumerate(theirs.model.layers):
         block, attention = f"blocks.{i}.", layer.self_attn
         query = attention.q_proj.weight.reshape(2, 2, 8, 32)  # [groups, heads a group, d, h]
-        key, value = attention.k_proj.weight.reshape(2, 1, 8, 32), attention.v_proj.weight.reshape(2, 1, 8, 32)
+        key, value = (
+            attention.k_proj.weight.reshape(2, 1, 8, 32),
+            attention.v_proj.weight.reshape(2, 1, 8, 32),
+        )
         copy_in(names[block + "attention.qkv.weight"], torch.cat((query, key, value), dim=1))
         pairs = {
             "attention.out": attention.o_proj,
@@ -151,4 +179,6 @@ def test_same_logits_as_transformers_llama() -> None:
             copy_in(names[f"{block}{mine}.weight"], his.weight)
     tokens = some_tokens()
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours.compute_logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5
+        )

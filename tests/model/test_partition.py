@@ -9,17 +9,31 @@ from hypothesis import strategies as st
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
-from megatron.model.partition import Stage, layers_per_rank, partition, stages_of_rank, whole_model
+from megatron.model.partition import (
+    Stage,
+    count_layers_per_rank,
+    make_single_stage,
+    partition,
+    select_stages_of_rank,
+)
 from megatron.model.shape import ModelShape
 
 
 def shape(layers: int, vocab_size: int = 256) -> ModelShape:
-    return ModelShape(ModelConfig(layers, hidden_size=16, num_attention_heads=1, seq_length=8), vocab_size, vocab_size)
+    return ModelShape(
+        ModelConfig(layers, hidden_size=16, num_attention_heads=1, seq_length=8),
+        vocab_size,
+        vocab_size,
+    )
 
 
-def parallel(ranks: int, method: str | None = None, per_virtual: int | None = None) -> ParallelConfig:
+def parallel(
+    ranks: int, method: str | None = None, per_virtual: int | None = None
+) -> ParallelConfig:
     return ParallelConfig(
-        pipeline_model_parallel_size=ranks, pp_partition_method=method, num_layers_per_virtual_pipeline_stage=per_virtual
+        pipeline_model_parallel_size=ranks,
+        pp_partition_method=method,
+        num_layers_per_virtual_pipeline_stage=per_virtual,
     )
 
 
@@ -35,7 +49,16 @@ def assert_whole(stages: tuple[Stage, ...], layers: int) -> None:
     assert [stage.last for stage in stages] == [False] * (len(stages) - 1) + [True]
 
 
-METHODS = st.sampled_from([None, "uniform", "parameters", "type:transformer", "type:transformer|embedding", "TYPE:Embedding"])
+METHODS = st.sampled_from(
+    [
+        None,
+        "uniform",
+        "parameters",
+        "type:transformer",
+        "type:transformer|embedding",
+        "TYPE:Embedding",
+    ]
+)
 
 
 @given(st.data(), METHODS, st.integers(1, 100_000))
@@ -45,8 +68,10 @@ def test_no_layer_is_lost(data, method, vocab_size):
     stages = partition(shape(layers, vocab_size), parallel(ranks, method))
     assert len(stages) == ranks
     assert_whole(stages, layers)
-    assert [stages_of_rank(stages, rank, ranks) for rank in range(ranks)] == [(stage,) for stage in stages]
-    assert layers_per_rank(stages, ranks) == counts(stages)
+    assert [select_stages_of_rank(stages, rank, ranks) for rank in range(ranks)] == [
+        (stage,) for stage in stages
+    ]
+    assert count_layers_per_rank(stages, ranks) == counts(stages)
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 5))
@@ -55,12 +80,14 @@ def test_virtual_stages_are_dealt_in_turn(ranks, per_rank, per_virtual):
     stages = partition(shape(layers), parallel(ranks, per_virtual=per_virtual))
     assert counts(stages) == (per_virtual,) * (ranks * per_rank)
     assert_whole(stages, layers)
-    dealt = [stages_of_rank(stages, rank, ranks) for rank in range(ranks)]
+    dealt = [select_stages_of_rank(stages, rank, ranks) for rank in range(ranks)]
     assert all(stage.index % ranks == rank for rank in range(ranks) for stage in dealt[rank])
-    assert sorted((stage for rank in dealt for stage in rank), key=lambda stage: stage.index) == list(stages)
+    assert sorted(
+        (stage for rank in dealt for stage in rank), key=lambda stage: stage.index
+    ) == list(stages)
     assert dealt[0][0].first
     assert dealt[-1][-1].last
-    assert layers_per_rank(stages, ranks) == (per_rank * per_virtual,) * ranks
+    assert count_layers_per_rank(stages, ranks) == (per_rank * per_virtual,) * ranks
 
 
 @given(st.integers(1, 90), st.integers(1, 90))
@@ -71,7 +98,11 @@ def test_uniform_stages_differ_by_a_layer_at_most(layers, ranks):
 
 
 def test_no_pipeline_is_one_stage():
-    assert partition(shape(5), parallel(1)) == (whole_model(shape(5)),) == (Stage(0, range(5), first=True, last=True),)
+    assert (
+        partition(shape(5), parallel(1))
+        == (make_single_stage(shape(5)),)
+        == (Stage(0, range(5), first=True, last=True),)
+    )
 
 
 def test_bloom():
@@ -105,4 +136,6 @@ def test_impossible_splits(layers, asked, message):
 
 def test_the_method_does_not_change_a_whole_model():
     for method in ("uniform", "parameters", "type:embedding"):
-        assert partition(shape(4), replace(parallel(1), pp_partition_method=method)) == (whole_model(shape(4)),)
+        assert partition(shape(4), replace(parallel(1), pp_partition_method=method)) == (
+            make_single_stage(shape(4)),
+        )

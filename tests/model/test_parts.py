@@ -6,14 +6,19 @@ import pytest
 import torch
 from builders import build, some_tokens, tiny_config
 
-from megatron.model.init import normal_box
+from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import Inputs
 from megatron.model.mlp import choose_activation
 from megatron.model.norm import LayerNorm, RMSNorm
-from megatron.model.positions import alibi_bias, alibi_slopes, rotary_table, rotate
+from megatron.model.positions import (
+    compute_alibi_slopes,
+    make_alibi_bias,
+    make_rotary_table,
+    rotate,
+)
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import Moment
+from megatron.parallel.rng import DropoutKey
 
 
 @pytest.mark.parametrize(
@@ -45,10 +50,14 @@ def test_gelu_forms() -> None:
 @pytest.mark.parametrize("dim", [8, 4])
 def test_rotary_is_a_complex_rotation(dim: int) -> None:
     """Channel pair (i, i + dim/2) as one complex number, times exp(i position frequency); channels beyond dim are untouched."""
-    x = torch.randn(6, 2, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
-    cos, sin = rotary_table(6, dim, 10000.0, torch.device("cpu"))
+    x = torch.randn(
+        6, 2, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).float()
+    cos, sin = make_rotary_table(6, dim, 10000.0, torch.device("cpu"))
     pairs = torch.complex(x[..., : dim // 2], x[..., dim // 2 : dim])
-    angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).view(6, 1, 1, 1, -1)
+    angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).view(
+        6, 1, 1, 1, -1
+    )
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat((turned.real, turned.imag, x[..., dim:]), dim=-1)
     torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
@@ -56,21 +65,23 @@ def test_rotary_is_a_complex_rotation(dim: int) -> None:
 
 def test_rotary_backward() -> None:
     x = torch.randn(4, 1, 2, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = (t.double() for t in rotary_table(4, 8, 10000.0, torch.device("cpu")))
+    cos, sin = (t.double() for t in make_rotary_table(4, 8, 10000.0, torch.device("cpu")))
     assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin), (x,))
 
 
 def test_alibi_slopes_of_the_paper() -> None:
-    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
-    assert alibi_slopes(16) == pytest.approx([2 ** (-i / 2) for i in range(1, 17)])
+    assert compute_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert compute_alibi_slopes(16) == pytest.approx([2 ** (-i / 2) for i in range(1, 17)])
     # Between powers of two: those of 8 heads, then every other one of 16 heads.
-    assert alibi_slopes(12) == pytest.approx([2.0**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    assert compute_alibi_slopes(12) == pytest.approx(
+        [2.0**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    )
 
 
 def test_alibi_bias() -> None:
-    bias = alibi_bias(range(1, 3), 4, 5, torch.device("cpu"), torch.float32)
+    bias = make_alibi_bias(range(1, 3), 4, 5, torch.device("cpu"), torch.float32)
     assert bias.shape == (1, 2, 5, 5)
-    for head, slope in enumerate(alibi_slopes(4)[1:3]):
+    for head, slope in enumerate(compute_alibi_slopes(4)[1:3]):
         for query in range(5):
             for key in range(5):
                 expected = slope * (key - query) if key <= query else -math.inf
@@ -102,7 +113,9 @@ def test_rms_norm_backward() -> None:
     x = torch.randn(5, 2, 16, requires_grad=True)
     norm = RMSNorm(16, 1e-5, TensorParallel())
     norm.weight.data.normal_()
-    reference = (x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight).square().sum()
+    reference = (
+        (x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight).square().sum()
+    )
     expected = torch.autograd.grad(reference, (x, norm.weight))
     ours = torch.autograd.grad(norm(x).square().sum(), (x, norm.weight))
     for a, b in zip(ours, expected, strict=True):
@@ -111,12 +124,16 @@ def test_rms_norm_backward() -> None:
 
 def test_init_std_formulas() -> None:
     def std(value: object, hidden: int) -> float:
-        return ModelShape(tiny_config(hidden_size=hidden, init_method_std=value, kv_channels=8), 10, 10).init_std
+        return ModelShape(
+            tiny_config(hidden_size=hidden, init_method_std=value, kv_channels=8), 10, 10
+        ).init_std
 
     assert std("small", 11600) == pytest.approx(0.00587220219514703)  # the 104B
     assert std("megatron", 20480) == pytest.approx(math.sqrt(1 / (3 * 20480)))  # the 530B
     assert std(0.02, 11600) == 0.02
-    assert ModelShape(tiny_config(num_layers=32, init_method_std=0.02), 10, 10).output_init_std == 0.02 / math.sqrt(64)
+    assert ModelShape(
+        tiny_config(num_layers=32, init_method_std=0.02), 10, 10
+    ).output_init_std == 0.02 / math.sqrt(64)
 
 
 def test_initial_weights_have_their_distribution() -> None:
@@ -134,7 +151,7 @@ def test_initial_weights_have_their_distribution() -> None:
 
 
 def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
-    whole = normal_box(1, "w", (4000, 300), (0, 0), (4000, 300))
+    whole = draw_normal_slice(1, "w", (4000, 300), (0, 0), (4000, 300))
     for offset, shape in (
         ((0, 0), (1000, 300)),
         ((3333, 0), (667, 300)),
@@ -142,11 +159,11 @@ def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
         ((870, 100), (10, 3)),
         ((4000, 0), (0, 300)),
     ):
-        part = normal_box(1, "w", (4000, 300), offset, shape)
+        part = draw_normal_slice(1, "w", (4000, 300), offset, shape)
         rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         assert (part == whole[rows, columns]).all()
-    assert (normal_box(1, "v", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
-    assert (normal_box(2, "w", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
+    assert (draw_normal_slice(1, "v", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
+    assert (draw_normal_slice(2, "w", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
 
 
 def test_dropout_is_off_in_evaluation_and_derived_in_training() -> None:
@@ -155,7 +172,9 @@ def test_dropout_is_off_in_evaluation_and_derived_in_training() -> None:
 
     def loss(iteration: int, microbatch: int) -> float:
         torch.rand(iteration + microbatch)  # whatever else drew numbers
-        return model(None, Inputs(tokens, labels, moment=Moment(iteration, microbatch))).item()
+        return model(
+            None, Inputs(tokens, labels, dropout_key=DropoutKey(iteration, microbatch))
+        ).item()
 
     model.train()
     assert loss(1, 0) == loss(1, 0)

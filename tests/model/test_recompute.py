@@ -104,7 +104,9 @@ def test_host_memory() -> None:
         before = torch.cuda.memory_allocated()
         y = call(torch.sin, stream * 1.0)
         if call is recomputation:
-            assert torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4  # the output alone
+            assert (
+                torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4
+            )  # the output alone
         y.sum().backward()
         gradients.append(stream.grad)
     assert torch.equal(*gradients)

@@ -29,7 +29,13 @@ def test_on_it_writes_its_csv_and_is_quiet(tmp_path: Path) -> None:
         "assert kg is not None and kg >= 0, kg; assert emissions.stop() is None; print('done')"
     )
     folder = tmp_path / "new" / "folder"
-    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["done"]
     assert "codecarbon" not in result.stderr
@@ -37,7 +43,9 @@ def test_on_it_writes_its_csv_and_is_quiet(tmp_path: Path) -> None:
     assert rows[-1]["country_iso_code"] == "FRA"
 
 
-def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_package_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "codecarbon", None)
     said: list[str] = []
     emissions = Emissions(str(tmp_path), "FRA", say=said.append)
@@ -47,7 +55,9 @@ def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("broken", ["__init__", "start", "flush", "stop"])
-def test_whatever_breaks_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_whatever_breaks_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     class Tracker:
         def __init__(self, **options: object) -> None:
             self.call("__init__")
@@ -96,7 +106,12 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         "assert emissions.enabled; assert emissions.stop() is not None"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()

@@ -37,24 +37,26 @@ GOLDEN_FULL = (
 
 
 def test_training_line_is_golden() -> None:
-    assert log_line.training_log_line(REPORT) == GOLDEN
+    assert log_line.format_training_line(REPORT) == GOLDEN
 
 
 def test_training_line_with_every_field_is_golden() -> None:
-    assert log_line.training_log_line(full_report()) == GOLDEN_FULL
+    assert log_line.format_training_line(full_report()) == GOLDEN_FULL
 
 
 def test_validation_line_is_golden() -> None:
     assert (
-        log_line.validation_log_line(1000, 2.5)
+        log_line.format_validation_line(1000, 2.5)
         == " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
     )
-    assert log_line.validation_log_line(7, 2.5, "wiki").startswith(" wiki loss at iteration 7 | lm loss value: ")
+    assert log_line.format_validation_line(7, 2.5, "wiki").startswith(
+        " wiki loss at iteration 7 | lm loss value: "
+    )
 
 
 def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
-    assert log_line.perplexity(5000.0) == math.exp(20)
-    assert math.isnan(log_line.perplexity(math.nan))
+    assert log_line.compute_perplexity(5000.0) == math.exp(20)
+    assert math.isnan(log_line.compute_perplexity(math.nan))
 
 
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "3: ", "2026-01-31 12:00:00 "])
@@ -64,7 +66,12 @@ def test_parse_gives_back_what_was_printed(prefix: str) -> None:
     report = full_report()
     for key, value in parsed.items():
         assert value == pytest.approx(getattr(report, key), abs=0.005), key
-    optional_or_derived = {"mfu", "phase_seconds", "gigaflops_without_embeddings", "tokens_per_second"}
+    optional_or_derived = {
+        "mfu",
+        "phase_seconds",
+        "gigaflops_without_embeddings",
+        "tokens_per_second",
+    }
     assert set(parsed) == set(vars(report)) - optional_or_derived
 
 
@@ -82,7 +89,12 @@ def test_parse_takes_milliseconds_nan_and_lines_cut_off() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "hello", log_line.validation_log_line(10, 2.0), GOLDEN.replace("2.345679E+00", "2.34[default3]: hi")],
+    [
+        "",
+        "hello",
+        log_line.format_validation_line(10, 2.0),
+        GOLDEN.replace("2.345679E+00", "2.34[default3]: hi"),
+    ],
 )
 def test_other_lines_are_no_training_lines(text: str) -> None:
     assert log_line.parse_log_line(text) is None
@@ -91,16 +103,34 @@ def test_other_lines_are_no_training_lines(text: str) -> None:
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "12: "])
 @pytest.mark.parametrize("name", ["validation", "wiki-en", "test"])
 def test_parse_validation(prefix: str, name: str) -> None:
-    parsed = log_line.parse_validation_log_line(prefix + log_line.validation_log_line(1000, 2.5, name))
-    assert parsed == {"name": name, "iteration": 1000, "lm_loss": 2.5, "ppl": pytest.approx(12.18249)}
+    parsed = log_line.parse_validation_log_line(
+        prefix + log_line.format_validation_line(1000, 2.5, name)
+    )
+    assert parsed == {
+        "name": name,
+        "iteration": 1000,
+        "lm_loss": 2.5,
+        "ppl": pytest.approx(12.18249),
+    }
     assert log_line.parse_validation_log_line(GOLDEN) is None
 
 
 def test_other_lines_that_scripts_look_for() -> None:
-    assert log_line.saved_checkpoint_line(300, "/ckpt") == "successfully saved checkpoint at iteration     300 to /ckpt"
-    assert log_line.loaded_checkpoint_line("/ckpt", 300) == "successfully loaded checkpoint from /ckpt at iteration 300"
-    assert log_line.no_checkpoint_line("/ckpt") == "Unable to find latest file at /ckpt/latest"
-    assert log_line.kill_switch_line("/tmp/kill") == "Detected kill switch at /tmp/kill"
-    assert log_line.exit_duration_line(1190.0) == "exiting program after 1190 minutes"
-    assert log_line.exit_iteration_line(20) == "exiting program at iteration 20"
-    assert log_line.skipped_range_line(8401, 8800) == "Skipped iterations 8401 to 8800 due to --skip-train-iteration-range flag."
+    assert (
+        log_line.format_saved_checkpoint_line(300, "/ckpt")
+        == "successfully saved checkpoint at iteration     300 to /ckpt"
+    )
+    assert (
+        log_line.format_loaded_checkpoint_line("/ckpt", 300)
+        == "successfully loaded checkpoint from /ckpt at iteration 300"
+    )
+    assert (
+        log_line.format_no_checkpoint_line("/ckpt") == "Unable to find latest file at /ckpt/latest"
+    )
+    assert log_line.format_kill_switch_line("/tmp/kill") == "Detected kill switch at /tmp/kill"
+    assert log_line.format_exit_duration_line(1190.0) == "exiting program after 1190 minutes"
+    assert log_line.format_exit_iteration_line(20) == "exiting program at iteration 20"
+    assert (
+        log_line.format_skipped_range_line(8401, 8800)
+        == "Skipped iterations 8401 to 8800 due to --skip-train-iteration-range flag."
+    )

@@ -26,18 +26,35 @@ def test_a_line_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     metrics = MetricsFile(path)
     phases = {"data-wait": 0.1, "forward-backward": 2.0, "optimizer": 0.5, "communication": 0.75}
-    metrics.train(replace(report(1), phase_seconds=phases, mfu=0.5))
+    metrics.write_training(replace(report(1), phase_seconds=phases, mfu=0.5))
     line = json.loads(path.read_text())
-    assert (line["data_wait_seconds"], line["communication_seconds"], line["compute_seconds"]) == (0.1, 0.75, 1.75)
-    assert (line["iteration"], line["lm_loss"], line["mfu"], line["tokens_per_second"]) == (1, 1.0, 0.5, 16384.0)
+    assert (line["data_wait_seconds"], line["communication_seconds"], line["compute_seconds"]) == (
+        0.1,
+        0.75,
+        1.75,
+    )
+    assert (line["iteration"], line["lm_loss"], line["mfu"], line["tokens_per_second"]) == (
+        1,
+        1.0,
+        0.5,
+        16384.0,
+    )
     assert line["time"].endswith("+00:00")
 
 
 def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    MetricsFile(path).train(replace(report(1, math.nan), grad_norm=-math.inf, params_norm=math.inf))
-    strict = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
-    assert (strict["lm_loss"], strict["grad_norm"], strict["params_norm"]) == ("NaN", "-Infinity", "Infinity")
+    MetricsFile(path).write_training(
+        replace(report(1, math.nan), grad_norm=-math.inf, params_norm=math.inf)
+    )
+    strict = json.loads(
+        path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
+    )
+    assert (strict["lm_loss"], strict["grad_norm"], strict["params_norm"]) == (
+        "NaN",
+        "-Infinity",
+        "Infinity",
+    )
     (record,) = read_metrics(path)
     assert math.isnan(record["lm_loss"])
     assert (record["grad_norm"], record["params_norm"]) == (-math.inf, math.inf)
@@ -46,13 +63,13 @@ def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_passed_over_and_ended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
-    first.train(report(1))
-    first.train(report(2))
+    first.write_training(report(1))
+    first.write_training(report(2))
     os.truncate(path, path.stat().st_size - 20)
     assert losses(path) == {1: 1.0}
     second = MetricsFile(path)
     second.start(1)
-    second.train(report(2, 5.0))
+    second.write_training(report(2, 5.0))
     assert losses(path) == {1: 1.0, 2: 5.0}
 
 
@@ -61,13 +78,13 @@ def test_a_rollback_leaves_the_lost_run_out(tmp_path: Path) -> None:
     first = MetricsFile(path)
     first.start(0)
     for iteration in range(1, 9):
-        first.train(report(iteration))
-    first.validation(8, 7.0)
+        first.write_training(report(iteration))
+    first.write_validation(8, 7.0)
     second = MetricsFile(path)
     second.start(4)
     assert losses(path) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
-    second.train(report(7, 2.0))  # 5 and 6 were skipped
-    second.validation(7, 9.0, "wiki")
+    second.write_training(report(7, 2.0))  # 5 and 6 were skipped
+    second.write_validation(7, 9.0, "wiki")
     assert losses(path) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 7: 2.0}
     assert read_metrics(path)[-1]["validation"] == {"wiki": 9.0}
     assert len(path.read_text().splitlines()) == 13
@@ -77,16 +94,16 @@ def test_without_a_start_line_the_iteration_number_tells(tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     for iteration, loss in [(1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)]:
-        metrics.train(report(iteration, loss))
+        metrics.write_training(report(iteration, loss))
     assert losses(path) == {1: 1.0, 2: 2.0}
 
 
 def test_an_evaluation_alone_and_one_before_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
-    metrics.validation(1, 3.0)
-    metrics.train(report(1))
-    metrics.validation(5, 4.0)
+    metrics.write_validation(1, 3.0)
+    metrics.write_training(report(1))
+    metrics.write_validation(5, 4.0)
     records = read_metrics(path)
     assert (records[0]["lm_loss"], records[0]["validation"]) == (1.0, {"validation": 3.0})
     assert records[1] == {"iteration": 5, "validation": {"validation": 4.0}}
@@ -96,12 +113,12 @@ def test_what_cannot_be_written_is_said_once_and_never_fatal(tmp_path: Path) -> 
     (tmp_path / "file").write_text("in the way")
     said: list[str] = []
     metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", say=said.append)
-    metrics.train(report(1))
-    metrics.train(report(2))
+    metrics.write_training(report(1))
+    metrics.write_training(report(2))
     assert len(said) == 1
     assert "cannot write metrics to" in said[0]
     (tmp_path / "file").unlink()  # the obstacle goes, as a disk is freed
-    metrics.train(report(3))
+    metrics.write_training(report(3))
     assert list(losses(tmp_path / "file" / "metrics.jsonl")) == [3]
     assert len(said) == 2
     assert "again; 2 lines were lost" in said[1]
@@ -113,8 +130,8 @@ def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     said: list[str] = []
     metrics = MetricsFile(tmp_path / "metrics.jsonl", say=said.append)
-    metrics.train(report(1))
-    metrics.train(report(2))
+    metrics.write_training(report(1))
+    metrics.write_training(report(2))
     assert len(said) == 1
     assert "No space left" in said[0]
 
@@ -124,14 +141,14 @@ def test_a_line_of_which_a_part_was_written_counts_as_lost(tmp_path: Path) -> No
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, say=said.append)
-    metrics.train(report(1))
+    metrics.write_training(report(1))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, limit[1]))
     try:
-        metrics.train(report(2))
+        metrics.write_training(report(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    metrics.train(report(3))
+    metrics.write_training(report(3))
     assert losses(path) == {1: 1.0, 3: 1.0}
     assert len(said) == 2
     assert "again; 1 lines were lost" in said[1]

@@ -15,8 +15,14 @@ from megatron.errors import ConfigError
 from megatron.observe import tensorboard
 from megatron.observe.tensorboard import TensorBoard
 
-ALL = LoggingConfig(log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)
-REPORT = replace(full_report(), gigaflops_without_embeddings=123456.7, phase_seconds={"data-wait": 0.25})
+ALL = LoggingConfig(
+    log_timers_to_tensorboard=True,
+    log_batch_size_to_tensorboard=True,
+    log_validation_ppl_to_tensorboard=True,
+)
+REPORT = replace(
+    full_report(), gigaflops_without_embeddings=123456.7, phase_seconds={"data-wait": 0.25}
+)
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -32,17 +38,25 @@ def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
 
 def test_tags_and_axes(tmp_path: Path) -> None:
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
-    board.train(REPORT)
-    board.validation(REPORT.axes, 2.5)
-    board.validation(REPORT.axes, 3.5, "wiki")
+    board.write_training(REPORT)
+    board.write_validation(REPORT.axes, 2.5)
+    board.write_validation(REPORT.axes, 3.5, "wiki")
     board.close()
     events = read(tmp_path / "tb")
-    axes = {"": 42, " vs samples": 672, " vs tokens": 344064, " vs gigaflos (without embeddings)": 123456}
+    axes = {
+        "": 42,
+        " vs samples": 672,
+        " vs tokens": 344064,
+        " vs gigaflos (without embeddings)": 123456,
+    }
     for suffix, step in axes.items():
         assert point(events, "lm-loss-training/lm loss" + suffix) == (step, 6.5)
         assert point(events, "lm-loss-validation/lm loss validation" + suffix) == (step, 2.5)
         assert point(events, "lm-loss-validation/wiki/lm loss validation" + suffix) == (step, 3.5)
-        assert point(events, "lm-loss-validation/lm loss validation ppl" + suffix) == (step, pytest.approx(12.1825, abs=1e-3))
+        assert point(events, "lm-loss-validation/lm loss validation ppl" + suffix) == (
+            step,
+            pytest.approx(12.1825, abs=1e-3),
+        )
     groups = {
         "learning-rate/learning-rate": 1e-3,
         "batch-size/batch-size": 16,
@@ -71,9 +85,17 @@ def test_only_what_is_asked_for_and_only_when_due(tmp_path: Path) -> None:
         log_loss_scale_to_tensorboard=False,
     )
     board = TensorBoard(off)
-    board.train(replace(REPORT, iteration=4))
-    bare = replace(REPORT, iteration=5, lm_loss=None, grad_norm=None, num_zeros=None, params_norm=None, curriculum_seqlen=None)
-    board.train(bare)
+    board.write_training(replace(REPORT, iteration=4))
+    bare = replace(
+        REPORT,
+        iteration=5,
+        lm_loss=None,
+        grad_norm=None,
+        num_zeros=None,
+        params_norm=None,
+        curriculum_seqlen=None,
+    )
+    board.write_training(bare)
     board.close()
     tags = read(tmp_path).Tags()["scalars"]
     assert {tag.split("/")[0] for tag in tags} == {"steps-vs-samples", "steps-vs-tokens"}
@@ -83,7 +105,7 @@ def test_only_what_is_asked_for_and_only_when_due(tmp_path: Path) -> None:
 def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> None:
     for _ in range(2):
         board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path)))
-        board.train(REPORT)
+        board.write_training(REPORT)
         board.flush()
         assert read(tmp_path).Scalars("lm-loss-training/lm loss")
         board.close()
@@ -95,17 +117,19 @@ def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> Non
 def test_off_without_a_folder(tmp_path: Path) -> None:
     board = TensorBoard(LoggingConfig())
     assert not board.enabled
-    board.train(REPORT)
-    board.validation(REPORT.axes, 1.0)
+    board.write_training(REPORT)
+    board.write_validation(REPORT.axes, 1.0)
     board.flush()
     board.close()
 
 
-def test_an_absent_package_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_package_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     said: list[str] = []
     board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=said.append)
-    board.train(REPORT)
+    board.write_training(REPORT)
     board.close()
     assert not board.enabled
     assert len(said) == 1
@@ -119,12 +143,12 @@ def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> N
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        board.train(replace(REPORT, iteration=1))
+        board.write_training(replace(REPORT, iteration=1))
         board.flush()
         (file,) = tmp_path.iterdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 1000, limit[1]))
         for iteration in (2, 3):
-            board.train(replace(REPORT, iteration=iteration))
+            board.write_training(replace(REPORT, iteration=iteration))
             board.flush()
         whole_and_a_part = file.stat().st_size
     finally:
@@ -132,14 +156,21 @@ def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> N
         signal.signal(signal.SIGXFSZ, before)
     assert len(said) == 1
     assert "cannot write TensorBoard events" in said[0]
-    board.train(replace(REPORT, iteration=4))
+    board.write_training(replace(REPORT, iteration=4))
     board.close()
     assert file.stat().st_size > whole_and_a_part
     assert "again; 0 were lost" in said[1]
-    assert [scalar.step for scalar in read(tmp_path).Scalars("lm-loss-training/lm loss")] == [1, 2, 3, 4]
+    assert [scalar.step for scalar in read(tmp_path).Scalars("lm-loss-training/lm loss")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
-def test_events_that_memory_cannot_hold_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_memory_cannot_hold_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensorboard, "_MEMORY_BYTES", 3000)
     said: list[str] = []
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=said.append)
@@ -149,18 +180,18 @@ def test_events_that_memory_cannot_hold_are_counted(tmp_path: Path, monkeypatch:
         (file,) = tmp_path.iterdir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limit[1]))
         for iteration in range(1, 9):
-            board.train(replace(REPORT, iteration=iteration))
+            board.write_training(replace(REPORT, iteration=iteration))
             board.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    board.train(replace(REPORT, iteration=9))
+    board.write_training(replace(REPORT, iteration=9))
     board.close()
     lost = int(said[-1].rpartition("; ")[2].split()[0])
     events = read(tmp_path)
     kept = sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])
     whole = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "whole")))
-    whole.train(REPORT)
+    whole.write_training(REPORT)
     whole.close()
     assert lost > 0
     assert lost + kept == 9 * len(read(tmp_path / "whole").Tags()["scalars"])

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.observe import startup
 from megatron.observe.progress import ProgressBar
-from megatron.observe.startup import start_table
+from megatron.observe.startup import format_start_table
 
 
 class Terminal(io.StringIO):
@@ -16,8 +16,11 @@ class Terminal(io.StringIO):
 
 
 def test_start_table_is_aligned_and_complete() -> None:
-    rows = [("attention", "sdpa", "no dropout"), ("loss", "vocab-parallel cross entropy", "tensor-parallel size 2")]
-    lines = start_table(rows).splitlines()
+    rows = [
+        ("attention", "sdpa", "no dropout"),
+        ("loss", "vocab-parallel cross entropy", "tensor-parallel size 2"),
+    ]
+    lines = format_start_table(rows).splitlines()
     assert len({line.index("|") for line in lines}) == 1
     assert len({line.rindex("|") for line in lines}) == 1
     assert [cell for line in lines[1:] for cell in (part.strip() for part in line.split("|"))] == [
@@ -38,7 +41,9 @@ def test_the_bar_is_for_terminals_that_want_it(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("show", "stream"), [(True, io.StringIO()), (False, Terminal())])
-def test_otherwise_there_are_lines_only(show: bool, stream: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
+def test_otherwise_there_are_lines_only(
+    show: bool, stream: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
     bar = ProgressBar(total=10, show=show, stream=stream)
     bar.update()
     bar.say(" iteration 1")

@@ -2,21 +2,41 @@
 
 import pytest
 
-from megatron.observe.throughput import peak_tflops, throughput
+from megatron.observe.throughput import compute_throughput, find_peak_tflops
 
 
 def test_rates_of_a_published_run() -> None:
     """tr11-176B: 105.22 s an iteration on 384 A100 were logged as 149.02 TFLOPs (hardware FLOPs, full recomputation)."""
     hidden, layers, seq, vocabulary, batch = 14336, 70, 2048, 250880, 2048
-    flops = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocabulary / (16 * layers * hidden))
-    rates = throughput(
-        samples=batch, tokens=batch * seq, flops=flops, model_flops=flops * 0.75, seconds=105.22, devices=384, peak_tflops=312.0
+    flops = (
+        96
+        * batch
+        * seq
+        * layers
+        * hidden**2
+        * (1 + seq / (6 * hidden) + vocabulary / (16 * layers * hidden))
+    )
+    rates = compute_throughput(
+        samples=batch,
+        tokens=batch * seq,
+        flops=flops,
+        model_flops=flops * 0.75,
+        seconds=105.22,
+        devices=384,
+        peak_tflops=312.0,
     )
     assert rates.tflops == pytest.approx(149.02, abs=0.01)
-    assert rates.mfu == pytest.approx(149.02 * 0.75 / 312, abs=1e-4)  # MFU does not count recomputation
+    assert rates.mfu == pytest.approx(
+        149.02 * 0.75 / 312, abs=1e-4
+    )  # MFU does not count recomputation
     assert rates.samples_per_second == pytest.approx(19.464, abs=1e-3)
     assert rates.tokens_per_second == pytest.approx(39862.5, abs=0.5)
-    assert throughput(samples=1, tokens=1, flops=1, model_flops=1, seconds=1, devices=1, peak_tflops=None).mfu is None
+    assert (
+        compute_throughput(
+            samples=1, tokens=1, flops=1, model_flops=1, seconds=1, devices=1, peak_tflops=None
+        ).mfu
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,4 +58,4 @@ def test_rates_of_a_published_run() -> None:
     ],
 )
 def test_peaks_by_device_name(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak
+    assert find_peak_tflops(name) == peak

@@ -94,6 +94,11 @@ def test_an_entry_costs_next_to_nothing() -> None:
 
 
 def test_compute_is_work_without_communication() -> None:
-    assert compute_seconds({"forward-backward": 2.0, "optimizer": 1.0, "communication": 0.5, "data-wait": 9.0}) == 2.5
+    assert (
+        compute_seconds(
+            {"forward-backward": 2.0, "optimizer": 1.0, "communication": 0.5, "data-wait": 9.0}
+        )
+        == 2.5
+    )
     assert compute_seconds({"forward-backward": 1.0, "communication": 3.0}) == 0.0
     assert compute_seconds({}) == 0.0

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = "org/tiny-logs"
 PATTERNS = ("tensorboard/**", "codecarbon/*.csv", "logs/**")
 huggingface_hub = pytest.importorskip("huggingface_hub")
-constants, http = (importlib.import_module(f"huggingface_hub.{name}") for name in ("constants", "utils._http"))
+constants, http = (
+    importlib.import_module(f"huggingface_hub.{name}") for name in ("constants", "utils._http")
+)
 
 
 @pytest.fixture
@@ -37,7 +39,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 def environment(server: HubServer, home: Path) -> dict[str, str]:
     """For a process of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return inherited | {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
+    return inherited | {
+        "HF_ENDPOINT": server.url,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(home),
+    }
 
 
 @pytest.fixture
@@ -70,12 +77,19 @@ def run(tmp_path: Path) -> Path:
 def log_lines(path: Path, begin: int, end: int, word: str = "iteration") -> None:
     """Append lines."""
     with open(path, "a") as file:
-        file.writelines(f"{word} {number:8d} | lm loss: {number / 7:.6E} |\n" for number in range(begin, end))
+        file.writelines(
+            f"{word} {number:8d} | lm loss: {number / 7:.6E} |\n" for number in range(begin, end)
+        )
 
 
 def local_files(run: Path) -> dict[str, bytes]:
     """What PATTERNS match."""
-    paths = [path for name in ("tensorboard", "codecarbon", "logs") for path in (run / name).rglob("*") if path.is_file()]
+    paths = [
+        path
+        for name in ("tensorboard", "codecarbon", "logs")
+        for path in (run / name).rglob("*")
+        if path.is_file()
+    ]
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -84,7 +98,9 @@ def remote_files(server: HubServer, repo: str = REPO) -> dict[str, bytes]:
     joined: dict[str, bytes] = {}
     for path, content in sorted(server.files(repo).items()):
         stem, _, digits = path.rpartition(".")
-        joined[stem if len(digits) == 6 and digits.isdigit() else path] = joined.get(stem, b"") + content
+        joined[stem if len(digits) == 6 and digits.isdigit() else path] = (
+            joined.get(stem, b"") + content
+        )
     return joined
 
 

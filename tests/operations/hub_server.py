@@ -31,7 +31,11 @@ class Stored:
 
     @property
     def git(self) -> str:
-        content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\n".encode() if self.lfs else self.content
+        content = (
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\n".encode()
+            if self.lfs
+            else self.content
+        )
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -81,12 +85,16 @@ class HubServer:
         """Requests that are over, whether or not anybody waited for the answer."""
         self.page = page
         self.lock = threading.RLock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "HubServer":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,7 +106,9 @@ class HubServer:
 
     def create(self, repo: str, *, private: bool = True) -> Repository:
         tree = {".gitattributes": Stored(b"*.bin filter=lfs diff=lfs merge=lfs -text\n", False)}
-        self.repositories[repo] = Repository({"main": _commit("initial commit", tree, None)}, private)
+        self.repositories[repo] = Repository(
+            {"main": _commit("initial commit", tree, None)}, private
+        )
         return self.repositories[repo]
 
     def fail(self, kind: str, **fault: Any) -> Fault:
@@ -130,7 +140,13 @@ class HubServer:
 
 
 def _commit(title: str, tree: dict[str, Stored], parent: Commit | None) -> Commit:
-    listing = json.dumps([title, parent.id if parent else "", sorted((path, stored.git) for path, stored in tree.items())])
+    listing = json.dumps(
+        [
+            title,
+            parent.id if parent else "",
+            sorted((path, stored.git) for path, stored in tree.items()),
+        ]
+    )
     return Commit(hashlib.sha1(listing.encode()).hexdigest(), title, tree, parent)
 
 
@@ -179,9 +195,13 @@ class _Handler(BaseHTTPRequestHandler):
             if kind != "upload":
                 self._check_token()
             with self.hub.lock:
-                answer = act(self, *(unquote(group) for group in match.groups()), parse_qs(parts.query), body)
+                answer = act(
+                    self, *(unquote(group) for group in match.groups()), parse_qs(parts.query), body
+                )
         except _Refused as refused:
-            headers = {"X-Error-Message": str(refused)} | ({"X-Error-Code": refused.code} if refused.code else {})
+            headers = {"X-Error-Message": str(refused)} | (
+                {"X-Error-Code": refused.code} if refused.code else {}
+            )
             return self._send(refused.status, {"error": str(refused)}, headers)
         if fault is not None and fault.lose_answer:
             self.close_connection = True
@@ -203,7 +223,11 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.answered += 1
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), "Content-Type": "application/json", **(headers or {})}.items():
+        for name, value in {
+            "Content-Length": str(len(content)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         try:
             self.end_headers()
@@ -242,19 +266,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def refs(self, repo: str, query: dict, body: bytes) -> Any:
         branches = self._repository(repo).branches
-        listed = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit.id} for name, commit in branches.items()]
+        listed = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit.id}
+            for name, commit in branches.items()
+        ]
         return {"branches": listed, "converts": [], "tags": []}
 
     def commits(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
         self._revision(repo, revision)
-        dated = {"date": "2024-01-01T00:00:00.000Z", "authors": [{"user": "someone"}], "message": ""}
-        return [{"id": commit.id, "title": commit.title, **dated} for commit in self.hub.history(repo, revision)]
+        dated = {
+            "date": "2024-01-01T00:00:00.000Z",
+            "authors": [{"user": "someone"}],
+            "message": "",
+        }
+        return [
+            {"id": commit.id, "title": commit.title, **dated}
+            for commit in self.hub.history(repo, revision)
+        ]
 
     def branch(self, repo: str, name: str, query: dict, body: bytes) -> Any:
         repository = self._repository(repo)
         if name in repository.branches:
             raise _Refused(409, "Reference already exists")
-        repository.branches[name] = self._revision(repo, json.loads(body).get("startingPoint", "main"))
+        repository.branches[name] = self._revision(
+            repo, json.loads(body).get("startingPoint", "main")
+        )
         return {}
 
     def tree(self, repo: str, revision: str, folder: str, query: dict, body: bytes) -> Any:
@@ -282,7 +318,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def paths_info(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
         tree = self._revision(repo, revision).tree
-        return [_entry(path, tree[path]) for path in parse_qs(body.decode())["paths"] if path in tree]
+        return [
+            _entry(path, tree[path]) for path in parse_qs(body.decode())["paths"] if path in tree
+        ]
 
     def preupload(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
         tree = self._revision(repo, revision).tree
@@ -290,8 +328,14 @@ class _Handler(BaseHTTPRequestHandler):
         answer = []
         for file in json.loads(body)["files"]:
             path = file["path"]
-            large = "tfevents" in path or path.endswith((".bin", ".safetensors")) or file["size"] > 10 << 20
-            oid = (tree[path].sha256 if tree[path].lfs else tree[path].git) if path in tree else None
+            large = (
+                "tfevents" in path
+                or path.endswith((".bin", ".safetensors"))
+                or file["size"] > 10 << 20
+            )
+            oid = (
+                (tree[path].sha256 if tree[path].lfs else tree[path].git) if path in tree else None
+            )
             mode = {"uploadMode": "lfs" if large else "regular", "shouldIgnore": path in ignore}
             answer.append({"path": path, **mode, **({"oid": oid} if oid else {})})
         return {"files": answer}
@@ -302,9 +346,16 @@ class _Handler(BaseHTTPRequestHandler):
         objects = []
         for wanted in json.loads(body)["objects"]:
             oid = wanted["oid"]
-            upload = {"href": f"{self.hub.url}/storage/{repo}/{oid}?X-Amz-Signature=sEcReTsIgNaTuRe"}
+            upload = {
+                "href": f"{self.hub.url}/storage/{repo}/{oid}?X-Amz-Signature=sEcReTsIgNaTuRe"
+            }
             verify = {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"}
-            objects.append({**wanted, **({} if oid in known else {"actions": {"upload": upload, "verify": verify}})})
+            objects.append(
+                {
+                    **wanted,
+                    **({} if oid in known else {"actions": {"upload": upload, "verify": verify}}),
+                }
+            )
         return {"transfer": "basic", "objects": objects}
 
     def upload(self, repo: str, oid: str, query: dict, body: bytes) -> Any:
@@ -355,7 +406,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(path: str, stored: Stored) -> dict[str, Any]:
     entry = {"type": "file", "path": path, "oid": stored.git, "size": len(stored.content)}
-    return entry | ({"lfs": {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 134}} if stored.lfs else {})
+    return entry | (
+        {"lfs": {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 134}}
+        if stored.lfs
+        else {}
+    )
 
 
 _REPO = r"([\w.-]+/[\w.-]+)"

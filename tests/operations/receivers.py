@@ -32,7 +32,9 @@ class Mailbox:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    async def handle_RCPT(self, server: Any, session: Any, envelope: Any, address: str, options: Any) -> str:
+    async def handle_RCPT(
+        self, server: Any, session: Any, envelope: Any, address: str, options: Any
+    ) -> str:
         if address in self.refuse:
             return "550 no such mailbox"
         envelope.rcpt_tos.append(address)
@@ -56,12 +58,27 @@ def mail_server(
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
 
-    def authenticate(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> AuthResult:
-        good = isinstance(data, LoginPassword) and (data.login, data.password) == (USER.encode(), PASSWORD.encode())
+    def authenticate(
+        server: Any, session: Any, envelope: Any, mechanism: str, data: Any
+    ) -> AuthResult:
+        good = isinstance(data, LoginPassword) and (data.login, data.password) == (
+            USER.encode(),
+            PASSWORD.encode(),
+        )
         return AuthResult(success=good, handled=False)
 
-    options = {"authenticator": authenticate, "auth_required": True, "auth_require_tls": certificate is not None} if login else {}
-    controller = Controller(box, hostname=host, port=port or free_port(host), tls_context=context, **options)
+    options = (
+        {
+            "authenticator": authenticate,
+            "auth_required": True,
+            "auth_require_tls": certificate is not None,
+        }
+        if login
+        else {}
+    )
+    controller = Controller(
+        box, hostname=host, port=port or free_port(host), tls_context=context, **options
+    )
     controller.start()
     box.port = controller.port
     try:
@@ -81,7 +98,9 @@ def make_certificate(folder: Path, name: str = "127.0.0.1") -> Path:
     path = folder / "certificate.pem"
     public = folder / "public.pem"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -addext subjectAltName=IP:{name}"
-    subprocess.run([*command.split(), "-keyout", path, "-out", public], check=True, capture_output=True)
+    subprocess.run(
+        [*command.split(), "-keyout", path, "-out", public], check=True, capture_output=True
+    )
     path.write_text(path.read_text() + public.read_text())
     return path
 

@@ -8,12 +8,17 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.checkpoint.course import Course
-from megatron.checkpoint.save import Contents, Saver
+from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.cli import load_config
 from megatron.config.logging import LoggingConfig
-from megatron.config.yaml_file import to_yaml
-from megatron.observe.log_line import loaded_checkpoint_line, saved_checkpoint_line, training_log_line, validation_log_line
+from megatron.config.yaml_file import dump_yaml
+from megatron.observe.log_line import (
+    format_loaded_checkpoint_line,
+    format_saved_checkpoint_line,
+    format_training_line,
+    format_validation_line,
+)
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport
 from megatron.observe.tensorboard import TensorBoard
@@ -25,7 +30,9 @@ SEQ = 32
 EMISSIONS = "timestamp,run_id,duration,emissions,cpu_model"
 
 
-def report(iteration: int, *, samples: int | None = None, loss: float | None = None) -> IterationReport:
+def report(
+    iteration: int, *, samples: int | None = None, loss: float | None = None
+) -> IterationReport:
     """Batches of 4, of 8 behind iteration 6: charts over samples are no multiple of those over iterations."""
     samples = 4 * iteration + 4 * max(0, iteration - 6) if samples is None else samples
     return IterationReport(
@@ -52,29 +59,54 @@ class FakeRun:
     def __init__(self, root: Path, aside: Path) -> None:
         self.root, self.aside = root, aside
         """The --save folder, and where everything else is."""
-        self.tensorboard, self.codecarbon, self.log = aside / "tb", aside / "carbon", aside / "main_log.txt"
+        self.tensorboard, self.codecarbon, self.log = (
+            aside / "tb",
+            aside / "carbon",
+            aside / "main_log.txt",
+        )
         self.metrics = root / "metrics.jsonl"
         aside.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
-        self._course: Course = ()
+        self._lineage: Lineage = ()
         self._launches = 0
         self.flags: list[str] = []
 
     def config_yaml(self) -> str:
         sizes = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 5000 --data-path data"
         schedule = "--micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --min-lr 1e-4 --train-iters 20 --save-interval 4"
-        paths = ["--save", str(self.root), "--load", str(self.root), "--tensorboard-dir", str(self.tensorboard)]
-        argv = [*sizes.split(), *schedule.split(), *paths, "--codecarbon-dir", str(self.codecarbon), *self.flags]
-        return to_yaml(load_config(argv).config)
+        paths = [
+            "--save",
+            str(self.root),
+            "--load",
+            str(self.root),
+            "--tensorboard-dir",
+            str(self.tensorboard),
+        ]
+        argv = [
+            *sizes.split(),
+            *schedule.split(),
+            *paths,
+            "--codecarbon-dir",
+            str(self.codecarbon),
+            *self.flags,
+        ]
+        return dump_yaml(load_config(argv).config)
 
-    def launch(self, first: int, last: int, *, skip_ranges: list[list[int]] | None = None, scale: float = 1.0) -> None:
+    def launch(
+        self,
+        first: int,
+        last: int,
+        *,
+        skip_ranges: list[list[int]] | None = None,
+        scale: float = 1.0,
+    ) -> None:
         """Trains iterations `first` to `last`; ends as if it was killed there, its event file a second younger than the last."""
         self._launches += 1
         board = TensorBoard(LoggingConfig(tensorboard_dir=str(self.tensorboard)))
         metrics = MetricsFile(self.metrics)
         said = [f"srun: launch {self._launches}"]
         if first > 1:
-            said.append(loaded_checkpoint_line(str(self.root), first - 1))
+            said.append(format_loaded_checkpoint_line(str(self.root), first - 1))
         metrics.start(first - 1)
         for iteration in range(first, last + 1):
             self._iteration(iteration, board, metrics, said, skip_ranges or [], scale)
@@ -86,32 +118,47 @@ class FakeRun:
             log.write("\n".join(said) + "\n")
 
     def _iteration(
-        self, iteration: int, board: TensorBoard, metrics: MetricsFile, said: list[str], skip_ranges: list[list[int]], scale: float
+        self,
+        iteration: int,
+        board: TensorBoard,
+        metrics: MetricsFile,
+        said: list[str],
+        skip_ranges: list[list[int]],
+        scale: float,
     ) -> None:
         found = report(iteration, loss=scale * 10.0 / iteration)
         assert found.lm_loss is not None
-        board.train(found)
-        metrics.train(found)
-        said += [training_log_line(found), f"[rank 1] iteration {iteration} of nothing"]
+        board.write_training(found)
+        metrics.write_training(found)
+        said += [format_training_line(found), f"[rank 1] iteration {iteration} of nothing"]
         if iteration % 4 == 0:
-            board.validation(found.axes, found.lm_loss)
-            metrics.validation(iteration, found.lm_loss)
-            said.append(validation_log_line(iteration, found.lm_loss))
+            board.write_validation(found.axes, found.lm_loss)
+            metrics.write_validation(iteration, found.lm_loss)
+            said.append(format_validation_line(iteration, found.lm_loss))
             self._emission(iteration)
             self.save(iteration, skip_ranges)
-            said.append(saved_checkpoint_line(iteration, str(self.root)))
+            said.append(format_saved_checkpoint_line(iteration, str(self.root)))
 
     def save(self, iteration: int, skip_ranges: list[list[int]]) -> None:
         axes = vars(report(iteration).axes)
         state = TrainState(**axes, skip_ranges=skip_ranges)
-        saver = Saver(self.root, course=self._course)
-        saver.begin(Contents(iteration, {}, state.to_json(), self.config_yaml(), layout=f"launch {self._launches}"), [])
+        saver = Saver(self.root, lineage=self._lineage)
+        saver.begin(
+            CheckpointContents(
+                iteration,
+                {},
+                state.to_json(),
+                self.config_yaml(),
+                layout=f"launch {self._launches}",
+            ),
+            [],
+        )
         saver.complete()
-        self._course = saver._course
+        self._lineage = saver._lineage
 
     def back_to(self, iteration: int) -> None:
         """By hand, as if the next launch came from there; the records stay."""
-        self._course = tuple(ancestor for ancestor in self._course if ancestor.iteration <= iteration)
+        self._lineage = tuple(entry for entry in self._lineage if entry.iteration <= iteration)
         (self.root / "latest").write_text(f"global_step{iteration}")
         (self.root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
@@ -127,14 +174,20 @@ class FakeRun:
     def _rename_events(self) -> None:
         for path in self.tensorboard.glob("events.out.tfevents.*"):
             if ".launch" not in path.name:
-                path.rename(path.with_name(f"events.out.tfevents.{1769860000 + self._launches}.host.launch{self._launches}"))
+                path.rename(
+                    path.with_name(
+                        f"events.out.tfevents.{1769860000 + self._launches}.host.launch{self._launches}"
+                    )
+                )
 
     def _set_times(self, first: int, last: int) -> None:
         """In the metrics, iteration i is done i minutes after the begin."""
         lines = self.metrics.read_text().splitlines()
         for number, line in enumerate(lines):
             record = json.loads(line)
-            record["time"] = (BEGUN + timedelta(minutes=record["iteration"])).isoformat(timespec="milliseconds")
+            record["time"] = (BEGUN + timedelta(minutes=record["iteration"])).isoformat(
+                timespec="milliseconds"
+            )
             lines[number] = json.dumps(record)
         self.metrics.write_text("\n".join(lines) + "\n")
 
@@ -161,7 +214,9 @@ def charts(folder: Path) -> dict[str, list[tuple[int, float]]]:
         accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0})
         accumulator.Reload()
         for tag in accumulator.Tags()["scalars"]:
-            found.setdefault(tag, []).extend((point.step, point.value) for point in accumulator.Scalars(tag))
+            found.setdefault(tag, []).extend(
+                (point.step, point.value) for point in accumulator.Scalars(tag)
+            )
     return found
 
 

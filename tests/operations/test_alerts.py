@@ -10,11 +10,24 @@ from threading import Thread
 
 import pytest
 from observe.reports import full_report
-from operations.receivers import PASSWORD, USER, Mailbox, Webhook, free_port, mail_server, make_certificate, webhook_server
+from operations.receivers import (
+    PASSWORD,
+    USER,
+    Mailbox,
+    Webhook,
+    free_port,
+    mail_server,
+    make_certificate,
+    webhook_server,
+)
 
-from megatron.observe.log_line import parse_log_line, parse_validation_log_line, training_log_line
+from megatron.observe.log_line import (
+    format_training_line,
+    parse_log_line,
+    parse_validation_log_line,
+)
 from megatron.operations import alerts
-from megatron.operations.alerts import Alert, Outlets, deliver, log_line, own_line_time
+from megatron.operations.alerts import Alert, Outlets, deliver, log_line, parse_own_line_time
 
 NOON = 1_800_000_000.0
 HOUR = 3600.0
@@ -45,7 +58,10 @@ def body(box: Mailbox, number: int = -1) -> str:
 
 def words(log: Path) -> list[str]:
     """PULSE, ALERT or RECOVERED of each line of the log."""
-    return [match[1] if (match := re.match(r"\[[^]]*\] (\w+): ", line)) else "" for line in log.read_text().splitlines()]
+    return [
+        match[1] if (match := re.match(r"\[[^]]*\] (\w+): ", line)) else ""
+        for line in log.read_text().splitlines()
+    ]
 
 
 def test_an_alert_is_sent_once_then_when_hours_have_passed_then_its_end(
@@ -106,7 +122,9 @@ def test_pulses_are_never_sent(log: Path, mails: Mailbox) -> None:
 # A receiver that fails
 
 
-def test_a_mail_server_that_is_down_loses_nothing(log: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mail_server_that_is_down_loses_nothing(
+    log: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHAT", hook.url)
     port = free_port()
     outlets = Outlets(log, mail_to=("a@site.org",), smtp=f"127.0.0.1:{port}", webhook="CHAT")
@@ -114,7 +132,9 @@ def test_a_mail_server_that_is_down_loses_nothing(log: Path, hook: Webhook, monk
     assert "127.0.0.1" in told.troubles[0]
     assert "tried again" in told.troubles[0]
     assert words(log) == ["ALERT", "ALERT"]  # the second tells that it was not sent
-    told = deliver([], outlets, watched=WATCHED, now=NOON + HOUR)  # it ends before anybody heard of it
+    told = deliver(
+        [], outlets, watched=WATCHED, now=NOON + HOUR
+    )  # it ends before anybody heard of it
     assert len(told.troubles) == 1
     with mail_server(port=port) as box:
         assert deliver([], outlets, now=NOON + 2 * HOUR).troubles == []
@@ -126,7 +146,9 @@ def test_a_mail_server_that_is_down_loses_nothing(log: Path, hook: Webhook, monk
     assert len(hook.texts) == 2  # got each line once
 
 
-def test_a_mail_server_that_does_not_answer_is_left(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mail_server_that_does_not_answer_is_left(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(alerts, "_TIMEOUT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         outlets = Outlets(log, mail_to=("a@site.org",), smtp=f"127.0.0.1:{silent.getsockname()[1]}")
@@ -146,7 +168,9 @@ def test_refused_recipients(log: Path, mails: Mailbox) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 404, 500])
-def test_a_webhook_that_refuses_is_asked_again(status: int, log: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_that_refuses_is_asked_again(
+    status: int, log: Path, hook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ALERT_WEBHOOK", hook.url)
     hook.status = status
     told = deliver([STALLED], Outlets(log), watched=WATCHED)
@@ -158,9 +182,16 @@ def test_a_webhook_that_refuses_is_asked_again(status: int, log: Path, hook: Web
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:1/secret-token", "http://127.0.0.1:port/secret-token", "http://no.invalid/secret-token"]
+    "address",
+    [
+        "http://127.0.0.1:1/secret-token",
+        "http://127.0.0.1:port/secret-token",
+        "http://no.invalid/secret-token",
+    ],
 )
-def test_errors_do_not_quote_the_webhook(address: str, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_do_not_quote_the_webhook(
+    address: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ALERT_WEBHOOK", address)
     told = deliver([STALLED], Outlets(log))
     assert "the webhook of ALERT_WEBHOOK did not take it" in told.troubles[0]
@@ -175,7 +206,9 @@ def assert_no_secret(log: Path, troubles: list[str], secret: str) -> None:
 # TLS and passwords
 
 
-def test_the_password_goes_through_tls(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_goes_through_tls(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys"
     keys.mkdir()
     certificate = make_certificate(keys)
@@ -220,12 +253,20 @@ def test_no_password_in_the_clear(log: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({}, {"mail_to": ("a@site.org",), "smtp": "host:465"}, "use the port with STARTTLS"),
         ({"SMTP_USER": "me"}, {"mail_to": ("a@site.org",)}, "only one is set"),
         ({}, {"webhook": "CHAT"}, "there is no such environment variable"),
-        ({}, {"webhook": "https://chat.org/secret-token"}, "takes the NAME of an environment variable"),
+        (
+            {},
+            {"webhook": "https://chat.org/secret-token"},
+            "takes the NAME of an environment variable",
+        ),
         ({"ALERT_WEBHOOK": "ftp://secret-token"}, {}, "is no address of a webhook"),
     ],
 )
 def test_wrong_settings_are_told_before_they_are_needed(
-    settings: dict[str, str], flags: dict[str, object], message: str, log: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, str],
+    flags: dict[str, object],
+    message: str,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -236,19 +277,34 @@ def test_wrong_settings_are_told_before_they_are_needed(
 
 
 def test_an_alert_waits_for_a_setting_to_be_mended(log: Path, mails: Mailbox) -> None:
-    deliver([STALLED], Outlets(log, mail_to=("a@site.org",), smtp="typo:"), watched=WATCHED, now=NOON)
-    deliver([STALLED], Outlets(log, mail_to=("a@site.org",), smtp=mails.address), watched=WATCHED, now=NOON + HOUR)
+    deliver(
+        [STALLED], Outlets(log, mail_to=("a@site.org",), smtp="typo:"), watched=WATCHED, now=NOON
+    )
+    deliver(
+        [STALLED],
+        Outlets(log, mail_to=("a@site.org",), smtp=mails.address),
+        watched=WATCHED,
+        now=NOON + HOUR,
+    )
     assert log_line("ALERT", STALLED.text, NOON) in body(mails)
 
 
-def test_a_log_that_cannot_be_written_is_no_reason_to_be_silent(tmp_path: Path, mails: Mailbox) -> None:
-    told = deliver([STALLED], Outlets(tmp_path / "gone" / "log.txt", mail_to=("a@site.org",), smtp=mails.address), watched=WATCHED)
+def test_a_log_that_cannot_be_written_is_no_reason_to_be_silent(
+    tmp_path: Path, mails: Mailbox
+) -> None:
+    told = deliver(
+        [STALLED],
+        Outlets(tmp_path / "gone" / "log.txt", mail_to=("a@site.org",), smtp=mails.address),
+        watched=WATCHED,
+    )
     assert "gone/log.txt cannot be written (No such file or directory)" in told.troubles[0]
     assert STALLED.text in told.troubles[0]
     assert len(mails.messages) == 1
 
 
-@pytest.mark.parametrize("damage", ["{", "[1]", '{"lasting": {"stalled": 3}, "outbox": {}}', '{"lasting": {}}'])
+@pytest.mark.parametrize(
+    "damage", ["{", "[1]", '{"lasting": {"stalled": 3}, "outbox": {}}', '{"lasting": {}}']
+)
 def test_damaged_memory_is_told_and_begun_afresh(damage: str, log: Path, mails: Mailbox) -> None:
     outlets = Outlets(log, mail_to=("a@site.org",), smtp=mails.address)
     outlets.memory.write_text(damage)
@@ -260,13 +316,18 @@ def test_damaged_memory_is_told_and_begun_afresh(damage: str, log: Path, mails: 
 def test_memory_that_cannot_be_written_is_told(log: Path, mails: Mailbox) -> None:
     outlets = Outlets(log, mail_to=("a@site.org",), smtp=mails.address)
     outlets.memory.with_name(outlets.memory.name + ".new").mkdir()
-    assert any("cannot be written" in trouble for trouble in deliver([STALLED], outlets, watched=WATCHED).troubles)
+    assert any(
+        "cannot be written" in trouble
+        for trouble in deliver([STALLED], outlets, watched=WATCHED).troubles
+    )
     assert len(mails.messages) == 1
 
 
 def test_tools_that_tell_at_the_same_moment_keep_each_others_alerts(log: Path) -> None:
     outlets = Outlets(log, mail_to=("a@site.org",), smtp=f"127.0.0.1:{free_port()}")
-    threads = [Thread(target=deliver, args=([Alert("event", f"number {n}")], outlets)) for n in range(8)]
+    threads = [
+        Thread(target=deliver, args=([Alert("event", f"number {n}")], outlets)) for n in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -278,12 +339,12 @@ def test_tools_that_tell_at_the_same_moment_keep_each_others_alerts(log: Path) -
 
 
 def test_own_lines_are_no_training_output(log: Path) -> None:
-    training = training_log_line(full_report())
+    training = format_training_line(full_report())
     log.write_text(training[:40])  # the trainer is in the middle of a line
     deliver([STALLED], Outlets(log), pulses=["tr8-104B is running"], now=NOON)
     begun, *own = log.read_text().splitlines()
     assert begun == training[:40]
-    assert [own_line_time(line) for line in own] == [NOON, NOON]
+    assert [parse_own_line_time(line) for line in own] == [NOON, NOON]
     assert [parse_log_line(line) or parse_validation_log_line(line) for line in own] == [None, None]
     for line in (
         training,
@@ -292,7 +353,7 @@ def test_own_lines_are_no_training_output(log: Path) -> None:
         "[9999-99-99 12:00:00] PULSE: no",
         "[default0]:" + training,
     ):
-        assert own_line_time(line) is None
+        assert parse_own_line_time(line) is None
     assert oct(os.stat(log).st_mode & 0o777) == oct(0o666 & ~_umask())
 
 

@@ -13,10 +13,18 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from megatron.config.logging import LoggingConfig
 from megatron.errors import OperationsError
-from megatron.observe.log_line import training_log_line
+from megatron.observe.log_line import format_training_line
 from megatron.observe.metrics import read_metrics
 from megatron.observe.tensorboard import TensorBoard
-from megatron.operations.cutting import Cut, cut_of_emissions, cut_of_events, cut_of_log, cut_of_metrics, cut_out, when_passed
+from megatron.operations.cutting import (
+    CutSpans,
+    cut_out,
+    find_emissions_cut,
+    find_events_cut,
+    find_log_cut,
+    find_metrics_cut,
+    find_when_passed,
+)
 
 TEMPORARY = ".cutting"
 
@@ -45,23 +53,28 @@ def event_file(folder: Path, first: int, last: int, *, ramp_up: bool = True) -> 
     board = TensorBoard(LoggingConfig(tensorboard_dir=str(folder)))
     for iteration in range(first, last + 1):
         found = report(iteration, samples=None if ramp_up else 40 * iteration)
-        board.train(found)
+        board.write_training(found)
         if iteration % 4 == 0:
-            board.validation(found.axes, 5.0)
+            board.write_validation(found.axes, 5.0)
     board.close()
     (path,) = [path for path in folder.iterdir() if ".done" not in path.name]
     return path.rename(path.with_name(f"{path.name}.done{len(list(folder.iterdir()))}"))
 
 
-def cut_events(path: Path, part: Path, iteration: int = 8) -> Cut:
-    cut = cut_of_events(path, report(iteration).axes)
+def cut_events(path: Path, part: Path, iteration: int = 8) -> CutSpans:
+    cut = find_events_cut(path, report(iteration).axes)
     cut_out(path, part, cut, TEMPORARY)
     return cut
 
 
-@pytest.mark.parametrize("ramp_up", [True, False], ids=["the checkpoint's counters", "another batch size"])
+@pytest.mark.parametrize(
+    "ramp_up", [True, False], ids=["the checkpoint's counters", "another batch size"]
+)
 def test_events_are_cut_on_every_axis_by_their_own_iteration(tmp_path: Path, ramp_up: bool) -> None:
-    path, part = event_file(tmp_path / "tb", 1, 12, ramp_up=ramp_up), tmp_path / "parts" / "tb" / "tfevents.part"
+    path, part = (
+        event_file(tmp_path / "tb", 1, 12, ramp_up=ramp_up),
+        tmp_path / "parts" / "tb" / "tfevents.part",
+    )
     before, points = records(path.read_bytes()), charts(tmp_path / "tb")
     cut = cut_events(path, part)
     kept, gone = records(path.read_bytes()), records(part.read_bytes())
@@ -83,11 +96,17 @@ def test_a_counter_decides_where_the_record_with_the_iteration_is_lost(tmp_path:
 
     def keeps(record: bytes) -> bool:
         event = Event.FromString(record[12:-4])
-        return not event.summary.value or event.summary.value[0].tag == "grad-norm/grad-norm vs samples"
+        return (
+            not event.summary.value
+            or event.summary.value[0].tag == "grad-norm/grad-norm vs samples"
+        )
 
     path.write_bytes(b"".join(record for record in records(path.read_bytes()) if keeps(record)))
     cut_events(path, tmp_path / "part")
-    assert [step for step, _ in charts(tmp_path / "tb")["grad-norm/grad-norm vs samples"]] == [32, 40]  # 7 and 8
+    assert [step for step, _ in charts(tmp_path / "tb")["grad-norm/grad-norm vs samples"]] == [
+        32,
+        40,
+    ]  # 7 and 8
 
 
 def test_a_file_of_later_iterations_only_goes_whole(tmp_path: Path) -> None:
@@ -120,7 +139,11 @@ def test_a_torn_tail_loses_no_good_record(tmp_path: Path, lost: int) -> None:
     assert (tmp_path / "part.unreadable").read_bytes() == torn
 
 
-@pytest.mark.parametrize("tail", [bytes(4096), b"\xff" * 100, struct.pack("<Q", 3) + b"no CRC of it"], ids=["0", "ff", "crc"])
+@pytest.mark.parametrize(
+    "tail",
+    [bytes(4096), b"\xff" * 100, struct.pack("<Q", 3) + b"no CRC of it"],
+    ids=["0", "ff", "crc"],
+)
 def test_a_tail_of_garbage_loses_no_good_record(tmp_path: Path, tail: bytes) -> None:
     path, part = event_file(tmp_path / "tb", 1, 12), tmp_path / "part"
     whole = records(path.read_bytes())
@@ -144,21 +167,23 @@ def test_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
 def test_an_empty_event_file_is_left(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     path.touch()
-    assert cut_of_events(path, report(8).axes).gone == ()
+    assert find_events_cut(path, report(8).axes).gone == ()
 
 
 # Metrics
 
 
 def cut_metrics(run: FakeRun, part: Path, iteration: int = 8) -> None:
-    cut_out(run.metrics, part, cut_of_metrics(run.metrics, iteration), TEMPORARY)
+    cut_out(run.metrics, part, find_metrics_cut(run.metrics, iteration), TEMPORARY)
 
 
 def curve(path: Path) -> dict[int, float]:
     return {entry["iteration"]: entry["lm_loss"] for entry in read_metrics(path)}
 
 
-def test_metrics_are_cut_by_iteration_and_both_parts_can_be_read(run: FakeRun, tmp_path: Path) -> None:
+def test_metrics_are_cut_by_iteration_and_both_parts_can_be_read(
+    run: FakeRun, tmp_path: Path
+) -> None:
     run.launch(1, 11)  # the last save is 8
     run.launch(9, 12, scale=2)
     lines = run.metrics.read_bytes().splitlines(keepends=True)
@@ -193,24 +218,34 @@ def test_torn_lines_go_with_the_line_before(run: FakeRun, tmp_path: Path) -> Non
 
 def test_the_moment_is_that_of_the_last_passage(run: FakeRun) -> None:
     run.launch(1, 12)
-    passage = when_passed(run.metrics, 8)
+    passage = find_when_passed(run.metrics, 8)
     assert (passage.to, passage.passed, passage.moment) == (12, True, BEGUN + timedelta(minutes=9))
     run.back_to(4)
     run.launch(5, 8)
-    assert when_passed(run.metrics, 8).moment is None  # nothing is later than this passage
-    assert not when_passed(run.metrics, 0).passed
+    assert find_when_passed(run.metrics, 8).moment is None  # nothing is later than this passage
+    assert not find_when_passed(run.metrics, 0).passed
 
 
 # Emissions
 
 
-def test_emissions_are_cut_by_the_moment_and_both_parts_are_tables(run: FakeRun, tmp_path: Path) -> None:
+def test_emissions_are_cut_by_the_moment_and_both_parts_are_tables(
+    run: FakeRun, tmp_path: Path
+) -> None:
     run.launch(1, 16)
     path = run.codecarbon / "emissions.csv"
     with path.open("a") as file:
         file.write("2026-01-3")  # torn
-    cut_out(path, tmp_path / "part.csv", cut_of_emissions(path, BEGUN + timedelta(minutes=9)), TEMPORARY)
-    kept, gone = ([row["duration"] for row in csv.DictReader(file.open())] for file in (path, tmp_path / "part.csv"))
+    cut_out(
+        path,
+        tmp_path / "part.csv",
+        find_emissions_cut(path, BEGUN + timedelta(minutes=9)),
+        TEMPORARY,
+    )
+    kept, gone = (
+        [row["duration"] for row in csv.DictReader(file.open())]
+        for file in (path, tmp_path / "part.csv")
+    )
     assert kept == ["240", "480"]
     assert gone == ["720", "960", None]
 
@@ -219,23 +254,23 @@ def test_emissions_of_the_moments_own_second_stay(run: FakeRun) -> None:
     run.launch(1, 8)
     path = run.codecarbon / "emissions.csv"
     at = BEGUN + timedelta(minutes=8)
-    assert cut_of_emissions(path, at + timedelta(milliseconds=200)).gone == ()
-    assert cut_of_emissions(path, at - timedelta(seconds=1)).count == 1
-    assert cut_of_emissions(path, None).gone == ()
+    assert find_emissions_cut(path, at + timedelta(milliseconds=200)).gone == ()
+    assert find_emissions_cut(path, at - timedelta(seconds=1)).count == 1
+    assert find_emissions_cut(path, None).gone == ()
 
 
 def test_a_table_without_times_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "emissions.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(OperationsError, match="no column 'timestamp'"):
-        cut_of_emissions(path, datetime.now(UTC))
+        find_emissions_cut(path, datetime.now(UTC))
 
 
 # Log
 
 
 def line(iteration: int) -> str:
-    return f"[default7]:{training_log_line(report(iteration))}"
+    return f"[default7]:{format_training_line(report(iteration))}"
 
 
 def saved(iteration: int) -> str:
@@ -252,7 +287,10 @@ LOADED = "successfully loaded checkpoint from /run at iteration 8"
 @pytest.mark.parametrize(
     ("kept", "gone"),
     [
-        (["srun", line(7), line(8), validated(8), saved(8)], ["noise", line(9), line(12), validated(12), saved(12)]),
+        (
+            ["srun", line(7), line(8), validated(8), saved(8)],
+            ["noise", line(9), line(12), validated(12), saved(12)],
+        ),
         # the log interval passes 8 over: its save tells
         (["srun", line(5), saved(8)], ["noise", line(10), "exiting program at iteration 12"]),
         # --async-save: done later
@@ -260,7 +298,10 @@ LOADED = "successfully loaded checkpoint from /run at iteration 8"
         # over launches: the first one was killed behind its save, the second one came from there
         ([line(8), saved(8)], [line(9), line(10), "srun", LOADED, line(9), line(12), saved(12)]),
         # went back by hand before: the last passage counts
-        ([line(8), saved(8), line(12), saved(12), "srun", line(5), line(8), saved(8)], [line(9), saved(12)]),
+        (
+            [line(8), saved(8), line(12), saved(12), "srun", line(5), line(8), saved(8)],
+            [line(9), saved(12)],
+        ),
         # nothing of 8 or before
         ([], ["srun", line(9), line(12)]),
         # nothing later
@@ -268,10 +309,12 @@ LOADED = "successfully loaded checkpoint from /run at iteration 8"
     ],
 )
 @pytest.mark.parametrize("end", ["\n", ""], ids=["", "torn"])
-def test_the_log_is_cut_behind_the_last_line_of_the_iteration(tmp_path: Path, kept: list[str], gone: list[str], end: str) -> None:
+def test_the_log_is_cut_behind_the_last_line_of_the_iteration(
+    tmp_path: Path, kept: list[str], gone: list[str], end: str
+) -> None:
     path, part = tmp_path / "main_log.txt", tmp_path / "part"
     path.write_text("\n".join([*kept, *gone]) + end)
-    cut_out(path, part, cut_of_log(path, 8), TEMPORARY)
+    cut_out(path, part, find_log_cut(path, 8), TEMPORARY)
     assert path.read_text() == "\n".join(kept) + ("" if not kept else "\n" if gone else end)
     assert part.exists() == bool(gone)
     assert not gone or part.read_text() == "\n".join(gone) + end
@@ -281,7 +324,7 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "main_log.txt"
     path.write_text("iteration is a word\n")
     with pytest.raises(OperationsError, match="no line of an iteration"):
-        cut_of_log(path, 8)
+        find_log_cut(path, 8)
 
 
 # Cutting itself
@@ -295,24 +338,24 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_again_after_a_cut_off_before_the_file_changed(lines: Path, tmp_path: Path) -> None:
-    whole, part, cut = lines.read_bytes(), tmp_path / "part", cut_of_metrics(lines, 8)
+    whole, part, cut = lines.read_bytes(), tmp_path / "part", find_metrics_cut(lines, 8)
     cut_out(lines, part, cut, TEMPORARY)
     kept, gone = lines.read_bytes(), part.read_bytes()
     lines.write_bytes(whole)
-    cut_out(lines, part, cut_of_metrics(lines, 8), TEMPORARY)
+    cut_out(lines, part, find_metrics_cut(lines, 8), TEMPORARY)
     assert (lines.read_bytes(), part.read_bytes()) == (kept, gone)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "part"]
 
 
 def test_a_part_that_holds_something_else_is_left(lines: Path, tmp_path: Path) -> None:
     (tmp_path / "part").write_text("precious")
-    cut_out(lines, tmp_path / "part", cut_of_metrics(lines, 8), TEMPORARY)
+    cut_out(lines, tmp_path / "part", find_metrics_cut(lines, 8), TEMPORARY)
     assert (tmp_path / "part").read_text() == "precious"
     assert len((tmp_path / "part.2").read_text().splitlines()) == 4
 
 
 def test_a_file_that_is_being_written_is_left_whole(lines: Path, tmp_path: Path) -> None:
-    cut = cut_of_metrics(lines, 8)
+    cut = find_metrics_cut(lines, 8)
     with lines.open("a") as file:
         file.write('{"kind": "train", "iteration": 13}\n')
     before = lines.read_bytes()
@@ -324,7 +367,7 @@ def test_a_file_that_is_being_written_is_left_whole(lines: Path, tmp_path: Path)
 
 def test_permissions_stay(lines: Path, tmp_path: Path) -> None:
     lines.chmod(0o664)
-    cut_out(lines, tmp_path / "part", cut_of_metrics(lines, 8), TEMPORARY)
+    cut_out(lines, tmp_path / "part", find_metrics_cut(lines, 8), TEMPORARY)
     assert lines.stat().st_mode & 0o777 == 0o664
 
 
@@ -335,7 +378,7 @@ def test_part_and_file_may_be_on_different_file_systems(lines: Path, tmp_path: P
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         assert os.stat(other).st_dev != tmp_path.stat().st_dev
         whole = lines.read_bytes()
-        cut_out(lines, Path(other) / "a" / "part", cut_of_metrics(lines, 8), TEMPORARY)
+        cut_out(lines, Path(other) / "a" / "part", find_metrics_cut(lines, 8), TEMPORARY)
         assert lines.read_bytes() + (Path(other) / "a" / "part").read_bytes() == whole
         path = event_file(tmp_path / "tb", 9, 12)
         content = path.read_bytes()

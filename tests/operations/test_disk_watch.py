@@ -14,13 +14,13 @@ from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.errors import OperationsError
 from megatron.operations.disk_watch import (
-    Report,
-    Watch,
+    DiskReport,
+    DiskWatch,
     check_disks,
-    file_system_gauges,
-    folder_usage,
-    growth_a_day,
-    human_bytes,
+    estimate_daily_growth,
+    format_bytes,
+    measure_file_system,
+    measure_folder,
     parse_watch,
 )
 from tools import fs_watchdog
@@ -47,30 +47,45 @@ def folder(tmp_path: Path) -> Path:
 
 
 def du(*flags: str) -> int:
-    return int(subprocess.run(["du", "--summarize", *flags], capture_output=True, check=True).stdout.split()[0])
+    return int(
+        subprocess.run(
+            ["du", "--summarize", *flags], capture_output=True, check=True
+        ).stdout.split()[0]
+    )
 
 
-def texts(report: Report) -> list[str]:
+def texts(report: DiskReport) -> list[str]:
     return [alert.text for alert in report.alerts]
 
 
 @pytest.mark.parametrize(
     ("text", "watch"),
     [
-        ("/scratch=90%", Watch(Path("/scratch"), 90.0)),
-        ("/work=2TB,500k-inodes", Watch(Path("/work"), None, 2 * 10**12, 500_000)),
-        ("/odd=name=1.5GiB", Watch(Path("/odd=name"), None, 3 * 2**29)),
-        ("/w=95.5%, 1000inodes,100B", Watch(Path("/w"), 95.5, 100, 1000)),
-        ("rel/path=3M-inodes", Watch(Path("rel/path"), None, None, 3_000_000)),
+        ("/scratch=90%", DiskWatch(Path("/scratch"), 90.0)),
+        ("/work=2TB,500k-inodes", DiskWatch(Path("/work"), None, 2 * 10**12, 500_000)),
+        ("/odd=name=1.5GiB", DiskWatch(Path("/odd=name"), None, 3 * 2**29)),
+        ("/w=95.5%, 1000inodes,100B", DiskWatch(Path("/w"), 95.5, 100, 1000)),
+        ("rel/path=3M-inodes", DiskWatch(Path("rel/path"), None, None, 3_000_000)),
     ],
 )
-def test_limits(text: str, watch: Watch) -> None:
+def test_limits(text: str, watch: DiskWatch) -> None:
     assert parse_watch(text) == watch
 
 
 @pytest.mark.parametrize(
     "text",
-    ["/work", "=90%", "/work=", "/work=90", "/work=0%", "/work=101%", "/work=0TB", "/work=2TB,3TB", "/work=-1GB", "/work=1XB"],
+    [
+        "/work",
+        "=90%",
+        "/work=",
+        "/work=90",
+        "/work=0%",
+        "/work=101%",
+        "/work=0TB",
+        "/work=2TB,3TB",
+        "/work=-1GB",
+        "/work=1XB",
+    ],
 )
 def test_limits_that_are_none(text: str) -> None:
     with pytest.raises(OperationsError, match=r"--watch '.*(write PATH=90%|must be above 0)"):
@@ -78,30 +93,39 @@ def test_limits_that_are_none(text: str) -> None:
 
 
 def test_a_folder_is_counted_as_du_does(folder: Path) -> None:
-    usage = folder_usage(folder)
+    usage = measure_folder(folder)
     assert usage.bytes == du("--block-size=1", str(folder)) < 10**9
     assert usage.inodes == du("--inodes", str(folder)) == 11
     assert usage.unread == 0
     link = folder.parent / "link"
     link.symlink_to(folder)
-    assert folder_usage(link) == usage
+    assert measure_folder(link) == usage
 
 
 def test_a_file_system_is_counted_as_df_does(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["df", "--block-size=1", "--output=used,avail,iused,iavail", tmp_path], capture_output=True, text=True, check=True
+        ["df", "--block-size=1", "--output=used,avail,iused,iavail", tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    used, free, inodes, inodes_free = (int(word) if word.isdecimal() else 0 for word in done.stdout.split()[-4:])
-    gauges = file_system_gauges(tmp_path, 50)
-    for gauge, (there, more) in zip(gauges, ((used, free), (inodes, inodes_free)), strict=inodes > 0):
+    used, free, inodes, inodes_free = (
+        int(word) if word.isdecimal() else 0 for word in done.stdout.split()[-4:]
+    )
+    gauges = measure_file_system(tmp_path, 50)
+    for gauge, (there, more) in zip(
+        gauges, ((used, free), (inodes, inodes_free)), strict=inodes > 0
+    ):
         assert gauge.used == pytest.approx(there, rel=0.01)  # others write, too
         assert gauge.full == pytest.approx(there + more, rel=0.01)
         assert gauge.limit == round(gauge.full / 2)
 
 
 def test_over_a_limit(folder: Path, tmp_path: Path) -> None:
-    def check(text: str) -> Report:
-        report = check_disks([parse_watch(f"{folder}={text}")], [], tmp_path / "history.json", days_left=3)
+    def check(text: str) -> DiskReport:
+        report = check_disks(
+            [parse_watch(f"{folder}={text}")], [], tmp_path / "history.json", days_left=3
+        )
         assert report.troubles == []
         return report
 
@@ -115,7 +139,7 @@ def test_over_a_limit(folder: Path, tmp_path: Path) -> None:
     (text,) = texts(check("0.000001%"))
     assert f"{folder} is full: file system " in text
     assert check("10MB").pulses == [
-        f"{folder}: folder {human_bytes(folder_usage(folder).bytes)} of 10.0 MB ({folder_usage(folder).bytes / 1e5:.1f} %)"
+        f"{folder}: folder {format_bytes(measure_folder(folder).bytes)} of 10.0 MB ({measure_folder(folder).bytes / 1e5:.1f} %)"
     ]
 
 
@@ -134,7 +158,9 @@ def test_growth_and_days_left(folder: Path, tmp_path: Path) -> None:
     assert f"{folder} is soon full: folder " in texts(reports[-1])[0]
     for step in range(12):
         (folder / f"grown{step}").unlink()
-    shrunk = check_disks(watches, [], history, days_left=2.0, now=NOW + 10 * DAY)  # what is older than 3 days says nothing
+    shrunk = check_disks(
+        watches, [], history, days_left=2.0, now=NOW + 10 * DAY
+    )  # what is older than 3 days says nothing
     assert (shrunk.alerts, "a day" in shrunk.pulses[0]) == ([], False)
     assert f"disk {folder} soon full" in shrunk.watched
     points = json.loads(history.read_text())[f"{folder} folder bytes"]
@@ -143,12 +169,14 @@ def test_growth_and_days_left(folder: Path, tmp_path: Path) -> None:
 
 def test_growth_is_a_trend_and_not_a_step() -> None:
     def saw(hours: int) -> float:
-        return 100.0 + hours + (24 if hours % 12 >= 6 else 0)  # a checkpoint comes every 12 hours, and goes
+        return (
+            100.0 + hours + (24 if hours % 12 >= 6 else 0)
+        )  # a checkpoint comes every 12 hours, and goes
 
     points = [(NOW + 3600 * hours, saw(hours)) for hours in range(72)]
-    assert growth_a_day(points, points[-1][0]) == pytest.approx(24, rel=0.3)
-    assert growth_a_day(points[:6], NOW) is None  # five hours are too few
-    assert growth_a_day([], NOW) is None
+    assert estimate_daily_growth(points, points[-1][0]) == pytest.approx(24, rel=0.3)
+    assert estimate_daily_growth(points[:6], NOW) is None  # five hours are too few
+    assert estimate_daily_growth([], NOW) is None
 
 
 def test_history_that_is_damaged_or_cannot_be_kept(folder: Path, tmp_path: Path) -> None:
@@ -157,7 +185,9 @@ def test_history_that_is_damaged_or_cannot_be_kept(folder: Path, tmp_path: Path)
         history.write_text(damage)
         report = check_disks([parse_watch(f"{folder}=20MB")], [], history, days_left=3)
         assert ("begun afresh" in report.troubles[0], len(report.pulses)) == (True, 1)
-    report = check_disks([parse_watch(f"{folder}=20MB")], [], tmp_path / "gone" / "history.json", days_left=3)
+    report = check_disks(
+        [parse_watch(f"{folder}=20MB")], [], tmp_path / "gone" / "history.json", days_left=3
+    )
     assert "cannot be written" in report.troubles[0]
 
 
@@ -179,8 +209,20 @@ def test_what_cannot_be_read_is_told(folder: Path, tmp_path: Path) -> None:
 
 def test_human_bytes() -> None:
     sizes = (0, 999, 1000, 9994, 9996, 99_940, 99_960, 999_400, 999_600, 2e12, 1e18)
-    assert [human_bytes(size) for size in sizes] == [
-        *("0 bytes", "999 bytes", "1.00 kB", "9.99 kB", "10.0 kB", "99.9 kB", "100 kB", "999 kB", "1.00 MB", "2.00 TB", "1,000 PB")
+    assert [format_bytes(size) for size in sizes] == [
+        *(
+            "0 bytes",
+            "999 bytes",
+            "1.00 kB",
+            "9.99 kB",
+            "10.0 kB",
+            "99.9 kB",
+            "100 kB",
+            "999 kB",
+            "1.00 MB",
+            "2.00 TB",
+            "1,000 PB",
+        )
     ]
 
 
@@ -190,8 +232,10 @@ def test_human_bytes() -> None:
 def save(run: Path, iteration: int, size: int, days_ago: float) -> None:
     folder = step_folder(run, iteration)
     folder.mkdir(parents=True)
-    manifest = Manifest(iteration, "0", "", {}, None, {"tensors": {"bytes": size, "xxh128": ""}}, [], False)
-    (folder / MANIFEST).write_text(manifest.to_text())
+    manifest = Manifest(
+        iteration, "0", "", {}, None, {"tensors": {"bytes": size, "xxh128": ""}}, [], False
+    )
+    (folder / MANIFEST).write_text(manifest.dump_json())
     then = time.time() - days_ago * DAY
     os.utime(folder / MANIFEST, (then, then))
 
@@ -209,8 +253,10 @@ def test_checkpoints_their_growth_and_room(tmp_path: Path) -> None:
     assert report.alerts == []
     # A quota around it counts as the file system does.
     (text,) = texts(check_disks([parse_watch(f"{tmp_path}=8MB")], [run], history, days_left=3))
-    room = human_bytes(8_000_000 - folder_usage(tmp_path).bytes)
-    assert text.startswith(f"{run}: room for 1 more checkpoints of 4.00 MB ({room} free); make room, ")
+    room = format_bytes(8_000_000 - measure_folder(tmp_path).bytes)
+    assert text.startswith(
+        f"{run}: room for 1 more checkpoints of 4.00 MB ({room} free); make room, "
+    )
     save(run, 1800, 10**18, days_ago=0)
     (text,) = texts(check_disks([], [run], history, days_left=3))
     assert "room for 0 more checkpoints of 1,000 PB" in text
@@ -232,9 +278,26 @@ def test_paths_that_are_not_there_do_not_keep_others_from_being_checked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "disks.txt"
-    watches = ["--watch", "/absent=90%", "--watch", f"{folder}=100kB", "--watch", f"{folder / 'hole'}=1GB"]
+    watches = [
+        "--watch",
+        "/absent=90%",
+        "--watch",
+        f"{folder}=100kB",
+        "--watch",
+        f"{folder / 'hole'}=1GB",
+    ]
     with mail_server() as box:
-        arguments = ["--main-log", str(log), *watches, "--run", "/no/run", "--mail-to", "a@site.org", "--smtp", box.address]
+        arguments = [
+            "--main-log",
+            str(log),
+            *watches,
+            "--run",
+            "/no/run",
+            "--mail-to",
+            "a@site.org",
+            "--smtp",
+            box.address,
+        ]
         assert fs_watchdog.main(arguments) == 2
         assert fs_watchdog.main(arguments) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -249,7 +312,12 @@ def test_paths_that_are_not_there_do_not_keep_others_from_being_checked(
 
 def test_codes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "disks.txt"
-    assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1GB", "--watch", f"{tmp_path}=1GB"]) == 0
+    assert (
+        fs_watchdog.main(
+            ["--main-log", str(log), "--watch", f"{folder}=1GB", "--watch", f"{tmp_path}=1GB"]
+        )
+        == 0
+    )
     assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1kB"]) == 1
     assert fs_watchdog.main(["--main-log", str(log), "--watch", f"{folder}=1GB"]) == 0
     words = [line.split("] ")[1].split(":")[0] for line in log.read_text().splitlines()]

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.error_report import FOLDER_VARIABLE, ErrorReport, host_io_error, hosts_at_fault, read_reports, report_of
+from megatron.error_report import (
+    FOLDER_VARIABLE,
+    ErrorReport,
+    build_report,
+    host_io_error,
+    hosts_at_fault,
+    read_reports,
+)
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +27,7 @@ LONG = "a message of many words " * 1_000
 RANKS_THAT_END = """
 import os, sys
 from pathlib import Path
-from megatron.error_report import report_of, write_report
+from megatron.error_report import build_report, write_report
 from megatron.errors import ConfigError
 
 folder, ranks, long = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -32,7 +39,7 @@ for rank in range(ranks):
         os.close(start)
         os.read(ready, 1)  # ends when the parent closes the other end: all begin at once
         for _ in range(2):
-            report = report_of(ConfigError(f"{rank} {long[137 * rank :]}"), {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank % 10}"})
+            report = build_report(ConfigError(f"{rank} {long[137 * rank :]}"), {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank % 10}"})
             write_report(folder, report)
         os._exit(0)
     children.append(child)
@@ -54,14 +61,18 @@ def test_many_ranks_that_report_at_once_tear_nothing(tmp_path: Path) -> None:
     assert looks > 0
     reports, unreadable = read_reports(tmp_path)
     assert unreadable == []
-    assert [(report.rank, report.host) for report in reports] == [(rank, f"n{rank % 10}") for rank in range(RANKS)]
+    assert [(report.rank, report.host) for report in reports] == [
+        (rank, f"n{rank % 10}") for rank in range(RANKS)
+    ]
     assert all(report.message == f"{report.rank} {LONG[137 * report.rank :]}" for report in reports)
 
 
 def test_what_a_killed_rank_left_is_named(tmp_path: Path) -> None:
     (tmp_path / "rank_000001.json").write_text('{"rank": 1, "ho')
     (tmp_path / "rank_000002.json.new").write_text("")
-    (tmp_path / "rank_000000.json").write_text(json.dumps({"rank": 0, "host": "n1", "kind": "DataError", "message": "m"}))
+    (tmp_path / "rank_000000.json").write_text(
+        json.dumps({"rank": 0, "host": "n1", "kind": "DataError", "message": "m"})
+    )
     reports, unreadable = read_reports(tmp_path)
     assert [report.rank for report in reports] == [0]
     assert unreadable == ["rank_000001.json", "rank_000002.json.new"]
@@ -70,7 +81,11 @@ def test_what_a_killed_rank_left_is_named(tmp_path: Path) -> None:
 def _raised(kind: type[Exception], message: str, number: int | None) -> BaseException:
     try:
         try:
-            raise OSError(number, "trouble", "file") if number is not None else ValueError("no number")
+            raise (
+                OSError(number, "trouble", "file")
+                if number is not None
+                else ValueError("no number")
+            )
         except (OSError, ValueError) as cause:
             raise kind(message) from cause
     except kind as error:
@@ -90,7 +105,9 @@ def _raised(kind: type[Exception], message: str, number: int | None) -> BaseExce
         (ConfigError, None, None),
     ],
 )
-def test_which_errors_can_be_a_hosts(kind: type[Exception], number: int | None, found: int | None) -> None:
+def test_which_errors_can_be_a_hosts(
+    kind: type[Exception], number: int | None, found: int | None
+) -> None:
     assert host_io_error(_raised(kind, "m", number)) == found
 
 
@@ -102,8 +119,13 @@ def test_a_read_error_of_the_kernel_is_known_through_a_message(tmp_path: Path) -
         except OSError as error:
             raise DataError("cannot be read") from error
     except DataError as error:
-        report = report_of(error, {"RANK": "3", "SLURMD_NODENAME": "n2"})
-    assert (report.rank, report.host, report.kind, report.io_error) == (3, "n2", "DataError", errno.EIO)
+        report = build_report(error, {"RANK": "3", "SLURMD_NODENAME": "n2"})
+    assert (report.rank, report.host, report.kind, report.io_error) == (
+        3,
+        "n2",
+        "DataError",
+        errno.EIO,
+    )
 
 
 def one(rank: int, host: str, message: str = "m", io_error: int | None = None) -> ErrorReport:
@@ -112,7 +134,9 @@ def one(rank: int, host: str, message: str = "m", io_error: int | None = None) -
 
 def test_one_host_with_an_io_error() -> None:
     assert set(hosts_at_fault([one(2, "n2", io_error=errno.EIO)], 4)) == {"n2"}
-    assert set(hosts_at_fault([one(2, "n2", io_error=errno.EIO), one(3, "n2", "other", errno.EIO)], 4)) == {"n2"}
+    assert set(
+        hosts_at_fault([one(2, "n2", io_error=errno.EIO), one(3, "n2", "other", errno.EIO)], 4)
+    ) == {"n2"}
 
 
 def test_what_the_other_ranks_repeat_is_the_same_error() -> None:
@@ -132,7 +156,9 @@ def test_another_error_beside_it_needs_a_person() -> None:
 def test_io_errors_on_most_hosts_need_a_person() -> None:
     """A shared file system that fails excludes no host."""
     assert hosts_at_fault([one(rank, f"n{rank}", io_error=errno.EIO) for rank in range(3)], 4) == {}
-    assert set(hosts_at_fault([one(rank, f"n{rank}", io_error=errno.EIO) for rank in range(2)], 4)) == {"n0", "n1"}
+    assert set(
+        hosts_at_fault([one(rank, f"n{rank}", io_error=errno.EIO) for rank in range(2)], 4)
+    ) == {"n0", "n1"}
 
 
 def test_a_job_of_one_host_moves_to_another() -> None:

@@ -44,7 +44,9 @@ def follower(hub: HubServer, log: Path) -> Callable[[int], Follower]:
     return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, say=print), LOG, lines)
 
 
-def test_the_last_lines_then_what_is_new(hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower]) -> None:
+def test_the_last_lines_then_what_is_new(
+    hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower]
+) -> None:
     lines = log.read_bytes().splitlines(keepends=True)
     followers = {number: follower(number) for number in (0, 3, 60, 1000)}
     for number, one in followers.items():
@@ -80,7 +82,9 @@ def test_other_commits_cost_no_download(
 
 @pytest.mark.parametrize("grown", [0, 1, 90])
 @pytest.mark.parametrize("back", [300, 2500])
-def test_a_log_that_is_cut(grown: int, back: int, log: Path, sync: Sync, follower: Callable[[int], Follower]) -> None:
+def test_a_log_that_is_cut(
+    grown: int, back: int, log: Path, sync: Sync, follower: Callable[[int], Follower]
+) -> None:
     one = follower(1000)
     printed = one.look().data
     cut = log.read_bytes()[:-back].rfind(b"\n") + 1
@@ -103,7 +107,10 @@ def test_a_log_that_is_cut(grown: int, back: int, log: Path, sync: Sync, followe
 
 def test_a_missing_log(hub: HubServer, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert follow_log.main([REPO, "logs/nothing.txt"]) == 2
-    assert f"holds no log logs/nothing.txt in parts, as tools/hub_sync.py stores one; it holds: {LOG}" in capsys.readouterr().err
+    assert (
+        f"holds no log logs/nothing.txt in parts, as tools/hub_sync.py stores one; it holds: {LOG}"
+        in capsys.readouterr().err
+    )
     assert follow_log.main([REPO, "elsewhere/nothing.txt"]) == 2
     assert follow_log.main(["org/nothing"]) == 2
     assert "there is no repository org/nothing" in capsys.readouterr().err
@@ -111,7 +118,11 @@ def test_a_missing_log(hub: HubServer, log: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_hub_that_fails_is_asked_again(
-    hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower], capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    log: Path,
+    sync: Sync,
+    follower: Callable[[int], Follower],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, rounds = io.BytesIO(), []
 
@@ -142,7 +153,9 @@ def test_the_command_line(hub: HubServer, log: Path, sync: Sync, tmp_path: Path)
     command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "2", "--every", "0.05"]
     printed, errors = tmp_path / "stdout", tmp_path / "stderr"
     with open(printed, "wb") as stdout, open(errors, "wb") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stdout, stderr=stderr)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stdout, stderr=stderr
+        )
         try:
             wait_for(lambda: printed.read_bytes().count(b"\n") == 2 or process.poll() is not None)
             log_lines(log, 100, 150)
@@ -157,7 +170,13 @@ def test_the_command_line(hub: HubServer, log: Path, sync: Sync, tmp_path: Path)
 
 def test_nobody_reads_any_more(hub: HubServer, log: Path, sync: Sync, tmp_path: Path) -> None:
     command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "1", "--every", "0.05"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(hub, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(hub, tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     with process.stdout, process.stderr:

@@ -58,12 +58,18 @@ def make_old(folder: Path) -> None:
 # What is sent
 
 
-def test_new_and_grown_files(hub: HubServer, run: Path, sync: Sync, small_parts: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_and_grown_files(
+    hub: HubServer, run: Path, sync: Sync, small_parts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sync() == 0
     assert_in_step(hub, run)
     before = hub.files(REPO)
     assert len(before) == 2 + 5
-    assert all(len(content) <= small_parts and content.endswith(b"\n") for path, content in before.items() if LOG in path)
+    assert all(
+        len(content) <= small_parts and content.endswith(b"\n")
+        for path, content in before.items()
+        if LOG in path
+    )
     log_lines(run / LOG, 100, 130)
     (run / "logs" / "other.txt").write_text("new\n")
     with open(run / EVENTS, "ab") as events:
@@ -81,7 +87,9 @@ def test_new_and_grown_files(hub: HubServer, run: Path, sync: Sync, small_parts:
     assert "notes.md" not in hub.files(REPO)
 
 
-def test_nothing_changed(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_changed(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     sync()
     hub.requests.clear()
     capsys.readouterr()
@@ -90,7 +98,9 @@ def test_nothing_changed(hub: HubServer, run: Path, sync: Sync, capsys: pytest.C
     assert "3 files, all there" in capsys.readouterr().out
 
 
-def test_two_thousand_files_unchanged(hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_thousand_files_unchanged(
+    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(2000):
         log_lines(run / "logs" / f"worker_{number}.log", number, number + 3)
     make_old(run)
@@ -99,7 +109,9 @@ def test_two_thousand_files_unchanged(hub: HubServer, run: Path, sync: Sync, mon
     hub.requests.clear()
     read: list[Path] = []
     digest = hub_queue.digest
-    monkeypatch.setattr(hub_queue, "digest", lambda path, **how: read.append(path) or digest(path, **how))
+    monkeypatch.setattr(
+        hub_queue, "digest", lambda path, **how: read.append(path) or digest(path, **how)
+    )
     began = time.monotonic()
     assert sync() == 0
     assert time.monotonic() - began < 20  # under 5 s on a machine with nothing else to do
@@ -112,16 +124,20 @@ def test_two_thousand_files_unchanged(hub: HubServer, run: Path, sync: Sync, mon
 
 
 @pytest.mark.parametrize("damage", ["lost", "damaged", "of another repository"])
-def test_lost_state_sends_nothing_again(damage: str, hub: HubServer, run: Path, sync: Sync, small_parts: int) -> None:
+def test_lost_state_sends_nothing_again(
+    damage: str, hub: HubServer, run: Path, sync: Sync, small_parts: int
+) -> None:
     hub.page = 3
     sync()
-    state = hub_push.default_state(run, REPO)
+    state = hub_push.get_default_state_path(run, REPO)
     if damage == "lost":
         state.unlink()
     elif damage == "damaged":
         state.write_text(state.read_text()[:100])
     else:
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"repository": "elsewhere/org/x"}))
+        state.write_text(
+            json.dumps(json.loads(state.read_text()) | {"repository": "elsewhere/org/x"})
+        )
     hub.requests.clear()
     assert sync() == 0
     assert_nothing_twice(hub, commits=1)
@@ -143,8 +159,12 @@ def test_the_hubs_other_files_stay(hub: HubServer, run: Path, sync: Sync) -> Non
     assert "logs/extra.txt.000000" not in hub.files(REPO)
 
 
-def test_commits_are_bounded(hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_queue.next_commit, "__kwdefaults__", {"commit_bytes": 6000, "commit_files": 4})
+def test_commits_are_bounded(
+    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hub_queue.plan_commit, "__kwdefaults__", {"commit_bytes": 6000, "commit_files": 4}
+    )
     monkeypatch.setattr(hub_queue.digest, "__kwdefaults__", {"part_bytes": 500})
     for number in range(5):
         log_lines(run / "logs" / f"rank_{number}.txt", 0, 5)
@@ -154,7 +174,11 @@ def test_commits_are_bounded(hub: HubServer, run: Path, sync: Sync, monkeypatch:
     history = hub.history(REPO)
     assert len(history) > 4
     for commit in history[:-1]:
-        new = [path for path in commit.tree if commit.tree[path] is not (commit.parent.tree.get(path) if commit.parent else None)]
+        new = [
+            path
+            for path in commit.tree
+            if commit.tree[path] is not (commit.parent.tree.get(path) if commit.parent else None)
+        ]
         assert len(new) <= 4
     assert not list((run / hub_push.OWN_FOLDER).glob("*.copies"))
 
@@ -176,14 +200,16 @@ def test_a_log_cut_by_a_rollback(
 
 
 @pytest.mark.parametrize("state", ["kept", "lost"])
-def test_a_log_cut_and_grown_again(state: str, hub: HubServer, run: Path, sync: Sync, small_parts: int) -> None:
+def test_a_log_cut_and_grown_again(
+    state: str, hub: HubServer, run: Path, sync: Sync, small_parts: int
+) -> None:
     sync()
     size = (run / LOG).stat().st_size
     os.truncate(run / LOG, 900)
     log_lines(run / LOG, 50, 200, "after the rollback")
     assert (run / LOG).stat().st_size > size
     if state == "lost":
-        hub_push.default_state(run, REPO).unlink()
+        hub_push.get_default_state_path(run, REPO).unlink()
         os.truncate(run / LOG, size - 1200)  # and there is a surplus that no state knows
     assert sync() == 0
     assert_in_step(hub, run)
@@ -195,27 +221,34 @@ def test_at_each_commit_the_parts_are_the_beginning_of_the_log(run: Path) -> Non
     random.seed(5)
     path = run / LOG
     for _ in range(60):
-        state = hub_queue.State()
+        state = hub_queue.SyncState()
         held: dict[str, bytes] = {}
         for kept in (0, random.randrange(3000), random.randrange(3000)):
             os.truncate(path, min(kept, path.stat().st_size))
             log_lines(path, 0, random.randrange(60), word=random.choice(["abc", "a word"]))
             local = path.read_bytes()
-            wanted, _ = hub_queue.pieces_of({LOG: hub_queue.digest(path, rotated=True, part_bytes=300)})
+            wanted, _ = hub_queue.plan_remote_files(
+                {LOG: hub_queue.digest(path, rotated=True, part_bytes=300)}
+            )
             for _ in range(100):
-                groups = hub_queue.next_commit(wanted, state, commit_bytes=random.choice([200, 700, 2000]))
+                groups = hub_queue.plan_commit(
+                    wanted, state, commit_bytes=random.choice([200, 700, 2000])
+                )
                 if not groups:
                     break
                 for piece in groups[0].adds:
                     held[piece.remote] = local[piece.offset : piece.offset + piece.blob.size]
-                    state.sent[piece.remote] = hub_queue.Sent(f"git:{piece.blob.git}", LOG)
+                    state.sent[piece.remote] = hub_queue.SentFile(f"git:{piece.blob.git}", LOG)
                 for remote in groups[0].deletes:
                     del held[remote], state.sent[remote]
                 assert local.startswith(b"".join(held[name] for name in sorted(held)))
             assert b"".join(held[name] for name in sorted(held)) == local
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"a\n" * 50, b"a long line " * 9 + b"\nshort\n" * 4, b"no end", b"x" * 80 + b"\n"])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\n", b"a\n" * 50, b"a long line " * 9 + b"\nshort\n" * 4, b"no end", b"x" * 80 + b"\n"],
+)
 def test_parts_join(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     for end in range(len(text) + 1):
@@ -230,7 +263,11 @@ def test_closed_parts_stay_while_a_log_grows(tmp_path: Path) -> None:
     closed: list[hub_queue.Blob] = []
     for step in range(200):
         with open(path, "ab") as log:
-            log.write(random.Random(step).choice([b"line\n", b"half a ", b"a line of more than twenty bytes\n", b"\n"]))
+            log.write(
+                random.Random(step).choice(
+                    [b"line\n", b"half a ", b"a line of more than twenty bytes\n", b"\n"]
+                )
+            )
         blobs = list(hub_queue.digest(path, rotated=True, part_bytes=20).blobs)
         assert blobs[: len(closed)] == closed
         closed = blobs[:-1]
@@ -241,14 +278,18 @@ def test_closed_parts_stay_while_a_log_grows(tmp_path: Path) -> None:
 
 
 def test_files_that_change_while_they_are_read(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("vanishes.txt", "rewritten.txt"):
         log_lines(run / "logs" / name, 0, 10)
     compared = local_files(run)
     look = hub_push.look
 
-    def look_then_change(*args: Any) -> hub_queue.Found:
+    def look_then_change(*args: Any) -> hub_queue.FolderScan:
         found = look(*args)
         log_lines(run / LOG, 100, 101)
         with open(run / EVENTS, "ab") as events:
@@ -293,13 +334,20 @@ def test_only_the_patterns_folders_are_looked_into(run: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "walk", watched)
-        assert hub_queue.look(run, ["a/b/*/x.txt", "logs/*"], {}).present == {"a/b/c/x.txt", "logs/main_log.txt"}
+        assert hub_queue.look(run, ["a/b/*/x.txt", "logs/*"], {}).present == {
+            "a/b/c/x.txt",
+            "logs/main_log.txt",
+        }
         assert listed == [".", "a", "a/b", "a/b/c", "logs"]
         assert hub_queue.look(run, ["linked/**"], {}).present == {"linked/b/c/x.txt"}
 
 
 def test_a_folder_that_cannot_be_listed_deletes_nothing(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (run / "logs" / "deep").mkdir()
     (run / "logs" / "deep" / "b.txt").write_text("x\n")
@@ -318,7 +366,9 @@ def test_a_folder_that_cannot_be_listed_deletes_nothing(
     assert_in_step(hub, run)
 
 
-def test_deleted_files(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deleted_files(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "logs" / "old.txt").write_text("x\n")
     (run / "logs" / "unreadable.txt").write_text("x\n")
     sync()
@@ -327,8 +377,14 @@ def test_deleted_files(hub: HubServer, run: Path, sync: Sync, capsys: pytest.Cap
     (run / "logs" / "unreadable.txt").mkdir()  # present, though nothing that could be read
     (run / EVENTS).unlink()
     capsys.readouterr()
-    assert sync(patterns=("logs/**", "codecarbon/*.csv")) == 0  # what the patterns do not cover stays
-    assert hub.files(REPO).keys() == {"logs/main_log.txt.000000", "codecarbon/emissions.csv", EVENTS}
+    assert (
+        sync(patterns=("logs/**", "codecarbon/*.csv")) == 0
+    )  # what the patterns do not cover stays
+    assert hub.files(REPO).keys() == {
+        "logs/main_log.txt.000000",
+        "codecarbon/emissions.csv",
+        EVENTS,
+    }
     assert "deleted on the Hub: logs/old.txt.000000" in capsys.readouterr().out
 
 
@@ -356,14 +412,20 @@ def test_a_file_makes_way_for_a_part_of_its_name(hub: HubServer, run: Path, sync
     assert_in_step(hub, run)
 
 
-def test_names_that_cannot_be_copied(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_cannot_be_copied(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "logs" / "main_log.txt.000007").write_text("the name of a part\n")
     Path(os.fsdecode(os.fsencode(run / "logs") + b"/\xff.txt")).write_text("no UTF-8\n")
     os.mkfifo(run / "logs" / "pipe")
     (run / "logs" / ".hidden").write_text("x\n")
     (run / "logs" / "loop").symlink_to(run / "logs")
     assert sync() == 1
-    assert hub.files(REPO).keys() == {"logs/main_log.txt.000000", "codecarbon/emissions.csv", EVENTS}
+    assert hub.files(REPO).keys() == {
+        "logs/main_log.txt.000000",
+        "codecarbon/emissions.csv",
+        EVENTS,
+    }
     told = capsys.readouterr().err
     assert "main_log.txt.000007 has the name of a part of logs/main_log.txt" in told
     assert "has a name that is no UTF-8" in told
@@ -384,17 +446,25 @@ def test_names_that_cannot_be_copied(hub: HubServer, run: Path, sync: Sync, caps
     ],
 )
 def test_patterns_are_the_shells(pattern: str, matching: list[str], others: list[str]) -> None:
-    regex = hub_queue.re.compile(hub_queue.pattern_to_regex(pattern))
+    regex = hub_queue.re.compile(hub_queue.convert_pattern(pattern))
     assert [name for name in [*matching, *others] if regex.fullmatch(name)] == matching
 
 
 # A Hub that fails
 
 
-@pytest.mark.parametrize("kind", ["refs", "tree", "preupload", "batch", "upload", "verify", "commit"])
+@pytest.mark.parametrize(
+    "kind", ["refs", "tree", "preupload", "batch", "upload", "verify", "commit"]
+)
 @pytest.mark.parametrize("status", [500, 429])
 def test_a_failure_of_any_request(
-    kind: str, status: int, hub: HubServer, run: Path, sync: Sync, pauses: list[float], capsys: pytest.CaptureFixture[str]
+    kind: str,
+    status: int,
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    pauses: list[float],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hub.fail(kind, times=2, status=status, headers={"Retry-After": "7"} if status == 429 else {})
     assert sync() == 0
@@ -433,7 +503,9 @@ def test_an_answer_that_is_lost(
 
 
 @pytest.mark.parametrize("kind", ["refs", "tree", "commit"])
-def test_a_silent_hub(kind: str, hub: HubServer, run: Path, sync: Sync, pauses: list[float]) -> None:
+def test_a_silent_hub(
+    kind: str, hub: HubServer, run: Path, sync: Sync, pauses: list[float]
+) -> None:
     silence = threading.Event()
     hub.fail(kind, silence=silence)
     assert sync("--timeout", "0.5") == 0
@@ -443,7 +515,9 @@ def test_a_silent_hub(kind: str, hub: HubServer, run: Path, sync: Sync, pauses: 
     assert_nothing_twice(hub, commits=1)
 
 
-def test_somebody_commits_meanwhile(hub: HubServer, run: Path, sync: Sync, pauses: list[float]) -> None:
+def test_somebody_commits_meanwhile(
+    hub: HubServer, run: Path, sync: Sync, pauses: list[float]
+) -> None:
     hub.fail("commit", status=412)
     assert sync() == 0
     assert_in_step(hub, run)
@@ -451,11 +525,17 @@ def test_somebody_commits_meanwhile(hub: HubServer, run: Path, sync: Sync, pause
 
 
 def test_offline(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            hub_push.Hub.__init__.__globals__["importlib"].import_module("huggingface_hub").constants,
+            hub_push.Hub.__init__.__globals__["importlib"]
+            .import_module("huggingface_hub")
+            .constants,
             "ENDPOINT",
             "http://127.0.0.1:9",
         )
@@ -466,7 +546,11 @@ def test_offline(
 
 
 def test_told_to_be_offline(
-    hub: HubServer, sync: Sync, pauses: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    sync: Sync,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert sync() == 3
@@ -475,14 +559,27 @@ def test_told_to_be_offline(
 
 
 @pytest.mark.parametrize("kind", ["preupload", "upload", "commit"])
-def test_killed_in_mid_sync(kind: str, hub: HubServer, run: Path, sync: Sync, tmp_path: Path) -> None:
+def test_killed_in_mid_sync(
+    kind: str, hub: HubServer, run: Path, sync: Sync, tmp_path: Path
+) -> None:
     """Killed in a request that the Hub completes afterwards: the upload is kept, the commit has landed."""
     silence = hub.fail(kind, silence=threading.Event()).silence
     assert silence is not None
-    command = [sys.executable, "tools/hub_sync.py", "--repo", REPO, "--folder", str(run), "--patterns", *PATTERNS]
+    command = [
+        sys.executable,
+        "tools/hub_sync.py",
+        "--repo",
+        REPO,
+        "--folder",
+        str(run),
+        "--patterns",
+        *PATTERNS,
+    ]
     errors = tmp_path / "stderr"
     with open(errors, "wb") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stderr, stderr=stderr)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stderr, stderr=stderr
+        )
         try:
             wait_for(lambda: hub.reached.is_set() or process.poll() is not None)
             assert process.poll() is None, errors.read_text()
@@ -507,9 +604,17 @@ def test_killed_in_mid_sync(kind: str, hub: HubServer, run: Path, sync: Sync, tm
 
 
 def test_an_expired_token_in_mid_sync(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hub.fail("commit", status=401, headers={"X-Error-Message": "Invalid credentials in Authorization header"})
+    hub.fail(
+        "commit",
+        status=401,
+        headers={"X-Error-Message": "Invalid credentials in Authorization header"},
+    )
     assert sync() == 2
     output = capsys.readouterr()
     assert "refuses the token (401: Invalid credentials" in output.err
@@ -526,7 +631,11 @@ def test_an_expired_token_in_mid_sync(
 
 
 def test_no_token(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     assert sync() == 2
@@ -534,16 +643,23 @@ def test_no_token(
     assert hub.requests == []
 
 
-def test_no_client(sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_client(
+    sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert sync() == 2
     assert "pip install -e '.[hub]'" in capsys.readouterr().err
 
 
-def test_no_write_access(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_write_access(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.readonly = True
     assert sync() == 2
-    assert f"the token may not do this to {REPO} (403: you need write access)" in capsys.readouterr().err
+    assert (
+        f"the token may not do this to {REPO} (403: you need write access)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -561,7 +677,9 @@ def test_an_unknown_repository_and_create(
     assert sync("--create") == 0
 
 
-def test_patterns_that_match_nothing(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patterns_that_match_nothing(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     sync()
     assert sync(patterns=("logz/**", "*.csv")) == 2
     assert "--patterns logz/** *.csv match no file in" in capsys.readouterr().err
@@ -581,7 +699,13 @@ def test_patterns_that_match_nothing(hub: HubServer, run: Path, sync: Sync, caps
         (("--state", "/proc/none/state.json"), "give a --state in a folder that can"),
     ],
 )
-def test_wrong_options(options: tuple[str, ...], told: str, hub: HubServer, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(
+    options: tuple[str, ...],
+    told: str,
+    hub: HubServer,
+    sync: Sync,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert sync(*options) == 2
     assert told in capsys.readouterr().err
 
@@ -593,7 +717,11 @@ def test_nothing_asked_for(hub: HubServer, sync: Sync, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("endpoint", ["localhost:80", "http://user:hf_password@127.0.0.1:9"])
 def test_a_wrong_endpoint(
-    endpoint: str, hub: HubServer, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    endpoint: str,
+    hub: HubServer,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     assert sync() == 2
@@ -602,7 +730,9 @@ def test_a_wrong_endpoint(
     assert "hf_password" not in told
 
 
-def test_the_repositorys_gitignore(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_repositorys_gitignore(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
     head = hub.history(REPO)[0]
     head.tree[".gitignore"] = type(head.tree[".gitattributes"])(f"{EVENTS}\n".encode(), False)
     assert sync() == 1
@@ -615,8 +745,10 @@ def test_the_repositorys_gitignore(hub: HubServer, run: Path, sync: Sync, capsys
 # One at a time, again and again, not at all
 
 
-def test_two_at_once(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = hub_push.default_state(run, REPO).with_name("org--tiny-logs.json.lock")
+def test_two_at_once(
+    hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = hub_push.get_default_state_path(run, REPO).with_name("org--tiny-logs.json.lock")
     lock.parent.mkdir()
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -628,7 +760,11 @@ def test_two_at_once(hub: HubServer, run: Path, sync: Sync, capsys: pytest.Captu
 
 
 def test_watch_goes_on(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rounds = []
 
@@ -662,18 +798,20 @@ def test_dry_run(hub: HubServer, run: Path, sync: Sync, capsys: pytest.CaptureFi
     os.truncate(run / LOG, 0)
     sync()
     (run / "logs" / "b.txt").unlink()
-    state = hub_push.default_state(run, REPO).read_bytes()
+    state = hub_push.get_default_state_path(run, REPO).read_bytes()
     capsys.readouterr()
     assert sync("--dry-run") == 0
     assert capsys.readouterr().out == "would delete on the Hub: logs/b.txt.000000\n"
-    assert hub_push.default_state(run, REPO).read_bytes() == state
+    assert hub_push.get_default_state_path(run, REPO).read_bytes() == state
     assert "logs/b.txt.000000" in hub.files(REPO)
 
 
 # Checkpoints
 
 
-def save_checkpoint(root: Path, iteration: int, content: bytes = b"weights", others: tuple[str, ...] = ()) -> Path:
+def save_checkpoint(
+    root: Path, iteration: int, content: bytes = b"weights", others: tuple[str, ...] = ()
+) -> Path:
     """A finished checkpoint, as small as can be."""
     folder = root / f"global_step{iteration}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -682,9 +820,12 @@ def save_checkpoint(root: Path, iteration: int, content: bytes = b"weights", oth
     for name in others:
         (folder / name).write_bytes(content)
     names = ("model.safetensors", "config.yaml", *others)
-    files = {name: {"bytes": (d := digest_of_file(folder / name)).bytes, "xxh128": d.xxh128} for name in names}
+    files = {
+        name: {"bytes": (d := digest_of_file(folder / name)).bytes, "xxh128": d.xxh128}
+        for name in names
+    }
     manifest = Manifest(iteration, "test", "one process", {}, None, files, course=[], keep=False)
-    (folder / "manifest.json").write_text(manifest.to_text())
+    (folder / "manifest.json").write_text(manifest.dump_json())
     return folder
 
 
@@ -693,7 +834,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_checkpoints_go_to_branches_of_their_own(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = run / "checkpoints"
     for iteration in (10, 15, 20):
@@ -709,12 +854,14 @@ def test_checkpoints_go_to_branches_of_their_own(
     assert hub.repositories[REPO].branches.keys() == {"main", "global_step10", "global_step20"}
     assert_in_step(hub, run)
     for iteration in (10, 20):
-        assert hub.files(REPO, f"global_step{iteration}") == contents(root / f"global_step{iteration}")
+        assert hub.files(REPO, f"global_step{iteration}") == contents(
+            root / f"global_step{iteration}"
+        )
     uploads = len(hub.uploaded)
     hub.requests.clear()
     assert sync(*options) == 1
     assert hub.requests == ["refs", "refs"]
-    hub_push.default_state(run, REPO).unlink()
+    hub_push.get_default_state_path(run, REPO).unlink()
     hub.requests.clear()
     assert sync(*options) == 1
     assert {"preupload", "upload", "commit"}.isdisjoint(hub.requests)
@@ -734,7 +881,9 @@ def test_a_checkpoint_saved_again_after_a_rollback(hub: HubServer, run: Path, sy
 
 
 @pytest.mark.parametrize("kind", ["branch", "commits", "upload", "commit"])
-def test_a_checkpoint_through_failures(kind: str, hub: HubServer, run: Path, sync: Sync, pauses: list[float]) -> None:
+def test_a_checkpoint_through_failures(
+    kind: str, hub: HubServer, run: Path, sync: Sync, pauses: list[float]
+) -> None:
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10)
     hub.fail(kind, times=2, status=502)
@@ -746,7 +895,11 @@ def test_a_checkpoint_through_failures(kind: str, hub: HubServer, run: Path, syn
 
 
 def test_a_checkpoint_deleted_while_it_is_sent(
-    hub: HubServer, run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10)

@@ -29,14 +29,14 @@ from operations.test_hub_sync import save_checkpoint
 from megatron.checkpoint.digest import digest_of_file
 from megatron.checkpoint.folder import point_to
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.manifest import Manifest, digests_of, is_plain_name, read_manifest
+from megatron.checkpoint.manifest import Manifest, collect_digests, is_plain_name, read_manifest
 from megatron.checkpoint.verification import verify
 from megatron.durable import replace_file
 from megatron.errors import DamagedError
 from megatron.operations import hub_push, hub_queue
 from megatron.operations.inside import OutsideError, open_inside
 from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import Plan, Request, make_plan
+from megatron.operations.rollback_plan import RollbackPlan, RollbackRequest, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
@@ -54,8 +54,15 @@ def secret(tmp_path: Path) -> Path:
 def published(server: HubServer) -> bytes:
     """Everything that the Hub was given, on any branch or in its large storage."""
     repository = server.repositories[REPO]
-    trees = [commit.tree for branch in repository.branches for commit in server.history(REPO, branch)]
-    return b"".join([*(stored.content for tree in trees for stored in tree.values()), *repository.objects.values()])
+    trees = [
+        commit.tree for branch in repository.branches for commit in server.history(REPO, branch)
+    ]
+    return b"".join(
+        [
+            *(stored.content for tree in trees for stored in tree.values()),
+            *repository.objects.values(),
+        ]
+    )
 
 
 # What is sent
@@ -63,7 +70,12 @@ def published(server: HubServer) -> bytes:
 
 @pytest.mark.parametrize("kind", ["file", "folder", "chain", "relative"])
 def test_a_link_out_of_the_folder_is_not_published(
-    kind: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    secret: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if kind == "file":
         (run / "logs" / "key.txt").symlink_to(secret)
@@ -73,7 +85,9 @@ def test_a_link_out_of_the_folder_is_not_published(
         (run / "hop").symlink_to(secret)
         (run / "logs" / "key.txt").symlink_to("../hop")
     else:
-        (run / "logs" / "key.txt").symlink_to(f"../../{secret.parent.parent.name}/.ssh/{secret.name}")
+        (run / "logs" / "key.txt").symlink_to(
+            f"../../{secret.parent.parent.name}/.ssh/{secret.name}"
+        )
     assert sync() == 1
     assert SECRET not in published(hub)
     assert "logs/main_log.txt.000000" in hub.files(REPO)
@@ -82,7 +96,9 @@ def test_a_link_out_of_the_folder_is_not_published(
     assert "name the folder that holds it" in told
 
 
-def test_links_within_the_folder_and_a_folder_that_is_a_link(hub: HubServer, run: Path, sync: Sync) -> None:
+def test_links_within_the_folder_and_a_folder_that_is_a_link(
+    hub: HubServer, run: Path, sync: Sync
+) -> None:
     """The usual arrangement: the run's folder is a link to another mount."""
     real = run.with_name("another-mount")
     run.rename(real)
@@ -92,25 +108,34 @@ def test_links_within_the_folder_and_a_folder_that_is_a_link(hub: HubServer, run
     (run / "logs" / "deeper").symlink_to("../elsewhere")
     (run / "logs" / "same.txt").symlink_to("main_log.txt")
     assert sync() == 0
-    assert hub.files(REPO)["logs/deeper/a.txt.000000"] == (real / "elsewhere" / "a.txt").read_bytes()
+    assert (
+        hub.files(REPO)["logs/deeper/a.txt.000000"] == (real / "elsewhere" / "a.txt").read_bytes()
+    )
     assert hub.files(REPO)["logs/same.txt.000000"] == (real / "logs" / "main_log.txt").read_bytes()
 
 
 def test_a_link_put_in_place_between_the_look_and_the_sending(
-    hub: HubServer, run: Path, sync: Sync, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    secret: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of the same size, so that only where it leads tells it from the file that was looked at."""
     (run / "logs" / "key.txt").write_bytes(SECRET)
     look = hub_push.look
 
-    def look_then_exchange(*arguments: object) -> hub_queue.Found:
+    def look_then_exchange(*arguments: object) -> hub_queue.FolderScan:
         found = look(*arguments)  # type: ignore[arg-type]
         (run / "logs" / "key.txt").unlink()
         (run / "logs" / "key.txt").symlink_to(secret)
         (run / "logs").rename(run / "logs-before")
         (run / "logs").symlink_to(secret.parent)
         (secret.parent / "key.txt").write_bytes(SECRET)
-        (secret.parent / "main_log.txt").write_bytes((run / "logs-before" / "main_log.txt").read_bytes())
+        (secret.parent / "main_log.txt").write_bytes(
+            (run / "logs-before" / "main_log.txt").read_bytes()
+        )
         return found
 
     with monkeypatch.context() as patch:
@@ -161,7 +186,9 @@ def test_what_is_no_regular_file_neither_hangs_nor_is_published(
         folder = os.open(run / "logs", os.O_RDONLY)
         server.bind(f"/proc/self/fd/{folder}/socket.txt")
         os.close(folder)
-        os.mknod(run / "logs" / "device.txt", 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which has no end
+        os.mknod(
+            run / "logs" / "device.txt", 0o666 | 0o020000, os.makedev(1, 5)
+        )  # /dev/zero, which has no end
         assert sync("--timeout", "5") == 1
     told = capsys.readouterr().err
     for name in ("pipe.txt", "socket.txt", "device.txt"):
@@ -175,7 +202,9 @@ def test_a_fifo_that_takes_a_files_place_does_not_hang(tmp_path: Path) -> None:
         open_inside(tmp_path, "pipe")
 
 
-def test_what_lies_beyond_a_link_stays_on_the_hub(hub: HubServer, run: Path, sync: Sync, secret: Path) -> None:
+def test_what_lies_beyond_a_link_stays_on_the_hub(
+    hub: HubServer, run: Path, sync: Sync, secret: Path
+) -> None:
     """It cannot be known whether that is still there: nothing is deleted."""
     (run / "logs" / "deep").mkdir()
     log_lines(run / "logs" / "deep" / "a.txt", 0, 3)
@@ -186,10 +215,12 @@ def test_what_lies_beyond_a_link_stays_on_the_hub(hub: HubServer, run: Path, syn
     assert "logs/deep/a.txt.000000" in hub.files(REPO)
 
 
-def test_copies_behind_a_link_are_not_deleted(hub: HubServer, run: Path, sync: Sync, secret: Path) -> None:
+def test_copies_behind_a_link_are_not_deleted(
+    hub: HubServer, run: Path, sync: Sync, secret: Path
+) -> None:
     """The sync's own folder of copies, which it empties."""
     (run / hub_push.OWN_FOLDER).mkdir()
-    state = hub_push.default_state(run, REPO)
+    state = hub_push.get_default_state_path(run, REPO)
     state.with_name(f"{state.name}.copies").symlink_to(secret.parent)
     assert sync() == 2
     assert secret.read_bytes() == SECRET
@@ -200,7 +231,7 @@ def test_files_of_our_own_behind_a_link_are_not_overwritten(
     suffix: str, hub: HubServer, run: Path, sync: Sync, secret: Path
 ) -> None:
     (run / hub_push.OWN_FOLDER).mkdir()
-    state = hub_push.default_state(run, REPO)
+    state = hub_push.get_default_state_path(run, REPO)
     state.with_name(f"{state.name}{suffix}").symlink_to(secret)
     assert sync() == 2
     assert secret.read_bytes() == SECRET
@@ -214,12 +245,17 @@ def rewrite(folder: Path, **changes: object) -> None:
     text = json.loads((folder / "manifest.json").read_text())
     text.pop("digest")
     manifest = replace(Manifest(**text), **changes)  # type: ignore[arg-type]
-    (folder / "manifest.json").write_text(manifest.to_text())
+    (folder / "manifest.json").write_text(manifest.dump_json())
 
 
 @pytest.mark.parametrize("name", ["absolute", "relative"])
 def test_a_manifest_that_names_a_file_elsewhere_publishes_nothing(
-    name: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    secret: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = save_checkpoint(run / "checkpoints", 10)
     facts = {"bytes": (found := digest_of_file(secret)).bytes, "xxh128": found.xxh128}
@@ -237,7 +273,12 @@ def test_a_manifest_that_names_a_file_elsewhere_publishes_nothing(
 
 @pytest.mark.parametrize("kind", ["tensors", "manifest", "folder"])
 def test_a_checkpoint_behind_a_link_is_not_published(
-    kind: str, hub: HubServer, run: Path, sync: Sync, secret: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    secret: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10)
@@ -283,19 +324,37 @@ def test_large_files_are_sent_from_what_was_opened(
 
 
 @pytest.mark.full
-def test_many_large_files_keep_none_open(hub: HubServer, run: Path, sync: Sync, tmp_path: Path) -> None:
+def test_many_large_files_keep_none_open(
+    hub: HubServer, run: Path, sync: Sync, tmp_path: Path
+) -> None:
     """More files than a process may open, in a process of its own that may open few."""
     root = run / "checkpoints"
-    folder = save_checkpoint(root, 10, others=tuple(f"rank_{rank:05d}.safetensors" for rank in range(80)))
+    folder = save_checkpoint(
+        root, 10, others=tuple(f"rank_{rank:05d}.safetensors" for rank in range(80))
+    )
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
         "from megatron.operations import hub_checkpoints; hub_checkpoints.IN_MEMORY_BYTES = 1\n"
         "from tools import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
     )
-    words = [sys.executable, "-c", code, "--repo", REPO, "--folder", str(run), "--checkpoints", str(root)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(hub, tmp_path), capture_output=True, text=True, check=False)
+    words = [
+        sys.executable,
+        "-c",
+        code,
+        "--repo",
+        REPO,
+        "--folder",
+        str(run),
+        "--checkpoints",
+        str(root),
+    ]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(hub, tmp_path), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert hub.files(REPO, "global_step10") == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert hub.files(REPO, "global_step10") == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
 
 
 @pytest.mark.parametrize(
@@ -332,7 +391,9 @@ def test_plain_names(name: object, plain: bool) -> None:
         {"iteration": True},
     ],
 )
-def test_what_becomes_a_folders_name_is_a_number(changes: dict[str, object], tmp_path: Path) -> None:
+def test_what_becomes_a_folders_name_is_a_number(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
     """Retention removes the folders of a course, by their iterations."""
     folder = save_checkpoint(tmp_path, 10)
     rewrite(folder, **changes)
@@ -347,11 +408,14 @@ def test_an_index_that_names_another_file_is_damage(tmp_path: Path, secret: Path
     index = {"tensors": {"weight/w": {"shape": [1], "boxes": [box]}}, "blocks": {}}
     (folder / "index.json").write_text(json.dumps(index))
     found = digest_of_file(folder / "index.json")
-    files = {**read_manifest(folder).files, "index.json": {"bytes": found.bytes, "xxh128": found.xxh128}}
+    files = {
+        **read_manifest(folder).files,
+        "index.json": {"bytes": found.bytes, "xxh128": found.xxh128},
+    }
     rewrite(folder, files=files)
     checkpoint = open_checkpoint(tmp_path / "run", 10)
     with pytest.raises(DamagedError, match="does not name"):
-        digests_of(checkpoint.manifest, checkpoint.index())
+        collect_digests(checkpoint.manifest, checkpoint.read_index())
 
 
 # What is rewritten
@@ -375,9 +439,11 @@ def test_a_rollback_leaves_event_files_of_another_run_alone(tmp_path: Path) -> N
     for path in theirs:
         (Path(mine.paths()["tensorboard_dir"]) / f"other.{path.name}").symlink_to(path)
     said: list[str] = []
-    roll_back(mine.root, Request(4, **mine.paths()), said.append)
+    roll_back(mine.root, RollbackRequest(4, **mine.paths()), said.append)
     assert [path.read_bytes() for path in theirs] == before
-    assert any(f"is a link to {theirs[0]}, outside of the run's folder of events" in line for line in said)
+    assert any(
+        f"is a link to {theirs[0]}, outside of the run's folder of events" in line for line in said
+    )
     assert list((mine.root / "rolled-back").glob("*/tensorboard/*tfevents*"))  # its own were cut
 
 
@@ -385,8 +451,8 @@ def test_a_rollback_leaves_event_files_of_another_run_alone(tmp_path: Path) -> N
 def test_a_plan_that_writes_elsewhere_is_damaged(part: str, tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", tmp_path / "aside")
     run.launch(1, 8)
-    plan, _ = make_plan(run.root, Request(4, **run.paths()))
-    assert Plan.from_text(plan.to_text()) == plan
+    plan, _ = make_plan(run.root, RollbackRequest(4, **run.paths()))
+    assert RollbackPlan.parse_json(plan.dump_json()) == plan
     changed = replace(plan, files=[replace(plan.files[0], part=part), *plan.files[1:]])
     with pytest.raises(ValueError, match="leads out of"):
-        Plan.from_text(changed.to_text())
+        RollbackPlan.parse_json(changed.dump_json())

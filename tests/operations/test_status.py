@@ -20,15 +20,35 @@ from operations.receivers import mail_server
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.durable import append_lines
-from megatron.observe.log_line import saved_checkpoint_line, training_complete_line, training_log_line, validation_log_line
+from megatron.observe.log_line import (
+    format_saved_checkpoint_line,
+    format_training_complete_line,
+    format_training_line,
+    format_validation_line,
+)
 from megatron.operations.alerts import log_line
-from megatron.operations.queue import QueuedJob, duration, idle, pulse, read_answer
-from megatron.operations.status import Limits, Remembered, Watched, look, read_tail
+from megatron.operations.queue import (
+    QueuedJob,
+    find_idle_reason,
+    format_duration,
+    format_pulse,
+    read_answer,
+)
+from megatron.operations.status import StatusLimits, StatusMemory, WatchedRun, check_run, read_tail
 from tools import slurm_status
 
 HOUR = 3600.0
 JOB = "tr8-104B"
-RUNNING = ("1162855_4", "RUNNING", "None", "n[1-4]", "1-02:03:04", "2026-11-20T10:00:00", "(null)", JOB)
+RUNNING = (
+    "1162855_4",
+    "RUNNING",
+    "None",
+    "n[1-4]",
+    "1-02:03:04",
+    "2026-11-20T10:00:00",
+    "(null)",
+    JOB,
+)
 NEXT = ("1162855_[5-10%1]", "PENDING", "JobArrayTaskLimit", "", "0:00", "N/A", "(null)", JOB)
 DEPENDS = ("12", "PENDING", "Dependency", "", "0:00", "N/A", "afterany:1162855(unfulfilled)", JOB)
 LATER = ("13", "PENDING", "BeginTime", "", "0:00", "2026-11-21T13:00:01", "(null)", JOB)
@@ -68,7 +88,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
 
 
 def running(seconds: float) -> tuple[str, ...]:
-    return (*RUNNING[:4], duration(seconds).removeprefix("0-"), *RUNNING[5:])
+    return (*RUNNING[:4], format_duration(seconds).removeprefix("0-"), *RUNNING[5:])
 
 
 @pytest.fixture
@@ -81,19 +101,26 @@ def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **field
     """Append training output; the log was then written so long ago."""
     with log.open("a") as file:
         for iteration in range(first, last + 1):
-            file.write(training_log_line(replace(full_report(), nan_iterations=0, iteration=iteration, **fields)) + "\n")  # type: ignore[arg-type]
+            file.write(
+                format_training_line(
+                    replace(full_report(), nan_iterations=0, iteration=iteration, **fields)
+                )
+                + "\n"
+            )  # type: ignore[arg-type]
     then = time.time() - seconds_ago
     os.utime(log, (then, then))
 
 
 def kinds(log: Path) -> list[str]:
     """PULSE, ALERT or RECOVERED of each own line."""
-    return re.findall(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ([A-Z]+): ", log.read_text(), re.MULTILINE)
+    return re.findall(
+        r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ([A-Z]+): ", log.read_text(), re.MULTILINE
+    )
 
 
 def found(log: Path, *, run: Path | None = None, now: float | None = None, **limits: float) -> str:
     """All alerts of one look."""
-    findings = look(Watched(JOB, log, run, limits=Limits(**limits)), now)
+    findings = check_run(WatchedRun(JOB, log, run, limits=StatusLimits(**limits)), now)
     assert findings.troubles == []
     assert all(alert.kind in findings.watched for alert in findings.alerts)
     return "\n".join(alert.text for alert in findings.alerts)
@@ -105,14 +132,32 @@ def found(log: Path, *, run: Path | None = None, now: float | None = None, **lim
 @pytest.mark.parametrize(
     ("jobs", "text"),
     [
-        ((RUNNING,), "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4])"),
-        ((NEXT,), "tr8-104B is waiting for the previous array element (1162855_[5-10%1], JobArrayTaskLimit)"),
+        (
+            (RUNNING,),
+            "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4])",
+        ),
+        (
+            (NEXT,),
+            "tr8-104B is waiting for the previous array element (1162855_[5-10%1], JobArrayTaskLimit)",
+        ),
         ((DEPENDS,), "tr8-104B is waiting on a dependency (12, afterany:1162855(unfulfilled))"),
-        ((LATER,), "tr8-104B is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime)"),
+        (
+            (LATER,),
+            "tr8-104B is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime)",
+        ),
         ((HELD,), "tr8-104B is pending for reason JobHeldUser (15)"),
-        ((NEVER,), "tr8-104B is pending for reason DependencyNeverSatisfied (14, afterok:2(failed))"),
-        ((WAITS_FOR_ROOM,), "tr8-104B is pending for reason Resources (18)"),  # the estimate has passed
-        ((REQUEUED,), "tr8-104B is waiting for the previous array element (1_[1,3-4], JobArrayTaskLimit)"),
+        (
+            (NEVER,),
+            "tr8-104B is pending for reason DependencyNeverSatisfied (14, afterok:2(failed))",
+        ),
+        (
+            (WAITS_FOR_ROOM,),
+            "tr8-104B is pending for reason Resources (18)",
+        ),  # the estimate has passed
+        (
+            (REQUEUED,),
+            "tr8-104B is waiting for the previous array element (1_[1,3-4], JobArrayTaskLimit)",
+        ),
         ((ENDING,), "tr8-104B is completing (17 on n1)"),
         ((), "tr8-104B is neither running nor scheduled"),
         (
@@ -124,14 +169,16 @@ def found(log: Path, *, run: Path | None = None, now: float | None = None, **lim
     ],
 )
 def test_pulse_of_each_state(jobs: tuple[tuple[str, ...], ...], text: str) -> None:
-    assert pulse(JOB, read_answer(rows(*jobs), JOB), NOON) == text
+    assert format_pulse(JOB, read_answer(rows(*jobs), JOB), NOON) == text
 
 
 def test_only_what_cannot_start_by_itself_is_an_alert() -> None:
     def of(*jobs: tuple[str, ...]) -> str | None:
-        return idle(JOB, read_answer(rows(*jobs), JOB))
+        return find_idle_reason(JOB, read_answer(rows(*jobs), JOB))
 
-    assert of() == "tr8-104B is neither running nor scheduled; nothing trains until a job is submitted"
+    assert (
+        of() == "tr8-104B is neither running nor scheduled; nothing trains until a job is submitted"
+    )
     for job in (RUNNING, NEXT, DEPENDS, LATER, HELD, REQUEUED, ENDING, WAITS_FOR_ROOM):
         assert of(job, NEVER) is None
     assert of(NEVER, ADMIN) == (
@@ -142,16 +189,27 @@ def test_only_what_cannot_start_by_itself_is_an_alert() -> None:
 
 
 def test_reading_the_answer() -> None:
-    (job,) = read_answer("CLUSTER: big\n" + rows(("7", "RUNNING", "None", "n1", "INVALID", "N/A", "(null)", "a|b, c")), "a|b, c")
+    (job,) = read_answer(
+        "CLUSTER: big\n"
+        + rows(("7", "RUNNING", "None", "n1", "INVALID", "N/A", "(null)", "a|b, c")),
+        "a|b, c",
+    )
     assert job == QueuedJob("7", "RUNNING", "", "n1", None, None, "")
-    for text, seconds in (("0:07", 7), ("59:59", 3599), ("23:00:00", 82_800), ("12-00:00:01", 1_036_801)):
+    for text, seconds in (
+        ("0:07", 7),
+        ("59:59", 3599),
+        ("23:00:00", 82_800),
+        ("12-00:00:01", 1_036_801),
+    ):
         (job,) = read_answer(rows((*RUNNING[:4], text, *RUNNING[5:])), JOB)
         assert job.running_seconds == seconds
     with pytest.raises(Exception, match="--noheader --format must hold"):
         read_answer("JOBID PARTITION\n", JOB)
 
 
-def test_the_tool_tells_the_log(squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_tells_the_log(
+    squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = squeue(RUNNING, NEXT)
     train(log, 1, 3)
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 0
@@ -170,31 +228,52 @@ def test_the_tool_tells_the_log(squeue: Squeue, log: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("stderr", "code", "message"),
     [
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, "Unable to contact slurm controller"),
-        ("squeue: error: Invalid user: 4242", 0, "Invalid user"),  # squeue 22.05 ends with 0 all the same
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            1,
+            "Unable to contact slurm controller",
+        ),
+        (
+            "squeue: error: Invalid user: 4242",
+            0,
+            "Invalid user",
+        ),  # squeue 22.05 ends with 0 all the same
     ],
 )
 def test_a_queue_that_fails_is_not_an_empty_one(
-    stderr: str, code: int, message: str, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+    stderr: str,
+    code: int,
+    message: str,
+    squeue: Squeue,
+    log: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     squeue()
     slurm_status.main(["--job-name", JOB, "--main-log", str(log)])
     squeue(stderr=stderr, code=code)
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
     assert message in capsys.readouterr().err
-    assert f"ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code {code}: " in log.read_text()
+    assert (
+        f"ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code {code}: "
+        in log.read_text()
+    )
     squeue()
     slurm_status.main(["--job-name", JOB, "--main-log", str(log)])
     # That nothing is queued neither ended meanwhile nor began again; that the queue did not answer did.
     assert kinds(log) == ["PULSE", "ALERT", "ALERT", "PULSE", "ALERT", "RECOVERED"]
 
 
-def test_without_squeue(log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_squeue(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(log.parent))
     train(log, 1, 30, lm_loss=float("nan"))
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
     assert "squeue is not there; run this on a host of the Slurm cluster" in capsys.readouterr().err
-    assert kinds(log) == ["ALERT", "ALERT"]  # the other one is that of the loss: what can be seen is told
+    assert kinds(log) == [
+        "ALERT",
+        "ALERT",
+    ]  # the other one is that of the loss: what can be seen is told
 
 
 @pytest.mark.parametrize(
@@ -206,7 +285,13 @@ def test_without_squeue(log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--stalled-minutes", "0"], "--stalled-minutes 0 must be above 0"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(
+    arguments: list[str],
+    message: str,
+    squeue: Squeue,
+    log: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     squeue(RUNNING)
     names = [] if "--job-name" in arguments else ["--job-name", JOB]
     assert slurm_status.main([*names, "--main-log", str(log), *arguments]) == 2
@@ -220,7 +305,16 @@ def test_a_log_that_cannot_be_written_is_told_by_mail(
     squeue()
     log = tmp_path / "gone" / "log.txt" if problem == "absent" else tmp_path
     with mail_server() as box:
-        arguments = ["--job-name", JOB, "--main-log", str(log), "--mail-to", "a@site.org", "--smtp", box.address]
+        arguments = [
+            "--job-name",
+            JOB,
+            "--main-log",
+            str(log),
+            "--mail-to",
+            "a@site.org",
+            "--smtp",
+            box.address,
+        ]
         assert slurm_status.main(arguments) == 2
     assert f"{log} cannot be written" in capsys.readouterr().err
     assert "neither running nor scheduled" in box.messages[0].get_content()
@@ -254,13 +348,15 @@ def test_own_lines_are_no_growth(squeue: Squeue, log: Path) -> None:
     assert found(log, now=time.time() + 12 * 60) == ""
 
 
-def test_what_was_remembered_is_lost(squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_remembered_is_lost(
+    squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Then the first of the lines behind all output tells when there was none any more, at most one check too late."""
     squeue(running(9 * HOUR))
     train(log, 1, 5)
     arguments = ["--job-name", JOB, "--main-log", str(log)]
     assert slurm_status.main(arguments) == 0
-    memory = Watched(JOB, log).memory
+    memory = WatchedRun(JOB, log).memory
     for damage in (None, "{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
         memory.unlink() if damage is None else memory.write_text(damage)
         assert slurm_status.main(arguments) == (0 if damage is None else 2)
@@ -274,9 +370,9 @@ def test_the_first_line_behind_all_output_counts(log: Path) -> None:
     train(log, 1, 5)
     append_lines(log, [log_line("PULSE", "as it was", NOON)])
     append_lines(log, [log_line("PULSE", "as it was", NOON + HOUR)])
-    assert read_tail(log, Remembered()).output_at == NOON
+    assert read_tail(log, StatusMemory()).output_at == NOON
     train(log, 6, 6, seconds_ago=HOUR)
-    assert read_tail(log, Remembered()).output_at == log.stat().st_mtime
+    assert read_tail(log, StatusMemory()).output_at == log.stat().st_mtime
 
 
 def test_a_log_that_is_not_there(squeue: Squeue, log: Path) -> None:
@@ -289,7 +385,7 @@ def test_a_log_that_is_not_there(squeue: Squeue, log: Path) -> None:
 def test_a_half_line_that_stays_half_is_no_growth(squeue: Squeue, log: Path) -> None:
     """The process died while it wrote; the PULSE behind it ends the line."""
     squeue(running(9 * HOUR))
-    log.write_text(training_log_line(full_report())[:50])
+    log.write_text(format_training_line(full_report())[:50])
     os.utime(log, (time.time() - 50 * 60,) * 2)
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 0
     assert log.read_text()[50] == "\n"
@@ -309,25 +405,38 @@ def test_a_log_that_was_cut_is_read_again(squeue: Squeue, log: Path) -> None:
 def test_of_a_long_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(log, 1, 100)
     whole = log.stat().st_size
-    line = len(training_log_line(full_report())) + 1
+    line = len(format_training_line(full_report())) + 1
     for tail in (10 * line, 10 * line - 1, 10 * line + 1):
         monkeypatch.setattr("megatron.operations.status._TAIL_BYTES", tail)
-        read = read_tail(log, Remembered(read_bytes=whole - 3 * line))
-        assert [report["iteration"] for report in read.reports] == list(range(101 - tail // line, 101))
+        read = read_tail(log, StatusMemory(read_bytes=whole - 3 * line))
+        assert [report["iteration"] for report in read.reports] == list(
+            range(101 - tail // line, 101)
+        )
         assert (read.fresh, read.read_bytes) == (3, whole)
 
 
 # Losses, speed
 
 
-@pytest.mark.parametrize("bad", [{"lm_loss": float("nan")}, {"lm_loss": float("inf")}, {"lm_loss": None, "nan_iterations": 1}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"lm_loss": float("nan")}, {"lm_loss": float("inf")}, {"lm_loss": None, "nan_iterations": 1}],
+)
 def test_losses_that_are_not_finite(bad: dict[str, object], squeue: Squeue, log: Path) -> None:
     squeue(running(HOUR))
     train(log, 1, 50)
     with log.open("a") as file:
-        file.write(training_log_line(replace(full_report(), iteration=51, **{"nan_iterations": 0, **bad})) + "\n")  # type: ignore[arg-type]
+        file.write(
+            format_training_line(
+                replace(full_report(), iteration=51, **{"nan_iterations": 0, **bad})
+            )
+            + "\n"
+        )  # type: ignore[arg-type]
     train(log, 52, 99)
-    assert "1 of the newest 99 log lines tell of a loss or gradient that is not finite, the last at iteration 51" in found(log)
+    assert (
+        "1 of the newest 99 log lines tell of a loss or gradient that is not finite, the last at iteration 51"
+        in found(log)
+    )
     assert found(log) == ""  # seen, and more than 20 good lines ago
     train(log, 100, 200)
     assert found(log) == ""
@@ -345,7 +454,10 @@ def test_throughput_dropped(squeue: Squeue, log: Path) -> None:
     train(log, 31, 34, tflops=60.0)
     assert found(log) == ""
     train(log, 35, 40, tflops=60.0)
-    assert "has become slower: 60 TFLOPs (median of the newest 10 log lines) against 150 before, 40%" in found(log)
+    assert (
+        "has become slower: 60 TFLOPs (median of the newest 10 log lines) against 150 before, 40%"
+        in found(log)
+    )
     assert found(log, slower_than=0.39) == ""
     squeue(NEXT)  # while nothing runs, nothing is slow
     assert found(log) == ""
@@ -376,8 +488,10 @@ def test_a_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
     train(log, 1, 100)
     assert "neither running nor scheduled" in found(log)
     with log.open("a") as file:
-        file.write(f"{validation_log_line(100, 2.0)}\n{training_complete_line()} at iteration 100\n")
-    findings = look(Watched(JOB, log))
+        file.write(
+            f"{format_validation_line(100, 2.0)}\n{format_training_complete_line()} at iteration 100\n"
+        )
+    findings = check_run(WatchedRun(JOB, log))
     assert (findings.pulse, findings.alerts) == ("tr8-104B is finished: training is complete", [])
     train(log, 90, 91)  # rolled back, and gone on
     assert "neither running nor scheduled" in found(log)
@@ -390,7 +504,7 @@ def save(run: Path, iteration: int, seconds_ago: float, now: float | None = None
     folder = step_folder(run, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(iteration, "0", "", {}, None, {}, [], False)
-    (folder / MANIFEST).write_text(manifest.to_text())
+    (folder / MANIFEST).write_text(manifest.dump_json())
     then = (now or time.time()) - seconds_ago
     os.utime(folder / MANIFEST, (then, then))
     point_to(run, iteration)
@@ -416,7 +530,15 @@ def test_elements_that_never_save_are_added_up(squeue: Squeue, log: Path, tmp_pa
     texts = []
     for hour in range(20):
         squeue(running(0.5 * HOUR)) if hour % 2 == 0 else squeue(NEXT)
-        texts.append(found(log, run=run, now=now + hour * HOUR, checkpoint_minutes=4 * 60 + 15, stalled_minutes=1e9))
+        texts.append(
+            found(
+                log,
+                run=run,
+                now=now + hour * HOUR,
+                checkpoint_minutes=4 * 60 + 15,
+                stalled_minutes=1e9,
+            )
+        )
     assert [bool(text) for text in texts].index(True) == 16  # 9 x half an hour
 
 
@@ -435,7 +557,10 @@ def test_a_pointer_that_leads_nowhere(squeue: Squeue, log: Path, tmp_path: Path)
     train(log, 1, 5)
     save(tmp_path / "run", 100, 0)
     (tmp_path / "run" / "latest").write_text("global_step300")
-    assert "names global_step300, which is not a finished checkpoint; there are: global_step100" in found(log, run=tmp_path / "run")
+    assert (
+        "names global_step300, which is not a finished checkpoint; there are: global_step100"
+        in found(log, run=tmp_path / "run")
+    )
 
 
 def test_lines_of_others_are_output(squeue: Squeue, log: Path) -> None:
@@ -443,7 +568,7 @@ def test_lines_of_others_are_output(squeue: Squeue, log: Path) -> None:
     squeue(running(3 * HOUR))
     train(log, 1, 5, seconds_ago=2 * HOUR)
     with log.open("a") as file:
-        file.write(saved_checkpoint_line(5, "run") + "\n")
+        file.write(format_saved_checkpoint_line(5, "run") + "\n")
     assert found(log) == ""
 
 
@@ -451,7 +576,7 @@ def test_its_files_hold_no_more_than_they_must(squeue: Squeue, log: Path) -> Non
     squeue(RUNNING)
     train(log, 1, 5)
     found(log)
-    assert set(json.loads(Watched(JOB, log).memory.read_text())) == {
+    assert set(json.loads(WatchedRun(JOB, log).memory.read_text())) == {
         "read_bytes",
         "output_at",
         "saved_at",

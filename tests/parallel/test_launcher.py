@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import LayoutError
-from megatron.parallel.launcher import World, first_host, world_of_launcher
+from megatron.parallel.launcher import LaunchedWorld, parse_first_host, read_launcher_world
 
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -16,39 +16,58 @@ SRUN = {
 
 
 def test_alone() -> None:
-    assert world_of_launcher(None, {}) == World(1, 0)
-    assert world_of_launcher(3, {}) == World(1, 3)
+    assert read_launcher_world(None, {}) == LaunchedWorld(1, 0)
+    assert read_launcher_world(3, {}) == LaunchedWorld(1, 3)
 
 
 def test_torchrun() -> None:
-    assert world_of_launcher(None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == World(8, 1)
-    assert world_of_launcher(2, {"RANK": "5", "WORLD_SIZE": "8"}) == World(8, 2)
+    assert read_launcher_world(
+        None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    ) == LaunchedWorld(8, 1)
+    assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2)
 
 
 def test_srun() -> None:
     environment = dict(SRUN)
-    assert world_of_launcher(None, environment) == World(16, 1)
-    words = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    assert words == {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "iam07", "MASTER_PORT": "23456"}
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
+    words = {
+        name: environment[name]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    assert words == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "iam07",
+        "MASTER_PORT": "23456",
+    }
 
 
 def test_what_a_script_exports_beside_srun_holds() -> None:
     environment = {**SRUN, "MASTER_ADDR": "iam07-ib0", "MASTER_PORT": "6000", "WORLD_SIZE": "16"}
-    assert world_of_launcher(None, environment) == World(16, 1)
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("iam07-ib0", "6000")
     with pytest.raises(LayoutError, match="srun started 16 tasks and WORLD_SIZE is 8"):
-        world_of_launcher(None, {**SRUN, "WORLD_SIZE": "8"})
+        read_launcher_world(None, {**SRUN, "WORLD_SIZE": "8"})
 
 
 def test_torchrun_within_srun_is_torchruns() -> None:
-    environment = {**SRUN, "RANK": "3", "WORLD_SIZE": "64", "LOCAL_RANK": "3", "MASTER_ADDR": "here"}
-    assert world_of_launcher(None, environment) == World(64, 3)
+    environment = {
+        **SRUN,
+        "RANK": "3",
+        "WORLD_SIZE": "64",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "here",
+    }
+    assert read_launcher_world(None, environment) == LaunchedWorld(64, 3)
     assert environment["MASTER_ADDR"] == "here"
 
 
 def test_a_batch_script_is_no_step() -> None:
     """sbatch's own process has the job's task count, and is one process."""
-    assert world_of_launcher(None, {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == World(1, 0)
+    assert read_launcher_world(
+        None, {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    ) == LaunchedWorld(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +79,7 @@ def test_a_batch_script_is_no_step() -> None:
 )
 def test_a_world_that_cannot_meet_is_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        world_of_launcher(None, environment)
+        read_launcher_world(None, environment)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +93,4 @@ def test_a_world_that_cannot_meet_is_refused(environment: dict[str, str], messag
     ],
 )
 def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert parse_first_host(nodes) == first

@@ -6,20 +6,20 @@ import torch.nn.functional as F
 from process_pool import ProcessPool, succeed
 
 from megatron.errors import LayoutError
-from megatron.parallel.grid import Grid, Place
+from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.mesh import choose_device, start_process_group
 from megatron.parallel.rng import mix
 
 
 def test_grid() -> None:
     grid = Grid(pipeline=2, data=3, tensor=4)
-    places = [grid.place(rank) for rank in range(24)]
-    assert len(set(places)) == 24
-    assert [grid.rank(place) for place in places] == list(range(24))
-    assert places[0] == Place(0, 0, 0)
-    assert places[1] == Place(0, 0, 1)  # tensor-parallel ranks are neighbours
-    assert places[4] == Place(0, 1, 0)
-    assert places[12] == Place(1, 0, 0)
+    coordinates = [grid.get_coordinate(rank) for rank in range(24)]
+    assert len(set(coordinates)) == 24
+    assert [grid.get_rank(coordinate) for coordinate in coordinates] == list(range(24))
+    assert coordinates[0] == GridCoordinate(0, 0, 0)
+    assert coordinates[1] == GridCoordinate(0, 0, 1)  # tensor-parallel ranks are neighbours
+    assert coordinates[4] == GridCoordinate(0, 1, 0)
+    assert coordinates[12] == GridCoordinate(1, 0, 0)
     with pytest.raises(LayoutError, match="tensor-parallel size 0"):
         Grid(1, 1, 0)
 
@@ -44,7 +44,9 @@ def join(tensor: int, sequence_parallel: bool):
 
     start_process_group("gloo", 1)
     world = int(os.environ["WORLD_SIZE"])
-    return build_mesh(Grid(1, world // tensor, tensor), torch.device("cpu"), sequence_parallel=sequence_parallel)
+    return build_mesh(
+        Grid(1, world // tensor, tensor), torch.device("cpu"), sequence_parallel=sequence_parallel
+    )
 
 
 def check_linears(sequence_parallel: bool) -> None:
@@ -56,9 +58,17 @@ def check_linears(sequence_parallel: bool) -> None:
     up, down = torch.randn(24, 12, generator=generator), torch.randn(12, 24, generator=generator)
     up_bias, down_bias = torch.randn(24, generator=generator), torch.randn(12, generator=generator)
     x = torch.randn(8, 2, 12, generator=generator)
-    column, row = ColumnParallelLinear(12, 24, bias=True, tp=tp), RowParallelLinear(24, 12, bias=True, tp=tp)
+    column, row = (
+        ColumnParallelLinear(12, 24, bias=True, tp=tp),
+        RowParallelLinear(24, 12, bias=True, tp=tp),
+    )
     own = slice(tp.rank * 6, tp.rank * 6 + 6)
-    for target, value in ((column.weight, up[own]), (column.bias, up_bias[own]), (row.weight, down[:, own]), (row.bias, down_bias)):
+    for target, value in (
+        (column.weight, up[own]),
+        (column.bias, up_bias[own]),
+        (row.weight, down[:, own]),
+        (row.bias, down_bias),
+    ):
         target.data.copy_(value)
     positions = slice(tp.rank * 2, tp.rank * 2 + 2) if sequence_parallel else slice(None)
     mine = x[positions].clone().requires_grad_()
@@ -86,16 +96,24 @@ def check_loss(vocab: int, padded: int) -> float:
     tp = join(4, False).tensor_parallel
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(padded, 16, generator=generator) * 3
-    hidden, labels = torch.randn(6, 2, 16, generator=generator), torch.randint(0, vocab, (6, 2), generator=generator)
+    hidden, labels = (
+        torch.randn(6, 2, 16, generator=generator),
+        torch.randint(0, vocab, (6, 2), generator=generator),
+    )
     mask = (torch.rand(6, 2, generator=generator) > 0.4).float()
     rows = padded // 4
     first = tp.rank * rows
-    mine, local = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
+    mine, local = (
+        hidden.clone().requires_grad_(),
+        weight[first : first + rows].clone().requires_grad_(),
+    )
     slice_ = VocabSlice(first, min(max(vocab - first, 0), rows))
     loss = cross_entropy(copy_to_tensor_parallel(mine, tp), local, labels, slice_, tp, mask)
     loss.backward()
     whole, real = hidden.clone().requires_grad_(), weight[:vocab].clone().requires_grad_()
-    losses = F.cross_entropy(F.linear(whole, real).flatten(0, 1), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(
+        F.linear(whole, real).flatten(0, 1), labels.flatten(), reduction="none"
+    )
     expected = (losses * mask.flatten()).sum() / mask.sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)

@@ -14,7 +14,14 @@ from test_preprocess import JSONL, SMALL, job, write_lines
 from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 
 from megatron.preprocess import encoders, workers
-from megatron.preprocess.encoders import REFERENCE, Encoder, EncoderMismatch, EncoderUnavailable, choose_encoder, make_encoder
+from megatron.preprocess.encoders import (
+    REFERENCE,
+    Encoder,
+    EncoderMismatch,
+    EncoderUnavailable,
+    choose_encoder,
+    make_encoder,
+)
 from megatron.preprocess.pipeline import preprocess
 from megatron.preprocess.sampling import sample_texts
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -30,7 +37,9 @@ class WrongEncoder:
 
     def encode(self, texts: list[str]) -> tuple[Any, Any]:
         ids = [[7 if self._word in text else i for i in TINY.encode(text)] for text in texts]
-        return np.array([i for some in ids for i in some], np.int64), np.array([len(some) for some in ids])
+        return np.array([i for some in ids for i in some], np.int64), np.array(
+            [len(some) for some in ids]
+        )
 
 
 class FailingEncoder(WrongEncoder):
@@ -72,7 +81,9 @@ def test_a_library_with_other_ids_is_passed_over_aloud(kind: type[WrongEncoder])
     chosen = choose_encoder(TINY, sample, (), said.append, lambda name, _: kind(name, "Zebra"))
     assert chosen == REFERENCE
     assert all("NOT USED" in line for line in said[:2])
-    assert ("it failed: Panic: index out" if kind is FailingEncoder else "not with Zebra in it") in said[0]
+    assert (
+        "it failed: Panic: index out" if kind is FailingEncoder else "not with Zebra in it"
+    ) in said[0]
     assert "several times slower" in said[2]
 
 
@@ -102,17 +113,23 @@ def test_a_library_that_goes_wrong_in_mid_run_is_replaced(
 
     monkeypatch.setattr(workers, "make_encoder", make)
     said: list[str] = []
-    done = preprocess(job(tmp_path / "out", block_bytes=block_bytes), say=said.append, choose=choose)
+    done = preprocess(
+        job(tmp_path / "out", block_bytes=block_bytes), say=said.append, choose=choose
+    )
     assert done.encoder == REFERENCE
     assert "WARNING: gigatoken cannot be trusted with this corpus" in said[0]
     assert "STARTING OVER" in said[0]
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
 
 
-def test_long_texts_are_spot_checked_by_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_spot_checked_by_their_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = write_lines(tmp_path / "in.jsonl", {"text": "word " * 20_000})
     monkeypatch.setattr(workers, "make_encoder", lambda name, _: WrongEncoder(name, "word"))
-    encode = workers.BlockEncoder(workers.EncodingJob(GPT2, "gigatoken", ("text",), False, "uint16"))
+    encode = workers.BlockEncoder(
+        workers.EncodingJob(GPT2, "gigatoken", ("text",), False, "uint16")
+    )
     from megatron.preprocess.inputs import read_blocks
 
     (block,) = read_blocks([str(long)], ["text"])
@@ -133,7 +150,9 @@ def test_libraries_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     for name in encoders.CANDIDATES:
         pytest.importorskip(name)
-        with pytest.raises(EncoderUnavailable, match=r"it needs a (tokenizer.json|byte-level BPE like GPT-2's)"):
+        with pytest.raises(
+            EncoderUnavailable, match=r"it needs a (tokenizer.json|byte-level BPE like GPT-2's)"
+        ):
             make_encoder(name, Own())  # type: ignore[arg-type]
     lower = build_tokenizer(GPT2)
     from tokenizers import normalizers
@@ -145,8 +164,15 @@ def test_libraries_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5},
         "merges": [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]],
     }
-    with pytest.raises(EncoderUnavailable, match="two merges of this vocabulary give the same token"):
-        encoders._ranks({**merges, "vocab": merges["vocab"] | dict.fromkeys(encoders.byte_symbols().values(), 6)})
+    with pytest.raises(
+        EncoderUnavailable, match="two merges of this vocabulary give the same token"
+    ):
+        encoders._build_ranks(
+            {
+                **merges,
+                "vocab": merges["vocab"] | dict.fromkeys(encoders.make_byte_symbols().values(), 6),
+            }
+        )
     monkeypatch.setattr(encoders, "TiktokenEncoder", None)
     with pytest.raises(EncoderUnavailable, match="it does not take this tokenizer"):
         make_encoder("tiktoken", TINY)
@@ -163,7 +189,9 @@ def test_libraries_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(builtins, "__import__", without)
     said: list[str] = []
     assert choose_encoder(TINY, [], (), said.append) == REFERENCE
-    assert [f"pip install {name}" in line for name, line in zip(encoders.CANDIDATES, said, strict=False)] == [True, True]
+    assert [
+        f"pip install {name}" in line for name, line in zip(encoders.CANDIDATES, said, strict=False)
+    ] == [True, True]
 
 
 def test_the_cache_of_gigatoken_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +203,7 @@ def test_the_cache_of_gigatoken_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(encoders, "_GIGATOKEN_CACHE_BYTES", -(1 << 40))
     encoder.encode(["a"])
     assert encoder._tokenizer is not first
-    monkeypatch.setattr(encoders, "_resident_bytes", lambda: None)
+    monkeypatch.setattr(encoders, "_read_resident_bytes", lambda: None)
     monkeypatch.setattr(encoders, "_GIGATOKEN_TEXT_CHARS", 5)
     encoder.encode(["a" * 10])
     second = encoder._tokenizer
@@ -187,10 +215,17 @@ def test_samples_come_from_all_over_the_inputs(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    first = write_lines(tmp_path / "a.jsonl", *[{"text": f"a{n} " + "x" * 200} for n in range(1000)])
+    first = write_lines(
+        tmp_path / "a.jsonl", *[{"text": f"a{n} " + "x" * 200} for n in range(1000)]
+    )
     second = write_lines(tmp_path / "b.jsonl", {"text": "the only one " * 3000})
     third = tmp_path / "c.parquet"
-    parquet.write_table(pa.table({"text": [f"c{n} " * 200 for n in range(1000)]}), third, row_group_size=100, compression="none")
+    parquet.write_table(
+        pa.table({"text": [f"c{n} " * 200 for n in range(1000)]}),
+        third,
+        row_group_size=100,
+        compression="none",
+    )
     texts = sample_texts([str(first), str(second), str(third)], ["text"])
     numbers = [int(text.split()[0][1:]) for text in texts if text[0] == "a"]
     assert min(numbers) < 100

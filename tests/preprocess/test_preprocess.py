@@ -17,7 +17,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.encoders import REFERENCE
-from megatron.preprocess.journal import only_run
+from megatron.preprocess.journal import lock_output
 from megatron.preprocess.pipeline import PreprocessJob, Summary, preprocess
 
 sys.path.insert(0, str(tiny_corpus.ROOT / "tools"))
@@ -28,7 +28,9 @@ SMALL = 1 << 14  # bytes of a block: the fixture has 29 of them
 
 def job(output: Path, *inputs: Path | str, **changes: object) -> PreprocessJob:
     paths = tuple(str(path) for path in inputs or (JSONL,))
-    made = PreprocessJob(input=paths, output_prefix=str(output), tokenizer=GPT2, append_eod=True, block_bytes=SMALL)
+    made = PreprocessJob(
+        input=paths, output_prefix=str(output), tokenizer=GPT2, append_eod=True, block_bytes=SMALL
+    )
     return replace(made, **changes)
 
 
@@ -43,7 +45,9 @@ def run(given: PreprocessJob, said: list[str] | None = None) -> Summary:
 
 def write_lines(path: Path, *lines: str | bytes | dict) -> Path:
     encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in encoded))
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in encoded)
+    )
     return path
 
 
@@ -57,13 +61,31 @@ def flags(output: Path, *more: str) -> list[str]:
     return ["--output-prefix", str(output), "--vocab-file", VOCAB, "--merge-file", MERGES, *more]
 
 
-def test_the_tool_gives_the_bytes_of_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_gives_the_bytes_of_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Megatron's flags, underscores too. The fixture's data set is the beginning of the reference's."""
-    megatrons = ["--input", str(JSONL), "--dataset_impl", "mmap", "--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
-    assert preprocess_data.main(flags(tmp_path / "out", *megatrons, "--json_keys", "text", "--workers", "2")) == 0
+    megatrons = [
+        "--input",
+        str(JSONL),
+        "--dataset_impl",
+        "mmap",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--append-eod",
+    ]
+    assert (
+        preprocess_data.main(
+            flags(tmp_path / "out", *megatrons, "--json_keys", "text", "--workers", "2")
+        )
+        == 0
+    )
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
     assert "100 documents, " in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out_text_document.bin", "out_text_document.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out_text_document.bin",
+        "out_text_document.idx",
+    ]
 
 
 def test_the_whole_corpus_gives_the_bytes_of_the_reference(tmp_path: Path) -> None:
@@ -82,7 +104,9 @@ def test_every_library_gives_the_same_bytes(tmp_path: Path, encoder: str) -> Non
 
 
 @pytest.mark.parametrize(("workers", "block_bytes"), [(1, 1), (1, 1 << 30), (3, 3000)])
-def test_neither_workers_nor_blocks_show_in_the_bytes(tmp_path: Path, workers: int, block_bytes: int) -> None:
+def test_neither_workers_nor_blocks_show_in_the_bytes(
+    tmp_path: Path, workers: int, block_bytes: int
+) -> None:
     run(job(tmp_path / "out", workers=workers, block_bytes=block_bytes))
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
 
@@ -94,9 +118,12 @@ def test_compressed_inputs_several_inputs_and_globs(tmp_path: Path) -> None:
 
     lines = JSONL.read_bytes().splitlines(keepends=True)
     (tmp_path / "b2.jsonl.zst").write_bytes(
-        zstandard.ZstdCompressor().compress(b"".join(lines[25:30])) + zstandard.ZstdCompressor().compress(b"".join(lines[30:50]))
+        zstandard.ZstdCompressor().compress(b"".join(lines[25:30]))
+        + zstandard.ZstdCompressor().compress(b"".join(lines[30:50]))
     )
-    (tmp_path / "b1.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:20])) + gzip.compress(b"".join(lines[20:25])))
+    (tmp_path / "b1.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(lines[:20])) + gzip.compress(b"".join(lines[20:25]))
+    )
     texts = pa.table({"text": tiny_corpus.texts()[50:75], "other": list(range(25))})
     parquet.write_table(texts, tmp_path / "a.parquet", row_group_size=4)
     (tmp_path / "a.json").write_bytes(b"".join(lines[75:]))
@@ -118,7 +145,14 @@ def test_parquet_of_dictionaries_and_nulls(tmp_path: Path) -> None:
 
 def test_two_keys_make_two_data_sets(tmp_path: Path) -> None:
     lines = [{"text": "a b", "title": ""}, {"text": "c", "title": "d e"}]
-    done = run(job(tmp_path / "out", write_lines(tmp_path / "in.jsonl", *lines), json_keys=("text", "title"), append_eod=False))
+    done = run(
+        job(
+            tmp_path / "out",
+            write_lines(tmp_path / "in.jsonl", *lines),
+            json_keys=("text", "title"),
+            append_eod=False,
+        )
+    )
     assert done.documents == {"text": 2, "title": 1}
     assert len(documents(tmp_path / "out_text_document")) == 2
     assert all(EOD not in ids for ids in documents(tmp_path / "out_title_document"))
@@ -133,13 +167,25 @@ def test_empty_documents_blank_lines_and_line_ends(tmp_path: Path) -> None:
     from megatron.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(GPT2)
-    assert documents(tmp_path / "out_text_document") == [[*tokenizer.encode(text), EOD] for text in ("a", "b\u2028c", "d")]
+    assert documents(tmp_path / "out_text_document") == [
+        [*tokenizer.encode(text), EOD] for text in ("a", "b\u2028c", "d")
+    ]
 
 
 def test_one_document_far_longer_than_a_block(tmp_path: Path) -> None:
     text = " ".join(tiny_corpus.texts())
-    run(job(tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"text": "a"}, {"text": text}, {"text": "b"}), block_bytes=1000))
-    assert [len(ids) > 100_000 for ids in documents(tmp_path / "out_text_document")] == [False, True, False]
+    run(
+        job(
+            tmp_path / "out",
+            write_lines(tmp_path / "in.jsonl", {"text": "a"}, {"text": text}, {"text": "b"}),
+            block_bytes=1000,
+        )
+    )
+    assert [len(ids) > 100_000 for ids in documents(tmp_path / "out_text_document")] == [
+        False,
+        True,
+        False,
+    ]
 
 
 BAD = [
@@ -154,7 +200,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_bad_lines_are_reported_with_file_and_number(tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_lines_are_reported_with_file_and_number(
+    tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not fast:
         hide(monkeypatch, "orjson")
     lines = [line for bad, _ in BAD for line in (b'{"text": "a"}', bad)]
@@ -170,10 +218,15 @@ def test_bad_lines_are_reported_with_file_and_number(tmp_path: Path, fast: bool,
 
 def test_stop_at_a_bad_line_and_go_on_behind_it(tmp_path: Path) -> None:
     path = write_lines(
-        tmp_path / "in.jsonl", *[{"text": f"a{n}"} for n in range(50)], b"{", *[{"text": f"b{n}"} for n in range(50)]
+        tmp_path / "in.jsonl",
+        *[{"text": f"a{n}"} for n in range(50)],
+        b"{",
+        *[{"text": f"b{n}"} for n in range(50)],
     )
     stopping = job(tmp_path / "out", path, block_bytes=40)
-    with pytest.raises(DataError, match=rf"{path}:51: not JSON.*With --on-bad-line skip the run goes on from there"):
+    with pytest.raises(
+        DataError, match=rf"{path}:51: not JSON.*With --on-bad-line skip the run goes on from there"
+    ):
         run(stopping)
     assert not (tmp_path / "out_text_document.idx").exists()
     said: list[str] = []
@@ -205,7 +258,9 @@ def test_damaged_inputs_are_named(tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
     content = JSONL.read_bytes()
-    parquet.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), tmp_path / "numbers.parquet")
+    parquet.write_table(
+        pa.table({"text": [1, 2], "title": ["a", "b"]}), tmp_path / "numbers.parquet"
+    )
     damaged = {
         "cut.gz": gzip.compress(content)[:-100],
         "not.gz": content,
@@ -227,7 +282,9 @@ def test_damaged_inputs_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"{tmp_path / name}:? {message}"):
             run(job(tmp_path / "out", tmp_path / name))
         (tmp_path / "out.journal").unlink(missing_ok=True)
-    with pytest.raises(DataError, match=r"has no column 'body', only text, title; name others with --json-keys"):
+    with pytest.raises(
+        DataError, match=r"has no column 'body', only text, title; name others with --json-keys"
+    ):
         run(job(tmp_path / "out", tmp_path / "numbers.parquet", json_keys=("body",)))
 
 
@@ -239,7 +296,10 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (job(tmp_path / "o", tmp_path / "folder"), r"is a folder; give its files"),
         (job(tmp_path / "o", input=()), "--input needs at least one file"),
         (job(tmp_path / "o", workers=0), "--workers 0 must be at least 1"),
-        (job(tmp_path / "o", json_keys=("a", "a")), "--json-keys a a must name at least one key, and none twice"),
+        (
+            job(tmp_path / "o", json_keys=("a", "a")),
+            "--json-keys a a must name at least one key, and none twice",
+        ),
         (job(tmp_path / "o", json_keys=("a/b",)), "must not hold '/'"),
         (job(tmp_path / "o", tokenizer=TokenizerConfig()), "needs --vocab-file"),
     ]
@@ -268,7 +328,10 @@ def test_an_input_given_twice_is_said(tmp_path: Path) -> None:
 
 
 def test_two_runs_on_one_output(tmp_path: Path) -> None:
-    with only_run(str(tmp_path / "out")), pytest.raises(ConfigError, match=r"another run is writing it"):
+    with (
+        lock_output(str(tmp_path / "out")),
+        pytest.raises(ConfigError, match=r"another run is writing it"),
+    ):
         run(job(tmp_path / "out"))
     run(job(tmp_path / "out"))
 
@@ -282,7 +345,15 @@ def test_large_vocabularies_are_written_as_int32(tmp_path: Path) -> None:
     backend: tokenizers.Tokenizer = build_tokenizer(GPT2).backend  # type: ignore[attr-defined]
     backend.add_special_tokens([f"<extra{number}>" for number in range(65_000)])
     backend.save(str(tmp_path / "tokenizer.json"))
-    config = TokenizerConfig(tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(tmp_path))
-    run(job(tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"text": "a<extra64999>"}), tokenizer=config))
+    config = TokenizerConfig(
+        tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)
+    )
+    run(
+        job(
+            tmp_path / "out",
+            write_lines(tmp_path / "in.jsonl", {"text": "a<extra64999>"}),
+            tokenizer=config,
+        )
+    )
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.int32
     assert documents(tmp_path / "out_text_document") == [[64, 69_999, EOD]]

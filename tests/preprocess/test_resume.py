@@ -48,7 +48,9 @@ def test_kill_9_in_the_middle(tmp_path: Path) -> None:
     process = command(script, JSONL, tmp_path / "out", VOCAB, MERGES, str(SMALL))
     assert process.stdout is not None
     for _ in range(5):
-        assert process.stdout.readline() == "saved\n", process.stderr.read() if process.stderr else ""
+        assert process.stdout.readline() == "saved\n", (
+            process.stderr.read() if process.stderr else ""
+        )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -61,7 +63,11 @@ def test_kill_9_in_the_middle(tmp_path: Path) -> None:
     run(job(tmp_path / "out"), said)
     assert "going on with an interrupted run" in said[0]
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
-    assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".journal", ".lock", ".new")]
+    assert not [
+        path
+        for path in tmp_path.iterdir()
+        if path.suffix in (".partial", ".journal", ".lock", ".new")
+    ]
 
 
 def _alive(pid: int) -> bool:
@@ -105,7 +111,14 @@ def test_cut_off_at_every_step(tmp_path: Path, suffix: str) -> None:
 
         path = tmp_path / "in.parquet"
         parquet.write_table(pa.Table.from_pylist(lines), path, row_group_size=25)
-    job_of = job(tmp_path / "whole", path, path, json_keys=("text", "title"), block_bytes=1000, journal_seconds=0)
+    job_of = job(
+        tmp_path / "whole",
+        path,
+        path,
+        json_keys=("text", "title"),
+        block_bytes=1000,
+        journal_seconds=0,
+    )
     run(job_of)
     expected = [data_files(tmp_path / f"whole_{key}_document") for key in ("text", "title")]
     run(replace(job_of, output_prefix=str(tmp_path / "old"), append_eod=False))
@@ -124,10 +137,16 @@ def test_cut_off_at_every_step(tmp_path: Path, suffix: str) -> None:
                 break
             except Cut:
                 stands = Path(f"{former}.idx").exists()
-                assert not stands or data_files(former) in (old, expected[0]), f"old and new are mixed after step {steps}"
+                assert not stands or data_files(former) in (old, expected[0]), (
+                    f"old and new are mixed after step {steps}"
+                )
         run(cut)
-        assert [data_files(tmp_path / f"cut{steps}_{key}_document") for key in ("text", "title")] == expected, steps
-        assert not list(tmp_path.glob(f"cut{steps}*.partial")) + list(tmp_path.glob(f"cut{steps}.journal"))
+        assert [
+            data_files(tmp_path / f"cut{steps}_{key}_document") for key in ("text", "title")
+        ] == expected, steps
+        assert not list(tmp_path.glob(f"cut{steps}*.partial")) + list(
+            tmp_path.glob(f"cut{steps}.journal")
+        )
     assert steps > 15  # several journal entries, and every rename
 
 
@@ -151,7 +170,14 @@ def test_another_run_is_refused_and_named(tmp_path: Path, monkeypatch: pytest.Mo
         run(replace(given, input=(*given.input, str(JSONL))))
     (tmp_path / "merges.txt").write_bytes(Path(MERGES).read_bytes().replace(b"0.2", b"0.3"))
     with pytest.raises(ConfigError, match=changed.format("tokenizer")):
-        run(replace(given, tokenizer=TokenizerConfig(vocab_file=VOCAB, merge_file=str(tmp_path / "merges.txt"))))
+        run(
+            replace(
+                given,
+                tokenizer=TokenizerConfig(
+                    vocab_file=VOCAB, merge_file=str(tmp_path / "merges.txt")
+                ),
+            )
+        )
     os.utime(given.input[0], (1, 1))
     with pytest.raises(ConfigError, match=changed.format("--input")):
         run(given)
@@ -163,18 +189,24 @@ def test_damaged_journal_and_lost_output(tmp_path: Path, monkeypatch: pytest.Mon
     given = _interrupted(tmp_path, monkeypatch)
     journal = (tmp_path / "out.journal").read_text()
     (tmp_path / "out.journal").write_text(journal[:-20])
-    with pytest.raises(DataError, match=r"journal of an interrupted run, cannot be read .* Delete it to start over"):
+    with pytest.raises(
+        DataError, match=r"journal of an interrupted run, cannot be read .* Delete it to start over"
+    ):
         run(given)
     (tmp_path / "out.journal").write_text(json.dumps(json.loads(journal) | {"version": 99}))
     with pytest.raises(ConfigError, match="interrupted run with other version"):
         run(given)
     (tmp_path / "out.journal").write_text(journal)
     (tmp_path / "out_text_document.bin.partial").write_bytes(b"")
-    with pytest.raises(DataError, match=r"has 0 bytes, but the journal of the interrupted run says \d+"):
+    with pytest.raises(
+        DataError, match=r"has 0 bytes, but the journal of the interrupted run says \d+"
+    ):
         run(given)
 
 
-def test_a_lock_that_its_owner_has_just_removed_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_its_owner_has_just_removed_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = fcntl.flock
 
     def too_late(*given) -> None:  # type: ignore[no-untyped-def]
@@ -191,12 +223,16 @@ def test_a_document_beyond_the_format(tmp_path: Path) -> None:
 
     writer = resumable.ResumableWriter(str(tmp_path / "out"), np.dtype(np.uint16))
     empty = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 31,), (0,))
-    with pytest.raises(DataError, match="a document of 2147483648 tokens is longer than the format's limit"):
+    with pytest.raises(
+        DataError, match="a document of 2147483648 tokens is longer than the format's limit"
+    ):
         writer.add_documents(empty, np.array([1 << 31]))
     writer.close()
 
 
-def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_is_named_and_the_run_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.preprocess import workers
 
     given = job(tmp_path / "out", workers=2, block_bytes=3000)
@@ -213,7 +249,8 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(workers._Pool, "_receive", kill_one)
         with pytest.raises(
-            DataError, match=r"worker process \d+ ended with exit code -9 in .*openwebtext-100.jsonl, lines \d+ to \d+"
+            DataError,
+            match=r"worker process \d+ ended with exit code -9 in .*openwebtext-100.jsonl, lines \d+ to \d+",
         ):
             run(given)
     with monkeypatch.context() as patch:

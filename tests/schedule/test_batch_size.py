@@ -10,9 +10,9 @@ from megatron.schedule.batch_size import (
     RampupBatchSize,
     StepBatchSize,
     bare_thresholds_as_samples,
-    iterations_for_samples,
+    count_iterations_for_samples,
+    count_samples_of_iterations,
     parse_step_schedule,
-    samples_of_iterations,
 )
 
 TR11 = RampupBatchSize(192, 16, 9_765_625, 2048)
@@ -20,10 +20,12 @@ TR1 = RampupBatchSize(16, 16, 5_000_000, 1024)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "train_samples", "iterations"), [(TR11, 220_000_000, 115_311), (TR1, 300_000_000, 311_541)], ids=["tr11", "tr1"]
+    ("schedule", "train_samples", "iterations"),
+    [(TR11, 220_000_000, 115_311), (TR1, 300_000_000, 311_541)],
+    ids=["tr11", "tr1"],
 )
 def test_iterations_of_the_published_runs(schedule, train_samples, iterations):
-    assert iterations_for_samples(schedule, train_samples, 2048) == iterations
+    assert count_iterations_for_samples(schedule, train_samples, 2048) == iterations
 
 
 @pytest.mark.parametrize(
@@ -39,49 +41,69 @@ def test_iterations_of_the_published_runs(schedule, train_samples, iterations):
     ],
 )
 def test_consumed_samples_of_the_published_runs(schedule, iteration, consumed):
-    assert samples_of_iterations(schedule, iteration, 2048) == consumed
+    assert count_samples_of_iterations(schedule, iteration, 2048) == consumed
 
 
 def test_iterations_of_a_resumed_run_are_those_that_are_left():
-    consumed = samples_of_iterations(TR11, 5000, 2048)
-    assert iterations_for_samples(TR11, 220_000_000, 2048, consumed, consumed * 2048) == 115_311 - 5000
+    consumed = count_samples_of_iterations(TR11, 5000, 2048)
+    assert (
+        count_iterations_for_samples(TR11, 220_000_000, 2048, consumed, consumed * 2048)
+        == 115_311 - 5000
+    )
 
 
 def test_ramp_is_evaluated_on_what_was_consumed_before_the_step():
     ramp = RampupBatchSize(2, 2, 12, 8)
     sizes, consumed = [], 0
     for _ in range(7):
-        sizes.append(ramp.at(consumed, 0))
+        sizes.append(ramp.get_size(consumed, 0))
         consumed += sizes[-1]
-    assert sizes == [2, 2, 4, 6, 8, 8, 8]  # a step every 4 samples: 0, 2 | 4 | 8 | 14 is past the ramp
+    assert sizes == [
+        2,
+        2,
+        4,
+        6,
+        8,
+        8,
+        8,
+    ]  # a step every 4 samples: 0, 2 | 4 | 8 | 14 is past the ramp
 
 
 def test_ramp_reaches_the_global_size_at_its_end_exactly():
     ramp = RampupBatchSize(4, 4, 100, 12)
-    assert [ramp.at(consumed, 0) for consumed in (0, 49, 50, 99, 100, 101)] == [4, 4, 8, 8, 12, 12]
+    assert [ramp.get_size(consumed, 0) for consumed in (0, 49, 50, 99, 100, 101)] == [
+        4,
+        4,
+        8,
+        8,
+        12,
+        12,
+    ]
 
 
 def test_ramp_keeps_the_reference_floating_division():
     ramp = RampupBatchSize(1, 1, 116, 8)  # 116 / (116 / 7) is a little below 7
-    assert [ramp.at(consumed, 0) for consumed in (116, 117)] == [7, 8]
+    assert [ramp.get_size(consumed, 0) for consumed in (116, 117)] == [7, 8]
 
 
 def test_upcoming_sizes_of_a_ramp_leave_out_those_behind():
-    assert list(RampupBatchSize(2, 2, 12, 8).upcoming(0, 0, 1)) == [2, 4, 6, 8]
-    assert list(RampupBatchSize(2, 2, 12, 8).upcoming(8, 0, 1)) == [6, 8]
-    assert list(RampupBatchSize(2, 2, 12, 8).upcoming(13, 0, 1)) == [8]
-    assert len(list(TR11.upcoming(0, 0, 2048))) == 117
+    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(0, 0, 1)) == [2, 4, 6, 8]
+    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(8, 0, 1)) == [6, 8]
+    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(13, 0, 1)) == [8]
+    assert len(list(TR11.iterate_upcoming(0, 0, 2048))) == 117
 
 
 def test_ramp_from_the_global_size_is_constant():
     ramp = RampupBatchSize(8, 2, 100, 8)
-    assert [ramp.at(consumed, 0) for consumed in (0, 50, 500)] == [8, 8, 8]
-    assert list(ramp.upcoming(0, 0, 1)) == [8]
+    assert [ramp.get_size(consumed, 0) for consumed in (0, 50, 500)] == [8, 8, 8]
+    assert list(ramp.iterate_upcoming(0, 0, 1)) == [8]
 
 
 def test_ramp_that_training_ends_within():
-    assert iterations_for_samples(RampupBatchSize(2, 2, 12, 8), 9, 1) == 3  # 2 + 2 + 4, and 6 more do not fit
-    assert samples_of_iterations(RampupBatchSize(2, 2, 12, 8), 3, 1) == 8
+    assert (
+        count_iterations_for_samples(RampupBatchSize(2, 2, 12, 8), 9, 1) == 3
+    )  # 2 + 2 + 4, and 6 more do not fit
+    assert count_samples_of_iterations(RampupBatchSize(2, 2, 12, 8), 3, 1) == 8
 
 
 @pytest.mark.parametrize(
@@ -99,10 +121,10 @@ def test_impossible_ramps_are_refused(ramp, text):
 
 
 def test_constant_size():
-    assert ConstantBatchSize(32).at(10**9, 10**12) == ConstantBatchSize(32).final == 32
-    assert list(ConstantBatchSize(32).upcoming(5, 5, 5)) == [32]
-    assert iterations_for_samples(ConstantBatchSize(32), 100, 8) == 3
-    assert samples_of_iterations(ConstantBatchSize(32), 3, 8) == 96
+    assert ConstantBatchSize(32).get_size(10**9, 10**12) == ConstantBatchSize(32).final == 32
+    assert list(ConstantBatchSize(32).iterate_upcoming(5, 5, 5)) == [32]
+    assert count_iterations_for_samples(ConstantBatchSize(32), 100, 8) == 3
+    assert count_samples_of_iterations(ConstantBatchSize(32), 3, 8) == 96
     with pytest.raises(ConfigError, match="--global-batch-size 0"):
         ConstantBatchSize(0)
 
@@ -110,15 +132,19 @@ def test_constant_size():
 def test_step_schedule_in_tokens():
     schedule = parse_step_schedule(["0:768 250B:1536"], 2048)
     assert schedule == StepBatchSize(((0, "samples", 768), (122_070_312 * 2048, "tokens", 1536)))
-    assert schedule.at(10**9, 122_070_312 * 2048 - 1) == 768
-    assert schedule.at(0, 122_070_312 * 2048) == schedule.final == 1536
-    assert list(schedule.upcoming(0, 0, 2048)) == [768, 1536]
-    assert list(schedule.upcoming(0, 10**12, 2048)) == [1536]
+    assert schedule.get_size(10**9, 122_070_312 * 2048 - 1) == 768
+    assert schedule.get_size(0, 122_070_312 * 2048) == schedule.final == 1536
+    assert list(schedule.iterate_upcoming(0, 0, 2048)) == [768, 1536]
+    assert list(schedule.iterate_upcoming(0, 10**12, 2048)) == [1536]
 
 
 def test_step_schedule_in_samples_and_mixed():
     schedule = parse_step_schedule(["0:8 100samples:16 1.5B:32"], 1)
-    assert [schedule.at(99, 0), schedule.at(100, 0), schedule.at(100, 1_500_000_000)] == [8, 16, 32]
+    assert [
+        schedule.get_size(99, 0),
+        schedule.get_size(100, 0),
+        schedule.get_size(100, 1_500_000_000),
+    ] == [8, 16, 32]
     mixed = parse_step_schedule(["0:1 1_000samples:2 2T:4"], 2)
     assert mixed.steps[1:] == ((1000, "samples", 2), (2 * 10**12, "tokens", 4))
 
@@ -126,9 +152,9 @@ def test_step_schedule_in_samples_and_mixed():
 def test_step_schedule_of_megatron_lm_changes_at_its_samples():
     """Its trainer makes samples of 61,035,156,250 tokens: 29,802,322 of 2048, rounded down."""
     schedule = parse_step_schedule(["0:768 61035156250tokens:1536"], 2048)
-    assert schedule.at(29_802_321, 29_802_321 * 2048) == 768
-    assert schedule.at(29_802_322, 29_802_322 * 2048) == 1536
-    assert schedule.at(30_000_000, 30_000_000 * 2048) == 1536
+    assert schedule.get_size(29_802_321, 29_802_321 * 2048) == 768
+    assert schedule.get_size(29_802_322, 29_802_322 * 2048) == 1536
+    assert schedule.get_size(30_000_000, 30_000_000 * 2048) == 1536
 
 
 @pytest.mark.parametrize(
@@ -136,8 +162,14 @@ def test_step_schedule_of_megatron_lm_changes_at_its_samples():
     [
         (["0:1K"], [(0, "samples", 1000)]),
         (["0:1.5k"], [(0, "samples", 1500)]),
-        (["0:8,1M:16,2M:32"], [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)]),
-        (["0:8", "1M:16, 2M:32"], [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)]),
+        (
+            ["0:8,1M:16,2M:32"],
+            [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)],
+        ),
+        (
+            ["0:8", "1M:16, 2M:32"],
+            [(0, "samples", 8), (10**6, "tokens", 16), (2 * 10**6, "tokens", 32)],
+        ),
         (["0:8", "1_010tokens:16"], [(0, "samples", 8), (1000, "tokens", 16)]),
         (["0:8", "2.5e4tokens:16"], [(0, "samples", 8), (25_000, "tokens", 16)]),
         (["0:8", "3Msamples:16"], [(0, "samples", 8), (3 * 10**6, "samples", 16)]),
@@ -155,7 +187,11 @@ def test_bare_thresholds_are_spelled_out_as_samples():
 
 
 @given(
-    steps=st.lists(st.tuples(st.integers(1, 500), st.integers(1, 40)), max_size=4, unique_by=lambda step: step[0]),
+    steps=st.lists(
+        st.tuples(st.integers(1, 500), st.integers(1, 40)),
+        max_size=4,
+        unique_by=lambda step: step[0],
+    ),
     first=st.integers(1, 40),
     seq_length=st.integers(1, 7),
     train_samples=st.integers(0, 900),
@@ -164,13 +200,15 @@ def test_bare_thresholds_are_spelled_out_as_samples():
 @settings(max_examples=200, deadline=None)
 def test_counting_iterations_equals_walking_them(steps, first, seq_length, train_samples, tokens):
     unit = "tokens" if tokens else "samples"
-    schedule = StepBatchSize(((0, "samples", first), *((threshold, unit, size) for threshold, size in sorted(steps))))
+    schedule = StepBatchSize(
+        ((0, "samples", first), *((threshold, unit, size) for threshold, size in sorted(steps)))
+    )
     samples = iterations = 0
-    while samples + (size := schedule.at(samples, samples * seq_length)) <= train_samples:
+    while samples + (size := schedule.get_size(samples, samples * seq_length)) <= train_samples:
         samples += size
         iterations += 1
-    assert iterations_for_samples(schedule, train_samples, seq_length) == iterations
-    assert samples_of_iterations(schedule, iterations, seq_length) == samples
+    assert count_iterations_for_samples(schedule, train_samples, seq_length) == iterations
+    assert count_samples_of_iterations(schedule, iterations, seq_length) == samples
 
 
 @pytest.mark.parametrize(
@@ -179,7 +217,10 @@ def test_counting_iterations_equals_walking_them(steps, first, seq_length, train
         ("", "must begin with the threshold 0"),
         ("10M:8", "must begin with the threshold 0"),
         ("0:8 10:16", "'10:16' has no unit.*10tokens .*10samples"),
-        ("0:768 61035156250:1536", "'61035156250:1536' has no unit.*61035156250tokens .*61035156250samples"),
+        (
+            "0:768 61035156250:1536",
+            "'61035156250:1536' has no unit.*61035156250tokens .*61035156250samples",
+        ),
         ("0:8 1e5:16", "'1e5:16' has no unit.*1e5tokens"),
         ("0:8 10tokens:1.5", "'10tokens:1.5' is not THRESHOLD:SIZE"),
         ("0:8 1.2.3K:16", "is not THRESHOLD:SIZE"),
@@ -190,7 +231,10 @@ def test_counting_iterations_equals_walking_them(steps, first, seq_length, train
         ("0:8 x:16", "'x:16' is not THRESHOLD:SIZE"),
         ("0:8 250G:16", "'250G:16' is not THRESHOLD:SIZE"),
         ("0:8 100", "'100' is not THRESHOLD:SIZE"),
-        ("0:8 200samples:16 100samples:32", "thresholds must rise, but 100 samples follows 200 samples"),
+        (
+            "0:8 200samples:16 100samples:32",
+            "thresholds must rise, but 100 samples follows 200 samples",
+        ),
         ("0:0", "at least 1"),
     ],
 )

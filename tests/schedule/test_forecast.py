@@ -10,18 +10,20 @@ LR = LRSchedule(1.0, 0.0, "linear", warmup_steps=16, decay_steps=100)
 
 def test_order_and_repetition_are_as_asked():
     forecast = Forecast(ConstantBatchSize(4), LR, seq_length=10)
-    assert [(p.iteration, p.consumed_samples, p.consumed_tokens) for p in forecast.at([3, 0, 3])] == [
+    assert [
+        (p.iteration, p.consumed_samples, p.consumed_tokens) for p in forecast.predict([3, 0, 3])
+    ] == [
         (3, 12, 120),
         (0, 0, 0),
         (3, 12, 120),
     ]
-    assert forecast.at([0])[0].global_batch_size == 4
-    assert forecast.at([0])[0].lr == 0.0
+    assert forecast.predict([0])[0].global_batch_size == 4
+    assert forecast.predict([0])[0].lr == 0.0
 
 
 def test_skipped_iterations_consume_but_do_not_move_the_rate():
     forecast = Forecast(ConstantBatchSize(4), LR, seq_length=10, skip_ranges=((2, 3),))
-    before, inside, after = forecast.at([1, 3, 4])
+    before, inside, after = forecast.predict([1, 3, 4])
     assert (inside.consumed_samples, inside.lr_samples, inside.lr_tokens) == (12, 4, 40)
     assert inside.lr == before.lr == 0.25
     assert (after.consumed_samples, after.lr_samples, after.lr) == (16, 8, 0.5)
@@ -31,10 +33,10 @@ def test_curriculum_makes_fewer_tokens():
     curriculum = Curriculum("fixed_linear", 2, 10, total_curriculum_step=4, difficulty_step=2)
     lr = LRSchedule(1.0, 0.0, "linear", warmup_steps=6, decay_steps=100, decay_tokens=200)
     forecast = Forecast(ConstantBatchSize(4), lr, seq_length=10, curriculum=curriculum)
-    states = forecast.at([1, 2, 3, 4, 5])
+    states = forecast.predict([1, 2, 3, 4, 5])
     assert [p.seq_length for p in states] == [4, 6, 8, 10, 10]
     assert [p.consumed_tokens for p in states] == [16, 40, 72, 112, 152]
     assert {p.warmup_tokens for p in states[1:]} == {40}
     assert [p.lr for p in states[1:]] == [1.0, 1 - 32 / 160, 1 - 72 / 160, 1 - 112 / 160]
-    assert forecast.iteration_reaching_tokens(100, limit=1000) == 4
-    assert forecast.iteration_reaching_tokens(100, limit=3) == 3
+    assert forecast.find_iteration_reaching_tokens(100, limit=1000) == 4
+    assert forecast.find_iteration_reaching_tokens(100, limit=3) == 3

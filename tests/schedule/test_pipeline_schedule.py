@@ -4,9 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
-from megatron.schedule.pipeline import bubble_fraction, choose
+from megatron.schedule.pipeline import choose_schedule, compute_bubble_fraction
 
 TORCH: dict[str, Any] = {
     "1F1B": Schedule1F1B,
@@ -23,7 +28,14 @@ Work = tuple[str, int, int]
 def in_torch(name: str, m: int, p: int, v: int) -> Any:
     """torch's schedule of that name, on stages that compute nothing. Raises ValueError where torch refuses."""
     stages = [
-        SimpleNamespace(group_size=p, group_rank=0, stage_index=i * p, num_stages=p * v, has_backward=False, device="cpu")
+        SimpleNamespace(
+            group_size=p,
+            group_rank=0,
+            stage_index=i * p,
+            num_stages=p * v,
+            has_backward=False,
+            device="cpu",
+        )
         for i in range(v)
     ]
     for stage in stages:
@@ -70,7 +82,13 @@ def walk(ranks: list[list[Work]], stages: int) -> tuple[float, list[int]]:
         for rank, queue in enumerate(queues):
             while queue:
                 kind, stage, microbatch = work = queue[-1]
-                source = ("F", stage - 1) if kind == "F" else ("B", stage + 1) if stage + 1 < stages else ("F", stage)
+                source = (
+                    ("F", stage - 1)
+                    if kind == "F"
+                    else ("B", stage + 1)
+                    if stage + 1 < stages
+                    else ("F", stage)
+                )
                 needed = (*source, microbatch)
                 if source[1] >= 0 and needed not in ends:
                     break
@@ -84,51 +102,62 @@ def walk(ranks: list[list[Work]], stages: int) -> tuple[float, list[int]]:
 
 
 def test_names():
-    assert choose(4, 1, 1).name == "one stage"
-    assert [choose(m, 4, 1).name for m in (1, 3, 4, 5)] == ["GPipe", "GPipe", "1F1B", "1F1B"]
-    interleaved = [m for m in range(1, 17) if choose(m, 4, 2).name == "interleaved 1F1B"]
+    assert choose_schedule(4, 1, 1).name == "one stage"
+    assert [choose_schedule(m, 4, 1).name for m in (1, 3, 4, 5)] == [
+        "GPipe",
+        "GPipe",
+        "1F1B",
+        "1F1B",
+    ]
+    interleaved = [m for m in range(1, 17) if choose_schedule(m, 4, 2).name == "interleaved 1F1B"]
     assert interleaved == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16]
-    assert choose(9, 4, 2).name == "looped BFS"
+    assert choose_schedule(9, 4, 2).name == "looped BFS"
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_torch_accepts_the_choice_and_costs_are_as_said(p):
     for m, _, v in (size for size in SIZES if size[1] == p):
-        schedule = choose(m, p, v)
+        schedule = choose_schedule(m, p, v)
         idle, in_flight = walk(order(schedule.name, m, p, v), p * v)
         assert schedule.bubble == pytest.approx(idle, abs=1e-9), schedule
-        assert [schedule.in_flight(rank) for rank in range(p)] == in_flight, schedule
+        assert [schedule.count_in_flight(rank) for rank in range(p)] == in_flight, schedule
 
 
 def test_the_preferred_schedule_is_left_only_where_torch_refuses_it():
     preferred = {"GPipe": "1F1B", "looped BFS": "interleaved 1F1B"}
     for m, p, v in SIZES:
-        name = choose(m, p, v).name
+        name = choose_schedule(m, p, v).name
         if name in preferred:
             with pytest.raises(ValueError, match="microbatches"):
                 in_torch(preferred[name], m, p, v)
 
 
 def test_costs_of_the_papers():
-    assert choose(8, 1, 1).bubble == 0
-    assert bubble_fraction(12, 12, 1) == 11 / 23
+    assert choose_schedule(8, 1, 1).bubble == 0
+    assert compute_bubble_fraction(12, 12, 1) == 11 / 23
     for m, p, v in ((8, 4, 1), (8, 4, 2), (64, 8, 4)):
-        bubble = bubble_fraction(m, p, v)
-        assert bubble / (1 - bubble) == pytest.approx((p - 1) / (v * m))  # over ideal time, as the paper has it
-    assert bubble_fraction(1, 4, 2) == 0.75  # a single microbatch is on one of the ranks at any time
+        bubble = compute_bubble_fraction(m, p, v)
+        assert bubble / (1 - bubble) == pytest.approx(
+            (p - 1) / (v * m)
+        )  # over ideal time, as the paper has it
+    assert (
+        compute_bubble_fraction(1, 4, 2) == 0.75
+    )  # a single microbatch is on one of the ranks at any time
     p, v, layers = 4, 2, 16
-    assert choose(16, p, v).in_flight(0) * layers / (p * v) == layers * (1 + (p - 1) / (p * v))
-    assert [choose(16, 4, 1).in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert choose(3, 4, 1).in_flight(3) == 3
-    assert choose(16, 1, 1).in_flight(0) == 1
+    assert choose_schedule(16, p, v).count_in_flight(0) * layers / (p * v) == layers * (
+        1 + (p - 1) / (p * v)
+    )
+    assert [choose_schedule(16, 4, 1).count_in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert choose_schedule(3, 4, 1).count_in_flight(3) == 3
+    assert choose_schedule(16, 1, 1).count_in_flight(0) == 1
 
 
 def test_sentences():
-    assert choose(4, 1, 1).describe(4) == "pipeline: one stage"
-    assert choose(4, 32, 1).describe(16) == (
+    assert choose_schedule(4, 1, 1).describe(4) == "pipeline: one stage"
+    assert choose_schedule(4, 32, 1).describe(16) == (
         "pipeline: GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 % of the time at batch size 16"
     )
-    assert choose(1, 2, 2).describe(1) == (
+    assert choose_schedule(1, 2, 2).describe(1) == (
         "pipeline: interleaved 1F1B, 1 microbatch for 2 ranks of 2 virtual stages: ranks stand idle for 50 % of the time at batch "
         "size 1"
     )
@@ -137,4 +166,4 @@ def test_sentences():
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 2, 0), (4, 1, 2)])
 def test_impossible_sizes(sizes):
     with pytest.raises(AssertionError):
-        choose(*sizes)
+        choose_schedule(*sizes)

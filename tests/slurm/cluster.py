@@ -30,9 +30,20 @@ class Cluster:
 
     def run(self, *command: str, timeout: float = 300, **variables: str) -> str:
         """What a client prints; `variables` are added to its environment, which a job inherits."""
-        clean = {name: value for name, value in os.environ.items() if name not in {*_TORCHRUN, *alert_settings.NAMES}}
-        environment = {**clean, "PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **variables}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in {*_TORCHRUN, *alert_settings.NAMES}
+        }
+        environment = {
+            **clean,
+            "PATH": _PATH,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            **variables,
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -45,15 +56,26 @@ def install() -> None:
     Raises:
         NoSlurmError: it is not installed, and this is not root on a machine with apt and a network.
     """
-    if all(shutil.which(program, path=_PATH) for program in ("munged", "slurmctld", "slurmd", "sbatch")):
+    if all(
+        shutil.which(program, path=_PATH) for program in ("munged", "slurmctld", "slurmd", "sbatch")
+    ):
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise NoSlurmError(f"{' '.join(PACKAGES)} are not installed, and only root with apt-get can do it from here")
+        raise NoSlurmError(
+            f"{' '.join(PACKAGES)} are not installed, and only root with apt-get can do it from here"
+        )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (("update", "-q"), ("install", "-q", "-y", "--no-install-recommends", *PACKAGES)):
-        done = subprocess.run(["apt-get", *command], capture_output=True, text=True, env=environment, check=False)
+    for command in (
+        ("update", "-q"),
+        ("install", "-q", "-y", "--no-install-recommends", *PACKAGES),
+    ):
+        done = subprocess.run(
+            ["apt-get", *command], capture_output=True, text=True, env=environment, check=False
+        )
         if done.returncode:
-            raise NoSlurmError(f"apt-get {' '.join(command)}: {(done.stderr or done.stdout)[-500:]}")
+            raise NoSlurmError(
+                f"apt-get {' '.join(command)}: {(done.stderr or done.stdout)[-500:]}"
+            )
 
 
 def start(folder: Path) -> Cluster:
@@ -61,8 +83,16 @@ def start(folder: Path) -> Cluster:
     Raises:
         NoSlurmError: the daemons do not come up.
     """
-    environment = {**os.environ, "PATH": _PATH, "NODES": str(NODES), "ABSENT": str(ABSENT), "PORT": str(_free_ports(NODES + 1))}
-    done = subprocess.run([SCRIPT, "start", folder], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "PATH": _PATH,
+        "NODES": str(NODES),
+        "ABSENT": str(ABSENT),
+        "PORT": str(_free_ports(NODES + 1)),
+    }
+    done = subprocess.run(
+        [SCRIPT, "start", folder], capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
         raise NoSlurmError(f"the daemons do not start here: {(done.stdout + done.stderr)[-800:]}")
     return Cluster(folder)

@@ -10,7 +10,7 @@ import pytest
 from operations.hub_server import HubServer
 from slurm.cluster import Cluster
 
-from megatron.observe.log_line import training_complete_line
+from megatron.observe.log_line import format_training_complete_line
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 
@@ -27,7 +27,12 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> N
 def test_cron_comes_back_syncs_and_looks(cluster: Cluster, tmp_path: Path) -> None:
     """Hours are four seconds."""
     cron, tiny = tmp_path / "cron", tmp_path / "tiny"
-    for folder in (cron / "cron.hourly", cron / "cron.daily", tiny / "tiny-logs" / "logs", tiny / "tiny-logs" / "tensorboard"):
+    for folder in (
+        cron / "cron.hourly",
+        cron / "cron.daily",
+        tiny / "tiny-logs" / "logs",
+        tiny / "tiny-logs" / "tensorboard",
+    ):
         folder.mkdir(parents=True)
     for script in ("tiny-hub-sync-logs.slurm", "tiny-slurm-status.slurm"):
         (cron / "cron.hourly" / script).symlink_to(ROOT / "train" / "tiny" / script)
@@ -46,15 +51,23 @@ def test_cron_comes_back_syncs_and_looks(cluster: Cluster, tmp_path: Path) -> No
             "HF_TOKEN": hub.token,
             "HF_HUB_DISABLE_XET": "1",
         }
-        cluster.run("sbatch", f"--output={cron}/first.out", str(ROOT / "slurm" / "cron-hourly.slurm"), **variables)
+        cluster.run(
+            "sbatch",
+            f"--output={cron}/first.out",
+            str(ROOT / "slurm" / "cron-hourly.slurm"),
+            **variables,
+        )
         try:
             out = cron / "cron-hourly.out"
-            wait_for(lambda: out.exists() and out.read_text().count("] cron-hourly, job") >= 2, "the second run")
+            wait_for(
+                lambda: out.exists() and out.read_text().count("] cron-hourly, job") >= 2,
+                "the second run",
+            )
             assert "ALERT: cron-daily was lost" in out.read_text()
             wait_for(lambda: (cron / "cron-daily.out").exists(), "the daily run")
             wait_for(lambda: "ALERT: tiny" in log.read_text(), "the status")
             with open(log, "a") as file:
-                file.write(f"{training_complete_line()}\n")
+                file.write(f"{format_training_complete_line()}\n")
             said = len(out.read_text())
             wait_for(lambda: "training is complete" in _remote(hub), "the sync of what was added")
             assert out.read_text()[said:].count("ALERT") == 0
@@ -73,4 +86,8 @@ def _is_over(cluster: Cluster) -> bool:
 
 def _remote(hub: HubServer) -> str:
     files = hub.files("org/tiny-logs")
-    return "".join(content.decode() for name, content in sorted(files.items()) if name.startswith("logs/main_log.txt"))
+    return "".join(
+        content.decode()
+        for name, content in sorted(files.items())
+        if name.startswith("logs/main_log.txt")
+    )

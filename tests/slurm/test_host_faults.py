@@ -21,13 +21,20 @@ def test_a_full_disk_of_one_node_excludes_that_node(tiny: TinyRun) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("NOT TESTED: a full disk of one node needs a tmpfs, and mounting one failed")
     try:
-        subprocess.run([*inside, "dd", "if=/dev/zero", f"of={cache}/filler", "bs=4096", "count=1"], check=True, capture_output=True)
+        subprocess.run(
+            [*inside, "dd", "if=/dev/zero", f"of={cache}/filler", "bs=4096", "count=1"],
+            check=True,
+            capture_output=True,
+        )
         job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="224")
         tiny.wait_for_end(job)
     finally:
         subprocess.run([*inside, "umount", "-l", str(cache)], check=True)
     log = tiny.main_log()
-    assert re.search(r"ALERT.* node n1 is not used any more: rank [01]: DataError: .*No space left on device", log)
+    assert re.search(
+        r"ALERT.* node n1 is not used any more: rank [01]: DataError: .*No space left on device",
+        log,
+    )
     assert f"job {job}_1 is requeued: bad nodes" in log
     assert "training needs a person" not in log
     first, *later = tiny.attempts()
@@ -35,4 +42,6 @@ def test_a_full_disk_of_one_node_excludes_that_node(tiny: TinyRun) -> None:
     assert all("1" not in attempt["nodes"] for attempt in later)
     assert "training is complete at iteration 18" in log
     assert len(tiny.curve()) == 18
-    assert not [path for path in Path(tiny.checkpoints).iterdir() if path.name.startswith(".errors")]
+    assert not [
+        path for path in Path(tiny.checkpoints).iterdir() if path.name.startswith(".errors")
+    ]

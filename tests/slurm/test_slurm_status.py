@@ -34,15 +34,30 @@ class Queue:
         """A job that sleeps; returns its number."""
         script = self.folder / "sleep.sh"
         script.write_text("#!/bin/bash\nexec sleep 300\n")
-        fixed = ("--parsable", f"--job-name={name}", f"--output={self.folder}/%A_%a.out", f"--chdir={self.folder}")
+        fixed = (
+            "--parsable",
+            f"--job-name={name}",
+            f"--output={self.folder}/%A_%a.out",
+            f"--chdir={self.folder}",
+        )
         return self.cluster.run("sbatch", *fixed, *options, str(script)).strip()
 
     def status(self, *arguments: str, code: int = 0) -> list[str]:
         """What one call appended to the log."""
         before = self.log.read_text() if self.log.exists() else ""
-        command = [sys.executable, str(TOOL), "--job-name", NAME, "--main-log", str(self.log), *arguments]
+        command = [
+            sys.executable,
+            str(TOOL),
+            "--job-name",
+            NAME,
+            "--main-log",
+            str(self.log),
+            *arguments,
+        ]
         environment = {**os.environ, "SLURM_CONF": str(self.cluster.folder / "slurm.conf")}
-        outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+        outcome = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=100, check=False
+        )
         assert outcome.returncode == code, outcome.stderr
         text = self.log.read_text()
         assert text.startswith(before)
@@ -59,7 +74,9 @@ class Queue:
         """The first PULSE of that form: a new job has no reason yet, and none of its nodes."""
         end = time.monotonic() + BOUND_SECONDS
         while re.fullmatch(pattern, pulse := self.pulse()) is None:
-            assert time.monotonic() < end, f"the last PULSE is {pulse!r}\n{self.cluster.run('squeue')}"
+            assert time.monotonic() < end, (
+                f"the last PULSE is {pulse!r}\n{self.cluster.run('squeue')}"
+            )
         return pulse
 
 
@@ -77,10 +94,14 @@ def queue(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_array_runs_element_by_element(queue: Queue) -> None:
     job = queue.submit("--array=1-3%1", "--nodes=2")
     running = rf"running for 0-00:00:\d\d since {CLOCK} \({job}_1 on n\[\d-\d\]\)"
-    waiting = rf"another is waiting for the previous array element \({job}_\[2-3%1\], JobArrayTaskLimit\)"
+    waiting = (
+        rf"another is waiting for the previous array element \({job}_\[2-3%1\], JobArrayTaskLimit\)"
+    )
     queue.wait_for(f"{running}; {waiting}")
     queue.cluster.run("scancel", f"{job}_1")
-    queue.wait_for(rf"running for 0-00:00:\d\d since {CLOCK} \({job}_2 on .*\); another is waiting for .*{job}_\[?3.*")
+    queue.wait_for(
+        rf"running for 0-00:00:\d\d since {CLOCK} \({job}_2 on .*\); another is waiting for .*{job}_\[?3.*"
+    )
 
 
 def test_what_waits_says_for_what(queue: Queue) -> None:
@@ -126,4 +147,7 @@ def test_what_can_never_start_is_an_alert(queue: Queue) -> None:
 def test_a_queue_that_does_not_know_its_user(queue: Queue) -> None:
     """squeue ends with 0 there."""
     (line,) = queue.status("--user", "4242", code=2)
-    assert "ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code 0: squeue: error: Invalid user: 4242" in line
+    assert (
+        "ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code 0: squeue: error: Invalid user: 4242"
+        in line
+    )

@@ -13,25 +13,33 @@ LAYOUT = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --exit-interval 
 
 
 @pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=pytest.mark.full)])
-def test_srun_is_a_launcher(engine: str, cluster: Cluster, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_srun_is_a_launcher(
+    engine: str, cluster: Cluster, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     flags = NO_DROPOUT, LAYOUT, engine
     script, log = tmp_path / "job.sh", tmp_path / "log.txt"
     arguments = " ".join(command(tmp_path / "slurm", corpus, "gpt2", "ramp", *flags))
     lines = ("#!/bin/bash", f"cd {ROOT}", f"srun {sys.executable} pretrain_gpt.py {arguments}")
     script.write_text("\n".join(lines) + "\n")
-    cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={log}", str(script))
+    cluster.run(
+        "sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={log}", str(script)
+    )
     assert "4 x " in log.read_text()
     succeed(pool.run(4, pretrain, command(tmp_path / "pool", corpus, "gpt2", "ramp", *flags)))
     assert len(curve(tmp_path / "slurm")) == 4
     assert curve(tmp_path / "slurm") == curve(tmp_path / "pool")
 
 
-def test_a_batch_script_without_srun_is_one_process(cluster: Cluster, corpus: str, tmp_path: Path) -> None:
+def test_a_batch_script_without_srun_is_one_process(
+    cluster: Cluster, corpus: str, tmp_path: Path
+) -> None:
     """Four tasks are allotted, and the script's own process has Slurm's rank 0 in its environment: it must not wait for others."""
     script, log = tmp_path / "job.sh", tmp_path / "log.txt"
     flags = NO_DROPOUT, "--micro-batch-size 4 --exit-interval 1"
     arguments = " ".join(command(tmp_path / "run", corpus, "gpt2", "ramp", *flags))
-    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec {sys.executable} pretrain_gpt.py {arguments}\n")
+    script.write_text(
+        f"#!/bin/bash\ncd {ROOT}\nexec {sys.executable} pretrain_gpt.py {arguments}\n"
+    )
     cluster.run("sbatch", "--wait", "--ntasks=4", f"--output={log}", str(script))
     assert "1 x " in log.read_text()
     assert len(curve(tmp_path / "run")) == 1

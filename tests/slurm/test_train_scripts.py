@@ -14,7 +14,11 @@ from megatron.config.cli import load_config
 from megatron.launch_script import read_launch_script
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(str(path.relative_to(ROOT)) for folder in ("train", "slurm") for path in (ROOT / folder).rglob("*.slurm"))
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("train", "slurm")
+    for path in (ROOT / folder).rglob("*.slurm")
+)
 TRAINING = [script for script in SCRIPTS if "pretrain_gpt.py" in (ROOT / script).read_text()]
 PUBLISHED = {
     "train/tr8-104B/tr8-104B.slurm": "tr8-104B",
@@ -43,7 +47,10 @@ PLACES = {
 
 def test_there_are_scripts() -> None:
     assert len(TRAINING) >= 6
-    assert {"train/tr8-104B/tr8-104B-hub-sync-logs.slurm", "train/tr8-104B/tr8-104B-slurm-status.slurm"} <= set(SCRIPTS)
+    assert {
+        "train/tr8-104B/tr8-104B-hub-sync-logs.slurm",
+        "train/tr8-104B/tr8-104B-slurm-status.slurm",
+    } <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -69,13 +76,20 @@ def test_the_plan_has_no_errors(script: str) -> None:
 
 
 @pytest.mark.parametrize(("script", "run"), PUBLISHED.items())
-def test_its_flags_are_the_published_ones(script: str, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_its_flags_are_the_published_ones(
+    script: str, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     published = json.loads((ROOT / "tests/fixtures/published_runs" / f"{run}.json").read_text())
     ds_config = tmp_path / "ds_config.json"
     ds_config.write_text(json.dumps(published["ds_config"]))
-    arguments = [str(ds_config) if word == "./ds_config.0.json" else word for word in published["arguments"]]
-    ours, theirs = (_flat(load_config(list(words)).config) for words in (read_launch_script(ROOT / script).arguments, arguments))
+    arguments = [
+        str(ds_config) if word == "./ds_config.0.json" else word for word in published["arguments"]
+    ]
+    ours, theirs = (
+        _flat(load_config(list(words)).config)
+        for words in (read_launch_script(ROOT / script).arguments, arguments)
+    )
     differences = {name for name in ours if ours[name] != theirs[name]} - PLACES
     assert differences == set()
 
@@ -95,4 +109,6 @@ def test_nothing_of_a_site_is_in_them() -> None:
     """Account, partition and constraint are the environment's: SBATCH_ACCOUNT and its like."""
     for script in SCRIPTS:
         options = re.findall(r"^#SBATCH\s+--([\w-]+)", (ROOT / script).read_text(), re.MULTILINE)
-        assert not {"account", "partition", "constraint", "mail-user", "qos", "nodelist"} & set(options), script
+        assert not {"account", "partition", "constraint", "mail-user", "qos", "nodelist"} & set(
+            options
+        ), script

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, processors
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError
-from megatron.tokenizer import TransformersTokenizer, build_tokenizer, special_token_ids
+from megatron.tokenizer import TransformersTokenizer, build_tokenizer, list_special_token_ids
 
 TINY = build_tokenizer(GPT2)
 
@@ -23,19 +23,27 @@ TINY = build_tokenizer(GPT2)
 def folder_with(path: Path, *, eos: object = "<|endoftext|>") -> Path:
     """A Hugging Face tokenizer folder around the tiny BPE, with BOS and EOS added by its post-processor, as Llama's has."""
     backend = build_tokenizer(GPT2).backend  # type: ignore[attr-defined]
-    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<|endoftext|>", special=True)])
+    backend.add_special_tokens(
+        [AddedToken("<s>", special=True), AddedToken("<|endoftext|>", special=True)]
+    )
     ends = [("<s>", 5000), ("<|endoftext|>", EOD)]
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=ends)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|endoftext|>", special_tokens=ends
+    )
     backend.enable_truncation(16)
     backend.enable_padding(length=64)
     path.mkdir()
     backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": eos, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return path
 
 
 def hf(path: Path | str | None, **changes: object) -> TokenizerConfig:
-    return TokenizerConfig(tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=path and str(path), **changes)  # type: ignore[arg-type]
+    return TokenizerConfig(
+        tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=path and str(path), **changes
+    )  # type: ignore[arg-type]
 
 
 def test_gpt2_gives_the_ids_of_the_reference() -> None:
@@ -62,9 +70,13 @@ def test_hf_adds_nothing_and_cuts_nothing(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(hf(folder_with(tmp_path / "tok")))
     text = tiny_corpus.texts()[0]
     assert len(tokenizer.encode(text)) > 64
-    assert tokenizer.encode(text) == tokenizer.encode_batch([text])[0] == build_tokenizer(GPT2).encode(text)
+    assert (
+        tokenizer.encode(text)
+        == tokenizer.encode_batch([text])[0]
+        == build_tokenizer(GPT2).encode(text)
+    )
     assert (tokenizer.eod, tokenizer.vocab_size) == (EOD, 5001)
-    assert special_token_ids(tokenizer) == (EOD, 5000)
+    assert list_special_token_ids(tokenizer) == (EOD, 5000)
     assert tokenizer.encode("x") == build_tokenizer(GPT2).encode("x")
 
 
@@ -91,7 +103,9 @@ def slow_folder(path: Path, **config: object) -> Path:
     path.mkdir()
     (path / "vocab.json").write_text('{"<unk>": 0, "a": 1, "b": 2, "c": 3}')
     (path / "merges.txt").write_text("#version: 0.2\n")
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer", **config}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "CTRLTokenizer", **config})
+    )
     return path
 
 
@@ -99,10 +113,14 @@ def test_without_tokenizer_json_transformers_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer = build_tokenizer(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))
     assert isinstance(tokenizer, TransformersTokenizer)
-    assert (tokenizer.eod, tokenizer.encode("a b"), tokenizer.encode_batch(["b", "c"])) == (0, [1, 2], [[2], [3]])
+    assert (tokenizer.eod, tokenizer.encode("a b"), tokenizer.encode_batch(["b", "c"])) == (
+        0,
+        [1, 2],
+        [[2], [3]],
+    )
     assert tokenizer.decode([1, 2]) == "a b"
     assert tokenizer.vocab_size >= 4
-    assert 0 in special_token_ids(tokenizer)
+    assert 0 in list_special_token_ids(tokenizer)
 
 
 def test_without_tokenizer_json_and_eos_there_is_no_end_of_document(tmp_path: Path) -> None:
@@ -120,13 +138,19 @@ def test_missing_transformers_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         return real(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"--tokenizer-name-or-path .* needs the package transformers: pip install transformers"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--tokenizer-name-or-path .* needs the package transformers: pip install transformers",
+    ):
         build_tokenizer(hf(tmp_path))
 
 
 def test_a_name_is_not_looked_up_on_the_network(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match=r"--tokenizer-name-or-path no/such-tokenizer cannot be read: .*nothing is downloaded"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--tokenizer-name-or-path no/such-tokenizer cannot be read: .*nothing is downloaded",
+    ):
         build_tokenizer(hf("no/such-tokenizer"))
 
 
@@ -136,11 +160,23 @@ def test_errors_name_flag_and_file(tmp_path: Path) -> None:
     cases: list[tuple[TokenizerConfig, str]] = [
         (TokenizerConfig(merge_file=MERGES), "GPT2BPETokenizer needs --vocab-file"),
         (TokenizerConfig(vocab_file=VOCAB), "GPT2BPETokenizer needs --merge-file"),
-        (TokenizerConfig(vocab_file=VOCAB, merge_file="no.txt"), r"--merge-file no.txt does not exist"),
-        (TokenizerConfig(vocab_file=str(broken), merge_file=MERGES), r"--vocab-file .*broken.json cannot be read as JSON"),
-        (TokenizerConfig(vocab_file=VOCAB, merge_file=MERGES, vocab_size=300), r"--vocab-size 300 is smaller than .* 5000"),
+        (
+            TokenizerConfig(vocab_file=VOCAB, merge_file="no.txt"),
+            r"--merge-file no.txt does not exist",
+        ),
+        (
+            TokenizerConfig(vocab_file=str(broken), merge_file=MERGES),
+            r"--vocab-file .*broken.json cannot be read as JSON",
+        ),
+        (
+            TokenizerConfig(vocab_file=VOCAB, merge_file=MERGES, vocab_size=300),
+            r"--vocab-size 300 is smaller than .* 5000",
+        ),
         (hf(None), "PretrainedFromHF needs --tokenizer-name-or-path"),
-        (hf(broken), r"--tokenizer-name-or-path: .*broken.json cannot be read as a Hugging Face tokenizer"),
+        (
+            hf(broken),
+            r"--tokenizer-name-or-path: .*broken.json cannot be read as a Hugging Face tokenizer",
+        ),
     ]
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -159,12 +195,16 @@ def test_damaged_vocabularies(tmp_path: Path) -> None:
 
     assert "must be a JSON object; it is list" in message([1])
     assert "must be a JSON object of token: id" in message({"a": "b"})
-    assert "lacks 1 of the 256 byte symbols (a ...)" in message({k: v for k, v in vocabulary.items() if k != "a"})
+    assert "lacks 1 of the 256 byte symbols (a ...)" in message(
+        {k: v for k, v in vocabulary.items() if k != "a"}
+    )
     assert "has no <|endoftext|>" in message({k: v for k, v in vocabulary.items() if v != EOD})
     assert "do not make a BPE" in message({k: v for k, v in vocabulary.items() if k != "he"})
 
 
 def test_hf_without_end_of_document(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "tok", eos="</s>")
-    with pytest.raises(ConfigError, match=r"no end-of-document token \('</s>' is what its files name\)"):
+    with pytest.raises(
+        ConfigError, match=r"no end-of-document token \('</s>' is what its files name\)"
+    ):
         build_tokenizer(hf(folder))

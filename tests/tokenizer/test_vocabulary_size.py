@@ -10,31 +10,36 @@ from tiny_corpus import GPT2, VOCAB
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
-from megatron.tokenizer import padded_vocab_size, vocab_size_of
+from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
 
 
 def test_published_paddings() -> None:
     """GPT-2 at TP 1, 8 (Megatron-LM's paper: 51,200 at 8), tr1-13B at TP 2, tr11 as its flag says."""
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(50257, 128, 8) == 51200
-    assert padded_vocab_size(50257, 128, 2) == 50432
-    assert padded_vocab_size(250680, 128, 4, pad_to=250880) == 250880
+    assert compute_padded_vocab_size(50257, 128, 1) == 50304
+    assert compute_padded_vocab_size(50257, 128, 8) == 51200
+    assert compute_padded_vocab_size(50257, 128, 2) == 50432
+    assert compute_padded_vocab_size(250680, 128, 4, pad_to=250880) == 250880
 
 
 @given(st.integers(1, 300_000), st.integers(1, 256), st.integers(1, 64))
 def test_padding_is_the_least_that_divides(size: int, divisor: int, tensor_parallel: int) -> None:
-    padded = padded_vocab_size(size, divisor, tensor_parallel)
+    padded = compute_padded_vocab_size(size, divisor, tensor_parallel)
     assert padded % (divisor * tensor_parallel) == 0
     assert size <= padded < size + divisor * tensor_parallel
 
 
 def test_padding_errors() -> None:
-    with pytest.raises(ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"):
-        padded_vocab_size(101, 128, 1, pad_to=100)
-    with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104"):
-        padded_vocab_size(101, 2, 4, pad_to=102)
+    with pytest.raises(
+        ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"
+    ):
+        compute_padded_vocab_size(101, 128, 1, pad_to=100)
+    with pytest.raises(
+        ConfigError,
+        match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104",
+    ):
+        compute_padded_vocab_size(101, 2, 4, pad_to=102)
     with pytest.raises(ConfigError, match="must both be at least 1"):
-        padded_vocab_size(101, 0, 1)
+        compute_padded_vocab_size(101, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_padding_errors() -> None:
 )
 def test_a_size_to_pad_to_that_divides(pad_to: int, divisor: int, tensor_parallel: int) -> None:
     """As in Megatron-DeepSpeed, 50,304 = 128 x 393 is taken at TP 2, although 256 does not divide it."""
-    assert padded_vocab_size(pad_to - 1, divisor, tensor_parallel, pad_to) == pad_to
+    assert compute_padded_vocab_size(pad_to - 1, divisor, tensor_parallel, pad_to) == pad_to
 
 
 @pytest.mark.parametrize(
@@ -57,32 +62,36 @@ def test_a_size_to_pad_to_that_does_not_divide_is_refused(
     fitting: int,
 ) -> None:
     rule = f"--pad-vocab-size-to {pad_to} must be divisible by --make-vocab-size-divisible-by {divisor}"
-    with pytest.raises(ConfigError, match=f"{rule}. Use {fitting}, or a --make-vocab-size-divisible"):
-        padded_vocab_size(100, divisor, tensor_parallel, pad_to)
-    assert padded_vocab_size(100, divisor, tensor_parallel, fitting) == fitting
+    with pytest.raises(
+        ConfigError, match=f"{rule}. Use {fitting}, or a --make-vocab-size-divisible"
+    ):
+        compute_padded_vocab_size(100, divisor, tensor_parallel, pad_to)
+    assert compute_padded_vocab_size(100, divisor, tensor_parallel, fitting) == fitting
 
 
 def test_size_for_planning(tmp_path: Path) -> None:
-    assert vocab_size_of(GPT2) == (5000, None)
-    assert vocab_size_of(TokenizerConfig(vocab_file=VOCAB, vocab_size=5120)) == (5120, None)
-    size, warning = vocab_size_of(TokenizerConfig(vocab_file="gone.json", merge_file="gone.txt"))
+    assert find_vocab_size(GPT2) == (5000, None)
+    assert find_vocab_size(TokenizerConfig(vocab_file=VOCAB, vocab_size=5120)) == (5120, None)
+    size, warning = find_vocab_size(TokenizerConfig(vocab_file="gone.json", merge_file="gone.txt"))
     assert size == 50257
     assert warning is not None
     assert "--vocab-file gone.json is not there" in warning
-    assert "no --vocab-file was given" in (vocab_size_of(TokenizerConfig())[1] or "")
-    assert vocab_size_of(hf(folder_with(tmp_path / "tok"))) == (5001, None)
-    size, warning = vocab_size_of(hf("bigscience/tokenizer", pad_vocab_size_to=250880))
+    assert "no --vocab-file was given" in (find_vocab_size(TokenizerConfig())[1] or "")
+    assert find_vocab_size(hf(folder_with(tmp_path / "tok"))) == (5001, None)
+    size, warning = find_vocab_size(hf("bigscience/tokenizer", pad_vocab_size_to=250880))
     assert size == 250880
     assert "upper bound" in (warning or "")
 
 
 def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert vocab_size_of(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))[0] >= 4
+    assert find_vocab_size(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))[0] >= 4
 
 
 def test_size_for_planning_errors() -> None:
-    with pytest.raises(ConfigError, match="the vocabulary is unknown; give its folder, or --vocab-size N"):
-        vocab_size_of(hf("bigscience/tokenizer"))
+    with pytest.raises(
+        ConfigError, match="the vocabulary is unknown; give its folder, or --vocab-size N"
+    ):
+        find_vocab_size(hf("bigscience/tokenizer"))
     with pytest.raises(ConfigError, match="--vocab-size 0 must be at least 1"):
-        vocab_size_of(TokenizerConfig(vocab_size=0))
+        find_vocab_size(TokenizerConfig(vocab_size=0))

@@ -15,7 +15,13 @@ LOADERS = tuple(f"{how}, {who}" for how in ("cold", "warm") for who in ("raw", "
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/checkpoint.py"), "--folder", str(folder), *arguments]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/checkpoint.py"),
+        "--folder",
+        str(folder),
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -27,20 +33,30 @@ def test_quick_prints_every_table_and_leaves_nothing(tmp_path: Path) -> None:
     # 12 bytes for each of the parameters of 2 layers of width 128, 5120 ids and 256 positions, whoever stores which of them.
     h = 128
     gigabytes = 12 * ((5120 + 256) * h + 2 * (12 * h * h + 13 * h) + 2 * h) / 1e9
-    sizes = re.findall(r"^\d process.* threads: .*; (\d\.\d+) GB in (\d+) tensors$", done.stdout, re.MULTILINE)
+    sizes = re.findall(
+        r"^\d process.* threads: .*; (\d\.\d+) GB in (\d+) tensors$", done.stdout, re.MULTILINE
+    )
     assert [size for size, _ in sizes] == [f"{gigabytes:.3f}"] * 2
     assert int(sizes[1][1]) > int(sizes[0][1]) == 3 * 28  # cut over two ranks
     for world in ("1 process", "2 processes"):
         for row in (*SAVERS, *LOADERS):
-            found = re.search(rf"^\| {world}, {row} \| {THREE} \| (\d+\.\d\d) \| (\d+\.\d\d) \|$", done.stdout, re.MULTILINE)
+            found = re.search(
+                rf"^\| {world}, {row} \| {THREE} \| (\d+\.\d\d) \| (\d+\.\d\d) \|$",
+                done.stdout,
+                re.MULTILINE,
+            )
             assert found is not None, f"{world}, {row}:\n{done.stdout}"
             low, middle, high, seconds, ratio = map(float, found.groups())
             assert 0 < low <= middle <= high
-            assert middle * (seconds - 0.006) <= gigabytes * 1.1 + 0.001 * seconds  # both are rounded
+            assert (
+                middle * (seconds - 0.006) <= gigabytes * 1.1 + 0.001 * seconds
+            )  # both are rounded
             assert ratio == 1 if row.endswith("raw") else ratio > 0
         cells = {
             name: float(middle)
-            for name, _, middle, _ in re.findall(rf"^\| {world}, ([^|]*) \| {THREE} \|$", done.stdout, re.MULTILINE)
+            for name, _, middle, _ in re.findall(
+                rf"^\| {world}, ([^|]*) \| {THREE} \|$", done.stdout, re.MULTILINE
+            )
         }
         parts = [value for name, value in cells.items() if name.startswith("...")]
         assert len(parts) == 3

@@ -20,10 +20,16 @@ def run(*arguments: str) -> str:
 @pytest.mark.full
 def test_quick_prints_every_table():
     printed = run("--quick")
-    assert re.findall(r"^SKIPPED: (.*)$", printed, re.MULTILINE) == ["compile: --quick leaves it out"]
+    assert re.findall(r"^SKIPPED: (.*)$", printed, re.MULTILINE) == [
+        "compile: --quick leaves it out"
+    ]
     for row in ("one process, one thread", "TP 2", "PP 2", "TP 2 x PP 2"):
-        assert re.search(rf"^\| {row} \| \d x 1 \| \d \| \d+ / \d+ / \d+ \| \d", printed, re.MULTILINE), row
-    shares = re.findall(r"^\| (?:1F1B|interleaved, v = 2) \| (\d+) \|.*\| (0\.\d+) \|$", printed, re.MULTILINE)
+        assert re.search(
+            rf"^\| {row} \| \d x 1 \| \d \| \d+ / \d+ / \d+ \| \d", printed, re.MULTILINE
+        ), row
+    shares = re.findall(
+        r"^\| (?:1F1B|interleaved, v = 2) \| (\d+) \|.*\| (0\.\d+) \|$", printed, re.MULTILINE
+    )
     assert shares == [("2", "0.333"), ("4", "0.200"), ("2", "0.200"), ("4", "0.111")]
     for row in ("no recomputation", "all layers", "DP 2, ZeRO 1", "DP 2, ZeRO 3"):
         assert re.search(rf"^\| {row} \| \d+ \| [+-]\d+ \| [+-]\d+ \|$", printed, re.MULTILINE), row
@@ -32,4 +38,11 @@ def test_quick_prints_every_table():
 @pytest.mark.full
 def test_ranks_on_one_device_train_as_one_process():
     printed = run("--ranks-on-one-gpu")
-    assert len(re.findall(r"^\| (?:TP|PP|DP) 2.* \| (?:\d\.\de-\d\d|0\.0e\+00) \|$", printed, re.MULTILINE)) == 5
+    assert (
+        len(
+            re.findall(
+                r"^\| (?:TP|PP|DP) 2.* \| (?:\d\.\de-\d\d|0\.0e\+00) \|$", printed, re.MULTILINE
+            )
+        )
+        == 5
+    )

@@ -19,18 +19,27 @@ FIXTURE = ROOT / "tests" / "fixtures" / "openwebtext-100"
 
 
 def test_the_page_shows_the_numbers_of_the_configuration() -> None:
-    plan = resolve(load_config(["--config", str(EXAMPLE / "curriculum.yaml"), "--vocab-size", "5000", "--save", "x"]).config, 1)
+    plan = resolve(
+        load_config(
+            ["--config", str(EXAMPLE / "curriculum.yaml"), "--vocab-size", "5000", "--save", "x"]
+        ).config,
+        1,
+    )
     assert plan.errors == plan.warnings == ()
     page = (EXAMPLE / "README.md").read_text()
     shown = [entry for entry in map(parse_log_line, page.splitlines()) if entry is not None]
     assert len(shown) == 3
-    for entry, progress in zip(shown, plan.forecast().at(int(entry["iteration"]) for entry in shown), strict=True):
+    for entry, progress in zip(
+        shown, plan.forecast().predict(int(entry["iteration"]) for entry in shown), strict=True
+    ):
         assert entry["train_iters"] == plan.train_iters
         assert entry["curriculum_seqlen"] == progress.seq_length
         assert entry["consumed_samples"] == progress.consumed_samples
         assert entry["consumed_tokens"] == progress.consumed_tokens
     assert plan.config.batch.train_tokens is not None
-    end = plan.forecast().iteration_reaching_tokens(plan.config.batch.train_tokens, plan.train_iters)
+    end = plan.forecast().find_iteration_reaching_tokens(
+        plan.config.batch.train_tokens, plan.train_iters
+    )
     assert f"ends in iteration {end}," in page
 
 
@@ -39,12 +48,17 @@ def test_the_script_trains_and_resumes(tmp_path: Path) -> None:
     work = tmp_path / "quick start"
     (work / "tokenizer").mkdir(parents=True)
     for suffix in ("bin", "idx"):
-        shutil.copy(FIXTURE / f"meg-gpt2-openwebtext_text_document.{suffix}", work / f"stdlib_text_document.{suffix}")
+        shutil.copy(
+            FIXTURE / f"meg-gpt2-openwebtext_text_document.{suffix}",
+            work / f"stdlib_text_document.{suffix}",
+        )
     shutil.copy(FIXTURE / "gpt2-tiny-vocab.json", work / "tokenizer" / "vocab.json")
     shutil.copy(FIXTURE / "gpt2-tiny-merges.txt", work / "tokenizer" / "merges.txt")
     environment = os.environ | {"QUICKSTART_DIR": str(work), "VIRTUAL_ENV": sys.prefix}
     command = ["bash", str(EXAMPLE / "run.sh")]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "successfully loaded checkpoint from" in result.stdout
     entries = read_metrics(work / "curriculum" / "metrics.jsonl")
@@ -52,6 +66,8 @@ def test_the_script_trains_and_resumes(tmp_path: Path) -> None:
     validation = [entry["validation"]["validation"] for entry in entries if "validation" in entry]
     assert validation[-1] < validation[0]
     shutil.rmtree(work)
-    empty = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    empty = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert empty.returncode == 1
     assert "run 'bash examples/quickstart.sh' first" in empty.stderr

@@ -21,52 +21,68 @@ from megatron.checkpoint.digest import BLOCK
 from megatron.checkpoint.folder import set_aside
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import Contents, Saver, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.chunk import Chunk
+from megatron.parallel.shard import TensorShard
 from tools import inspect_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, seq_length: 4}\nbatch: {micro_batch_size: 1}\n"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-SHAPES = {"embedding.word.weight": (700, 640), "blocks.0.qkv": (640, 640), "blocks.10.norm": (640,), "blocks.2.norm": (640,)}
+SHAPES = {
+    "embedding.word.weight": (700, 640),
+    "blocks.0.qkv": (640, 640),
+    "blocks.10.norm": (640,),
+    "blocks.2.norm": (640,),
+}
 
 
 def state_of(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     """Some 10 MB: a few blocks of a file."""
     generator = torch.Generator().manual_seed(seed)
-    return {(kind, name): torch.randn(shape, generator=generator) for name, shape in SHAPES.items() for kind in KINDS}
+    return {
+        (kind, name): torch.randn(shape, generator=generator)
+        for name, shape in SHAPES.items()
+        for kind in KINDS
+    }
 
 
-def whole(state: dict[tuple[str, str], Tensor]) -> list[Chunk]:
-    return [Chunk(k, n, tuple(t.shape), (0,) * t.dim(), t, owner=True) for (k, n), t in state.items()]  # type: ignore[arg-type]
+def whole(state: dict[tuple[str, str], Tensor]) -> list[TensorShard]:
+    return [
+        TensorShard(k, n, tuple(t.shape), (0,) * t.dim(), t, owner=True)
+        for (k, n), t in state.items()
+    ]  # type: ignore[arg-type]
 
 
-def cut(state: dict[tuple[str, str], Tensor]) -> list[Chunk]:
+def cut(state: dict[tuple[str, str], Tensor]) -> list[TensorShard]:
     """Other boxes of the same tensors."""
-    chunks = []
+    shards = []
     for (kind, name), tensor in state.items():
         middle = tensor.shape[0] // 3
         for low, part in ((0, tensor[:middle]), (middle, tensor[middle:])):
             offset = (low, *(0 for _ in tensor.shape[1:]))
-            chunks.append(Chunk(kind, name, tuple(tensor.shape), offset, part.clone(), owner=True))  # type: ignore[arg-type]
-    return chunks
+            shards.append(
+                TensorShard(kind, name, tuple(tensor.shape), offset, part.clone(), owner=True)
+            )  # type: ignore[arg-type]
+    return shards
 
 
-def described(iteration: int, *, optimizer: bool = True, config: str = CONFIG) -> Contents:
+def described(
+    iteration: int, *, optimizer: bool = True, config: str = CONFIG
+) -> CheckpointContents:
     scalars = {"optimizer_step": iteration} if optimizer else None
-    return Contents(iteration, scalars, {"iteration": iteration}, config)
+    return CheckpointContents(iteration, scalars, {"iteration": iteration}, config)
 
 
 def save(
     root: Path,
-    chunks: list[Chunk],
+    shards: list[TensorShard],
     iteration: int = 3,
     *,
     optimizer: bool = True,
     config: str = CONFIG,
 ) -> Path:
-    return save_checkpoint(root, described(iteration, optimizer=optimizer, config=config), chunks)
+    return save_checkpoint(root, described(iteration, optimizer=optimizer, config=config), shards)
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
@@ -81,7 +97,10 @@ def inspect_json(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 
 
 
 def contents_of(root: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in [root, *root.rglob("*")]}
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in [root, *root.rglob("*")]
+    }
 
 
 # A run's
@@ -91,29 +110,51 @@ def contents_of(root: Path) -> dict[str, tuple[int, int]]:
 def trained(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two checkpoints of a run on two tensor-parallel ranks, in fp16."""
     run = Runner(pool, corpus, tmp_path_factory.mktemp("trained") / "run")
-    run("--train-iters 4 --save-interval 2 --tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1024", ranks=2)
+    run(
+        "--train-iters 4 --save-interval 2 --tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1024",
+        ranks=2,
+    )
     return run.folder
 
 
 def test_overview_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents_of(trained)
     found = inspect_json(capsys, trained)
-    assert (found["iteration"], found["state"]["consumed_samples"], found["state"]["lr_samples"]) == (4, 16, 16)
+    assert (
+        found["iteration"],
+        found["state"]["consumed_samples"],
+        found["state"]["lr_samples"],
+    ) == (4, 16, 16)
     assert found["layout"] == "pipeline 1 x data 1 x tensor 2"
     assert found["learning_rate"] == pytest.approx(2e-3)
     assert found["optimizer"]["loss_scale"]["scale"] == 1024
-    assert (found["model"]["hidden_size"], found["model"]["ffn_hidden_size"], found["model"]["vocab_size"]) == (32, 128, 5000)
+    assert (
+        found["model"]["hidden_size"],
+        found["model"]["ffn_hidden_size"],
+        found["model"]["vocab_size"],
+    ) == (32, 128, 5000)
     h, vocab, seq = 32, 5000, 32
     assert found["parameters"] == (vocab + seq) * h + 12 * h * h + 13 * h + 2 * h
     assert found["bytes_by_kind"] == dict.fromkeys(KINDS, 4 * found["parameters"])
     on_disk = {path.name: path.stat().st_size for path in (trained / "global_step4").iterdir()}
-    assert found["files"] == {name: size for name, size in on_disk.items() if name != "manifest.json"}
+    assert found["files"] == {
+        name: size for name, size in on_disk.items() if name != "manifest.json"
+    }
     assert found["bytes"] == sum(on_disk.values())
     folder = found["folder"]
-    assert [(c["iteration"], c["pointed_to"], c["shown"]) for c in folder["checkpoints"]] == [(2, False, False), (4, True, True)]
+    assert [(c["iteration"], c["pointed_to"], c["shown"]) for c in folder["checkpoints"]] == [
+        (2, False, False),
+        (4, True, True),
+    ]
     assert folder["lease"] is None
     text = inspect(capsys, trained)
-    for part in ("16 samples, 512 tokens", "0.002 at the next step", "scale 1024.0", f"{found['parameters']:,}", "held by nobody"):
+    for part in (
+        "16 samples, 512 tokens",
+        "0.002 at the next step",
+        "scale 1024.0",
+        f"{found['parameters']:,}",
+        "held by nobody",
+    ):
         assert part in text
     assert "folder" not in inspect_json(capsys, trained / "global_step2")
     assert inspect_json(capsys, trained, "--iteration", 2)["state"]["consumed_samples"] == 8
@@ -121,20 +162,31 @@ def test_overview_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_configuration_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(capsys, trained, "--config") == (trained / "global_step4/config.yaml").read_text()
+    assert (
+        inspect(capsys, trained, "--config") == (trained / "global_step4/config.yaml").read_text()
+    )
 
 
-def test_a_run_s_checkpoint_is_whole_and_its_tensors_can_be_read(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_s_checkpoint_is_whole_and_its_tensors_can_be_read(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = inspect_json(capsys, trained, "--verify")
     assert (found["damage"], found["notes"], found["files"], found["tensors"]) == ([], [], 5, 48)
     assert "is whole" in inspect(capsys, trained, "--verify")
-    rows = {(row["kind"], row["name"]): row for row in inspect_json(capsys, trained, "--parameters")["tensors"]}
+    rows = {
+        (row["kind"], row["name"]): row
+        for row in inspect_json(capsys, trained, "--parameters")["tensors"]
+    }
     assert len(rows) == 48
     checkpoint = open_checkpoint(trained, 4)
     for (kind, name), row in rows.items():
         tensor = torch.empty(row["shape"])
-        checkpoint.load_into([Chunk(kind, name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner=True)])  # type: ignore[arg-type]
-        assert row["norm"] == pytest.approx(float(np.linalg.norm(tensor.numpy().astype(float))), rel=1e-9)
+        checkpoint.load_into(
+            [TensorShard(kind, name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, owner=True)]
+        )  # type: ignore[arg-type]
+        assert row["norm"] == pytest.approx(
+            float(np.linalg.norm(tensor.numpy().astype(float))), rel=1e-9
+        )
         assert (row["min"], row["max"]) == (float(tensor.min()), float(tensor.max()))
 
 
@@ -143,7 +195,9 @@ def test_two_checkpoints_of_a_run_differ(trained: Path, capsys: pytest.CaptureFi
     assert found["config"] == []
     assert "state.consumed_samples: 16 and 8" in found["state"]
     assert "optimizer.optimizer_step: 4 and 2" in found["state"]
-    assert not any(row["bit_equal"] for row in found["tensors"] if row["tensor"].endswith("qkv.weight"))
+    assert not any(
+        row["bit_equal"] for row in found["tensors"] if row["tensor"].endswith("qkv.weight")
+    )
     assert inspect_json(capsys, trained, "--compare", trained)["equal"]
 
 
@@ -161,17 +215,27 @@ def test_what_else_the_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = inspect_json(capsys, tmp_path)["folder"]
     assert [entry["name"] for entry in folder["checkpoints"]] == ["global_step2", "global_step3"]
     assert "manifest.json is not what was written" in folder["checkpoints"][0]["problem"]
-    assert (folder["damaged"], folder["unfinished"]) == (["global_step1.damaged"], ["global_step9.unfinished"])
+    assert (folder["damaged"], folder["unfinished"]) == (
+        ["global_step1.damaged"],
+        ["global_step9.unfinished"],
+    )
     assert "latest_checkpointed_iteration.txt '2'; latest decides" in folder["remark"]
-    assert folder["pointers"] == {"latest": "global_step3", "latest_checkpointed_iteration.txt": "2"}
+    assert folder["pointers"] == {
+        "latest": "global_step3",
+        "latest_checkpointed_iteration.txt": "2",
+    }
     text = inspect(capsys, tmp_path)
     assert "damaged, set aside" in text
     assert "latest decides" in text
-    assert "is whole" in inspect(capsys, tmp_path / "global_step1.damaged", "--verify")  # by its path
+    assert "is whole" in inspect(
+        capsys, tmp_path / "global_step1.damaged", "--verify"
+    )  # by its path
 
 
 HOLD = "import sys, time; from pathlib import Path; from megatron.checkpoint.lease import Lease\n"
-HOLD += "lease = Lease.acquire(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
+HOLD += (
+    "lease = Lease.acquire(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
+)
 
 
 def test_who_holds_the_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +245,9 @@ def test_who_holds_the_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (held["pid"], held["alive"]) == (os.getpid(), True)
     assert "is whole" in inspect(capsys, tmp_path, "--verify")
     lease.release()
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGKILL)
@@ -193,7 +259,9 @@ def test_who_holds_the_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "lease.json").read_bytes() == lease_file
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saver = Saver(tmp_path, CheckpointConfig(keep_latest_checkpoints=1))
     state, over = state_of(), threading.Event()
 
@@ -201,7 +269,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(tmp_path:
         iteration = 0
         while not over.is_set():
             iteration += 1
-            saver.begin(Contents(iteration, {"optimizer_step": 1}, {}, CONFIG), whole(state))
+            saver.begin(
+                CheckpointContents(iteration, {"optimizer_step": 1}, {}, CONFIG), whole(state)
+            )
             saver.complete()
 
     save(tmp_path, whole(state), 0)
@@ -210,11 +280,17 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(tmp_path:
     try:
         outcomes: list[int] = []
         while len(outcomes) < 40 or (2 not in outcomes and len(outcomes) < 2000):
-            outcomes.append(inspect_checkpoint.main([str(tmp_path), ("--verify", "--parameters")[len(outcomes) % 2]]))
+            outcomes.append(
+                inspect_checkpoint.main(
+                    [str(tmp_path), ("--verify", "--parameters")[len(outcomes) % 2]]
+                )
+            )
             printed = capsys.readouterr()
             assert outcomes[-1] in (0, 2), printed.out
             if outcomes[-1] == 2:
-                assert "Ask again" in printed.err or "is not a finished checkpoint" in printed.err, printed.err
+                assert (
+                    "Ask again" in printed.err or "is not a finished checkpoint" in printed.err
+                ), printed.err
     finally:
         over.set()
         thread.join()
@@ -266,7 +342,9 @@ def test_numbers_of_a_damaged_file_are_not_counted(
 # Statistics and differences
 
 
-def test_statistics_leave_out_what_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_leave_out_what_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = state_of()
     bad = state["weight", "blocks.0.qkv"]
     bad[3, 5], bad[3, 6], bad[100, 0] = math.nan, math.inf, -math.inf
@@ -282,14 +360,20 @@ def test_statistics_leave_out_what_is_not_finite(tmp_path: Path, capsys: pytest.
     for row in rows:
         values = state[row["kind"], row["name"]].numpy().astype(float)
         finite = values[np.isfinite(values)]
-        assert (row["shape"], row["nan"], row["inf"]) == (list(values.shape), np.isnan(values).sum(), np.isinf(values).sum())
+        assert (row["shape"], row["nan"], row["inf"]) == (
+            list(values.shape),
+            np.isnan(values).sum(),
+            np.isinf(values).sum(),
+        )
         assert row["norm"] == pytest.approx(np.linalg.norm(finite), rel=1e-9)
         if finite.size:
             assert (row["min"], row["max"]) == (finite.min(), finite.max())
             assert row["mean"] == pytest.approx(finite.mean(), rel=1e-9, abs=1e-12)
         else:
             assert row["min"] is row["max"] is row["mean"] is None
-    assert "2 of 12 tensors hold numbers that are not finite" in inspect(capsys, tmp_path, "--parameters")
+    assert "2 of 12 tensors hold numbers that are not finite" in inspect(
+        capsys, tmp_path, "--parameters"
+    )
 
 
 def test_equal_however_it_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +383,11 @@ def test_equal_however_it_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = CONFIG.replace("micro_batch_size: 1", "micro_batch_size: 2")
     save_unchecked(tmp_path / "b", described(3, config=config), cut(state))
     found = inspect_json(capsys, tmp_path / "a", "--compare", tmp_path / "b")
-    assert (found["equal"], found["config"], found["state"]) == (True, ["batch.micro_batch_size: 1 and 2"], [])
+    assert (found["equal"], found["config"], found["state"]) == (
+        True,
+        ["batch.micro_batch_size: 1 and 2"],
+        [],
+    )
     text = inspect(capsys, tmp_path / "a", "--compare", tmp_path / "b")
     assert "12 of 12 tensors of both are equal bit by bit" in text
 
@@ -320,12 +408,19 @@ def test_differences_of_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["shapes"] == [{"tensor": "weight/blocks.10.norm", "first": [640], "second": [641]}]
     assert found["state"] == ["state.iteration: 3 and 4", "optimizer.optimizer_step: 3 and 4"]
     unequal = {row["tensor"]: row for row in found["tensors"] if not row["bit_equal"]}
-    assert unequal.keys() == {"weight/blocks.0.qkv", "exp_avg/blocks.2.norm", "exp_avg_sq/blocks.2.norm"}
+    assert unequal.keys() == {
+        "weight/blocks.0.qkv",
+        "exp_avg/blocks.2.norm",
+        "exp_avg_sq/blocks.2.norm",
+    }
     moved = unequal["weight/blocks.0.qkv"]
     assert (moved["different"], moved["max_absolute"]) == (1, pytest.approx(0.5, abs=1e-6))
     norm = max(float(s["weight", "blocks.0.qkv"].double().norm()) for s in (state, other))
     assert moved["relative"] == pytest.approx(0.5 / norm, rel=1e-5)
-    assert (unequal["exp_avg/blocks.2.norm"]["different"], unequal["exp_avg/blocks.2.norm"]["max_absolute"]) == (1, 0)
+    assert (
+        unequal["exp_avg/blocks.2.norm"]["different"],
+        unequal["exp_avg/blocks.2.norm"]["max_absolute"],
+    ) == (1, 0)
     assert unequal["exp_avg_sq/blocks.2.norm"]["max_absolute"] is None
     text = inspect(capsys, tmp_path / "a", "--compare", tmp_path / "b", code=1)
     assert "weight/blocks.10.norm is 640 and 641" in text
@@ -345,9 +440,18 @@ print(*peaks, file=sys.stderr)
 
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     one = torch.randn(1024, 4096)  # 16 MiB; 24 of them
-    chunks = [Chunk("weight", f"blocks.{n}", (1024, 4096), (0, 0), one, owner=True) for n in range(24)]
-    save(tmp_path, chunks, optimizer=False)
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False)
+    shards = [
+        TensorShard("weight", f"blocks.{n}", (1024, 4096), (0, 0), one, owner=True)
+        for n in range(24)
+    ]
+    save(tmp_path, shards, optimizer=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     overview, *others = map(int, done.stderr.split())
     room = 160 << 20  # of 384: two tensors, the readers' blocks, pieces in float64
@@ -358,15 +462,23 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
 
 
 def damage_of(capsys: pytest.CaptureFixture[str], folder: Path) -> list[tuple[str, str]]:
-    return [(entry["file"], entry["what"]) for entry in inspect_json(capsys, folder, "--verify", code=1)["damage"]]
+    return [
+        (entry["file"], entry["what"])
+        for entry in inspect_json(capsys, folder, "--verify", code=1)["damage"]
+    ]
 
 
 TENSORS = "rank_00000.safetensors"
 
 
-def test_a_flipped_bit_is_found_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_found_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save(tmp_path, whole(state_of()))
-    begins = {key: t["boxes"][0]["begin"] for key, t in open_checkpoint(tmp_path, 3).index().tensors.items()}
+    begins = {
+        key: t["boxes"][0]["begin"]
+        for key, t in open_checkpoint(tmp_path, 3).read_index().tensors.items()
+    }
     flip(folder / TENSORS, begins["exp_avg_sq/blocks.0.qkv"] + 1000)
     [(file, what)] = damage_of(capsys, folder)
     block = (begins["exp_avg_sq/blocks.0.qkv"] + 1000) // BLOCK
@@ -379,9 +491,14 @@ def test_a_flipped_bit_is_found_where_it_is(tmp_path: Path, capsys: pytest.Captu
     assert "--verify lists all damage" in inspect(capsys, folder, "--parameters", code=2)
 
 
-def test_all_damage_is_listed(pool: ProcessPool, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damage_is_listed(
+    pool: ProcessPool, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Runner(pool, corpus, tmp_path / "run")
-    run("--train-iters 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2", ranks=4)
+    run(
+        "--train-iters 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2",
+        ranks=4,
+    )
     folder = run.folder / "global_step2"
     assert "is whole" in inspect(capsys, run.folder, "--verify")
     (folder / "rank_00000.safetensors").unlink()
@@ -407,13 +524,19 @@ def test_all_damage_is_listed(pool: ProcessPool, corpus: str, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("victim", ["manifest.json", "index.json"])
-def test_a_damaged_small_file(victim: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_small_file(
+    victim: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save(tmp_path, whole(state_of()))
     flip(folder / victim, 40)
     flip(folder / TENSORS, 2 * BLOCK)
     damage = damage_of(capsys, folder)
-    assert {file for file, _ in damage} == ({"manifest.json"} if victim == "manifest.json" else {"index.json", TENSORS})
-    assert f"{folder} is damaged: {victim} is not what was written" in inspect(capsys, folder, code=2)
+    assert {file for file, _ in damage} == (
+        {"manifest.json"} if victim == "manifest.json" else {"index.json", TENSORS}
+    )
+    assert f"{folder} is damaged: {victim} is not what was written" in inspect(
+        capsys, folder, code=2
+    )
     assert json.loads(inspect_out_of_error(capsys, folder))["error"]
 
 
@@ -425,7 +548,9 @@ def inspect_out_of_error(capsys: pytest.CaptureFixture[str], folder: Path) -> st
 def test_a_renamed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(tmp_path, whole(state_of()))
     folder.rename(tmp_path / "global_step5")
-    assert damage_of(capsys, tmp_path / "global_step5") == [("manifest.json", "it is the checkpoint of iteration 3, renamed")]
+    assert damage_of(capsys, tmp_path / "global_step5") == [
+        ("manifest.json", "it is the checkpoint of iteration 3, renamed")
+    ]
 
 
 def test_boxes_that_do_not_tile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -433,7 +558,10 @@ def test_boxes_that_do_not_tile(tmp_path: Path, capsys: pytest.CaptureFixture[st
     index = json.loads((folder / "index.json").read_text())
     tensors = index["tensors"]
     tensors["weight/blocks.0.qkv"]["boxes"].pop()  # a gap
-    tensors["exp_avg/blocks.0.qkv"]["boxes"][1]["offset"] = [200, 0]  # 213: an overlap, and a gap as large, behind it
+    tensors["exp_avg/blocks.0.qkv"]["boxes"][1]["offset"] = [
+        200,
+        0,
+    ]  # 213: an overlap, and a gap as large, behind it
     tensors["weight/blocks.2.norm"]["boxes"][1]["offset"] = [214]  # 213: one too far
     resign(folder, index)
     damage = [what for file, what in damage_of(capsys, folder) if file == "index.json"]
@@ -445,12 +573,17 @@ def test_boxes_that_do_not_tile(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_an_index_that_does_not_fit_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_that_does_not_fit_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save(tmp_path, whole(state_of()))
     index = json.loads((folder / "index.json").read_text())
     tensors = index["tensors"]
     x, y = (tensors[f"weight/blocks.{n}.norm"]["boxes"][0] for n in (2, 10))
-    x["begin"], y["begin"] = y["begin"], x["begin"]  # exchanged: every digest is right, and the values are another parameter's
+    x["begin"], y["begin"] = (
+        y["begin"],
+        x["begin"],
+    )  # exchanged: every digest is right, and the values are another parameter's
     resign(folder, index)
     damage = damage_of(capsys, folder)
     assert len(damage) == 4
@@ -483,7 +616,9 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
     root = tmp_path / "run"
     folder = save(root, whole(state_of()))
     assert "is not there; give a run's folder" in inspect(capsys, tmp_path / "nowhere", code=2)
-    assert "has no such checkpoint; there are: global_step3" in inspect(capsys, root, "--iteration", 4, code=2)
+    assert "has no such checkpoint; there are: global_step3" in inspect(
+        capsys, root, "--iteration", 4, code=2
+    )
     assert "leave one of them out" in inspect(capsys, folder, "--iteration", 3, code=2)
     assert "ask for one at a time" in inspect(capsys, root, "--verify", "--config", code=2)
     assert "is not there" in inspect(capsys, root, "--compare", tmp_path / "nowhere", code=2)
@@ -492,7 +627,9 @@ def test_errors_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert inspect_json(capsys, root, "--iteration", 3)["folder"]["remark"] is not None
 
 
-def test_a_configuration_of_another_version_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_of_another_version_is_no_obstacle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, whole(state_of()), config=CONFIG + "wormholes: {number: 3}\n")
     found = inspect_json(capsys, tmp_path)
     assert found["model"] is None

@@ -37,13 +37,29 @@ def published(run: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize("separator", [["--"], []], ids=["with --", "without --"])
 def test_tr11(capsys, separator):
     arguments, world = published("tr11-176B-ml")
-    result = as_json(capsys, "--world-size", world, "--at", "12695", "31214", *separator, *arguments)
+    result = as_json(
+        capsys, "--world-size", world, "--at", "12695", "31214", *separator, *arguments
+    )
     assert set(result) >= KEYS
     assert result["errors"] == []
-    assert (result["parameters"], result["data_parallel_size"], result["train_iters"]) == (176_247_271_424, 8, 115_311)
+    assert (result["parameters"], result["data_parallel_size"], result["train_iters"]) == (
+        176_247_271_424,
+        8,
+        115_311,
+    )
     first, second = result["at"]
-    assert set(first) == {"iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"}
-    assert (first["iteration"], first["consumed_samples"], first["global_batch_size"]) == (12_695, 9_841_584, 2048)
+    assert set(first) == {
+        "iteration",
+        "consumed_samples",
+        "consumed_tokens",
+        "global_batch_size",
+        "lr",
+    }
+    assert (first["iteration"], first["consumed_samples"], first["global_batch_size"]) == (
+        12_695,
+        9_841_584,
+        2048,
+    )
     assert first["consumed_tokens"] == 9_841_584 * 2048
     assert (f"{first['lr']:.3E}", f"{second['lr']:.3E}") == ("5.969E-05", "5.279E-05")
     assert second["consumed_samples"] == 47_768_496
@@ -51,10 +67,16 @@ def test_tr11(capsys, separator):
 
 def test_tr1(capsys):
     arguments, world = published("tr1-13B")
-    result = as_json(capsys, "--world-size", world, "--at", "29020", "33240", "43680", "--", *arguments)
+    result = as_json(
+        capsys, "--world-size", world, "--at", "29020", "33240", "43680", "--", *arguments
+    )
     assert result["errors"] == []
     assert (result["data_parallel_size"], result["train_iters"]) == (64, 311_541)
-    assert [state["consumed_samples"] for state in result["at"]] == [10_698_064, 15_019_344, 25_709_904]
+    assert [state["consumed_samples"] for state in result["at"]] == [
+        10_698_064,
+        15_019_344,
+        25_709_904,
+    ]
 
 
 def test_tr8(capsys):
@@ -68,7 +90,10 @@ def test_tr8(capsys):
 def test_position_of_a_resume(capsys):
     arguments, world = published("tr1-13B")
     assert (
-        "batch size 16 must" in as_json(capsys, "--consumed-samples", "0", "--world-size", world, *arguments, code=2)["errors"][0]
+        "batch size 16 must"
+        in as_json(capsys, "--consumed-samples", "0", "--world-size", world, *arguments, code=2)[
+            "errors"
+        ][0]
     )
     behind = as_json(capsys, "--consumed-samples", "5_000_001", "--world-size", world, *arguments)
     assert not any("resume" in warning for warning in behind["warnings"])
@@ -112,17 +137,30 @@ def test_stages_and_their_schedule(capsys):
         assert part in text
     first, final = as_json(capsys, "--world-size", world, *arguments)["pipeline"]
     assert (first["batch_size"], first["microbatches"], first["schedule"]) == (16, 4, "GPipe")
-    assert (final["batch_size"], final["schedule"], final["idle"]) == (2048, "1F1B", pytest.approx(31 / 543))
+    assert (final["batch_size"], final["schedule"], final["idle"]) == (
+        2048,
+        "1F1B",
+        pytest.approx(31 / 543),
+    )
     assert plan.main(["--world-size", "1", *SMALL]) == 0
     assert "stage" not in capsys.readouterr().out
 
 
 def test_virtual_stages(capsys):
-    virtual = [*SMALL, "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    virtual = [
+        *SMALL,
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-layers-per-virtual-pipeline-stage",
+        "1",
+    ]
     assert plan.main(["--world-size", "2", *virtual]) == 0
     text = capsys.readouterr().out
     assert "layers by stage       4 x 1, in 2 virtual stages on each rank" in text
-    assert "interleaved 1F1B, 8 microbatches for 2 ranks of 2 virtual stages: ranks stand idle for 6 % of the time" in text
+    assert (
+        "interleaved 1F1B, 8 microbatches for 2 ranks of 2 virtual stages: ranks stand idle for 6 % of the time"
+        in text
+    )
     assert "5 virtual stages in flight" in text
     result = as_json(capsys, "--world-size", "2", *virtual)
     assert result["layers_per_stage"] == [1, 1, 1, 1]
@@ -131,26 +169,49 @@ def test_virtual_stages(capsys):
 
 def test_activations_follow_pipeline_and_recomputation(capsys):
     def activations(*flags: str) -> tuple[int, int, int]:
-        memory = as_json(capsys, "--world-size", "2", *SMALL, "--pipeline-model-parallel-size", "2", *flags)["memory_bytes"]
+        memory = as_json(
+            capsys, "--world-size", "2", *SMALL, "--pipeline-model-parallel-size", "2", *flags
+        )["memory_bytes"]
         return memory["pipeline_rank"], memory["activations"], memory["activations_with_scores"]
 
-    shape = ModelShape(ModelConfig(4, hidden_size=256, num_attention_heads=4, seq_length=128), 1000, 1024)
-    layer, kept = flops.layer_activation_bytes(shape, 2, half=False), flops.layer_input_bytes(shape, 2, half=False)
+    shape = ModelShape(
+        ModelConfig(4, hidden_size=256, num_attention_heads=4, seq_length=128), 1000, 1024
+    )
+    layer, kept = (
+        flops.estimate_layer_activation_bytes(shape, 2, half=False),
+        flops.estimate_layer_input_bytes(shape, 2, half=False),
+    )
     assert activations()[:2] == (0, 4 * layer)  # 2 layers, 2 microbatches in flight
     assert activations("--num-layers-per-virtual-pipeline-stage", "1")[:2] == (0, 5 * layer)
-    logits = flops.logits_bytes(shape, 2)  # little is kept, so that the last rank needs most
+    logits = flops.estimate_logits_bytes(
+        shape, 2
+    )  # little is kept, so that the last rank needs most
     assert activations("--checkpoint-activations")[:2] == (1, 2 * kept + layer + logits)
-    assert activations("--checkpoint-activations", "--checkpoint-fraction", "1/2")[:2] == (0, 2 * (kept + layer) + layer)
+    assert activations("--checkpoint-activations", "--checkpoint-fraction", "1/2")[:2] == (
+        0,
+        2 * (kept + layer) + layer,
+    )
     rank, plain, scores = activations("--recompute-attention-core")
     assert (rank, plain) == (0, scores)
     assert activations()[2] > scores
 
 
 def test_errors_are_printed_and_counted(capsys):
-    argv = ["--world-size", "6", *SMALL, "--tensor-model-parallel-size", "3", "--skip-train-iteration-range", "5"]
+    argv = [
+        "--world-size",
+        "6",
+        *SMALL,
+        "--tensor-model-parallel-size",
+        "3",
+        "--skip-train-iteration-range",
+        "5",
+    ]
     assert plan.main(argv) == 2
     text = capsys.readouterr().out
-    assert "error: --tensor-model-parallel-size 3 must divide --num-attention-heads 4; use 1, 2 or 4." in text
+    assert (
+        "error: --tensor-model-parallel-size 3 must divide --num-attention-heads 4; use 1, 2 or 4."
+        in text
+    )
     assert "error: --skip-train-iteration-range '5' is not FIRST-LAST" in text
     result = as_json(capsys, *argv, code=2)
     assert len(result["errors"]) >= 3
@@ -175,7 +236,9 @@ def test_yaml_with_flags_on_top(capsys, tmp_path):
         "  tensor_model_parallel_size: 3\n"
     )
     result = as_json(capsys, "--world-size", "3", "--config", str(path), code=2)
-    assert "--tensor-model-parallel-size 3 (run.yaml:6) must divide" in result["errors"][0].replace(f"{tmp_path}/", "")
+    assert "--tensor-model-parallel-size 3 (run.yaml:6) must divide" in result["errors"][0].replace(
+        f"{tmp_path}/", ""
+    )
     for argv in (["--config", str(path)], [str(path)]):
         result = as_json(capsys, *argv, "--tensor-model-parallel-size", "2", "--world-size", "4")
         assert (result["errors"], result["data_parallel_size"]) == ([], 2)
@@ -188,11 +251,18 @@ def test_slurm_script(capsys):
     assert (result["world_size"], result["data_parallel_size"]) == (32, 4)
     assert any("$SCRATCH" in warning for warning in result["warnings"])
     assert as_json(capsys, script, "--world-size", "64")["data_parallel_size"] == 8
-    assert as_json(capsys, script, "--pipeline-model-parallel-size", "1")["data_parallel_size"] == 16
+    assert (
+        as_json(capsys, script, "--pipeline-model-parallel-size", "1")["data_parallel_size"] == 16
+    )
 
 
 def test_world_of_the_launcher_and_of_nobody(capsys):
-    assert as_json(capsys, "torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *SMALL)["data_parallel_size"] == 4
+    assert (
+        as_json(capsys, "torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *SMALL)[
+            "data_parallel_size"
+        ]
+        == 4
+    )
     result = as_json(capsys, *SMALL, "--tensor-model-parallel-size", "2")
     assert (result["world_size"], result["data_parallel_size"]) == (2, 1)
     assert any("--world-size is not given" in warning for warning in result["warnings"])
@@ -215,7 +285,15 @@ def test_curriculum_of_a_deepspeed_configuration(capsys, tmp_path):
     }
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"curriculum_learning": block}))
-    more = ["--deepspeed", "--deepspeed_config", str(path), "--train-tokens", "150_000", "--lr-decay-tokens", "150_000"]
+    more = [
+        "--deepspeed",
+        "--deepspeed_config",
+        str(path),
+        "--train-tokens",
+        "150_000",
+        "--lr-decay-tokens",
+        "150_000",
+    ]
     result = as_json(capsys, "--world-size", "1", "--at", "1", "50", "--", *SMALL, *more)
     assert result["errors"] == []
     assert result["at"][0]["consumed_tokens"] == 16 * 16
@@ -223,10 +301,20 @@ def test_curriculum_of_a_deepspeed_configuration(capsys, tmp_path):
     assert plan.main(["--world-size", "1", "--", *SMALL, *more]) == 0
     out = capsys.readouterr().out
     assert "ends by tokens" in out
-    assert re.search(r"^sequence length +fixed_linear from 16 to 128 tokens over 50 iterations in steps of 8$", out, re.MULTILINE)
-    for content, message in (("{", "is not JSON"), ("[]", "must hold an object, as in {...}, not list")):
+    assert re.search(
+        r"^sequence length +fixed_linear from 16 to 128 tokens over 50 iterations in steps of 8$",
+        out,
+        re.MULTILINE,
+    )
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", "must hold an object, as in {...}, not list"),
+    ):
         path.write_text(content)
-        assert message in as_json(capsys, "--world-size", "1", "--", *SMALL, *more, code=2)["errors"][0]
+        assert (
+            message
+            in as_json(capsys, "--world-size", "1", "--", *SMALL, *more, code=2)["errors"][0]
+        )
 
 
 def test_as_a_script():

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.observe.log_line import training_log_line, validation_log_line
+from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport
 
@@ -46,16 +46,18 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if path.suffix == ".jsonl":
         metrics = MetricsFile(path)
         for report in reports:
-            metrics.train(report)
+            metrics.write_training(report)
             if report.iteration in (3, 5):
-                metrics.validation(report.iteration, report.lm_loss or 0.0)
+                metrics.write_validation(report.iteration, report.lm_loss or 0.0)
         metrics.close()
     else:
         lines = []
         for report in reports:
-            lines.append(f"[default3]:{training_log_line(report)}\n")
+            lines.append(f"[default3]:{format_training_line(report)}\n")
             if report.iteration in (3, 5):
-                lines.append(f"[default3]:{validation_log_line(report.iteration, report.lm_loss or 0.0)}\n")
+                lines.append(
+                    f"[default3]:{format_validation_line(report.iteration, report.lm_loss or 0.0)}\n"
+                )
         path.write_text("loading\n" + "".join(lines))
     return path
 
@@ -73,7 +75,9 @@ def test_it_writes_a_picture(plot_loss: ModuleType, source: Path, tmp_path: Path
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_loss_it_says_so(plot_loss: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_loss_it_says_so(
+    plot_loss: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plot_loss.main([str(tmp_path / "absent.jsonl")]) == 2
     assert "is no file" in capsys.readouterr().err
     (tmp_path / "empty.log").write_text("nothing\n")
@@ -82,7 +86,10 @@ def test_without_a_loss_it_says_so(plot_loss: ModuleType, tmp_path: Path, capsys
 
 
 def test_no_line_is_drawn_over_a_skipped_range(plot_loss: ModuleType) -> None:
-    iterations, values = plot_loss.with_gaps([1, 2, 3, 8, 9], [5.0, 4.0, 3.0, 2.0, 1.0])
+    iterations, values = plot_loss.insert_gaps([1, 2, 3, 8, 9], [5.0, 4.0, 3.0, 2.0, 1.0])
     assert iterations == [1, 2, 3, 4, 8, 9]
     assert [i for i, value in zip(iterations, values, strict=True) if math.isnan(value)] == [4]
-    assert plot_loss.with_gaps([10, 20, 30], [3.0, 2.0, 1.0]) == ([10, 20, 30], [3.0, 2.0, 1.0])  # every tenth is logged
+    assert plot_loss.insert_gaps([10, 20, 30], [3.0, 2.0, 1.0]) == (
+        [10, 20, 30],
+        [3.0, 2.0, 1.0],
+    )  # every tenth is logged

@@ -24,7 +24,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_the_corpus_is_real_text_without_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_corpus_is_real_text_without_repetitions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     build_corpus = load("build_corpus")
     corpus = tmp_path / "new" / "corpus.jsonl"
     assert build_corpus.main(["--output", str(corpus)]) == 0
@@ -32,7 +34,10 @@ def test_the_corpus_is_real_text_without_repetitions(tmp_path: Path, capsys: pyt
     texts = [document["text"] for document in documents]
     assert len(set(texts)) == len(texts) > 300
     assert sum(map(len, texts)) > 3e6
-    assert any(document["source"] == "argparse.py" and "ArgumentParser" in document["text"] for document in documents)
+    assert any(
+        document["source"] == "argparse.py" and "ArgumentParser" in document["text"]
+        for document in documents
+    )
     assert f"{len(texts)} documents" in capsys.readouterr().out
     first = corpus.read_bytes()
     build_corpus.main(["--output", str(corpus)])
@@ -57,8 +62,8 @@ def compare(dataset: Path, loss: float | None) -> int:
     metrics = MetricsFile(dataset.parent / "metrics.jsonl")
     metrics.start(0)
     if loss is not None:
-        metrics.validation(5, 9.0)
-        metrics.validation(10, loss)
+        metrics.write_validation(5, 9.0)
+        metrics.write_validation(10, loss)
     arguments = [
         "--dataset",
         str(dataset),
@@ -73,18 +78,26 @@ def compare(dataset: Path, loss: float | None) -> int:
     return status
 
 
-def test_entropy_is_that_of_the_validation_tokens(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_entropy_is_that_of_the_validation_tokens(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entropy = 1.5 * math.log(2)
     assert compare(dataset, entropy - 0.51) == 0
-    assert f"unigram entropy of the validation tokens: {entropy:.4f} nats" in capsys.readouterr().out
+    assert (
+        f"unigram entropy of the validation tokens: {entropy:.4f} nats" in capsys.readouterr().out
+    )
 
 
-def test_a_model_that_has_learned_too_little_fails(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_has_learned_too_little_fails(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert compare(dataset, 1.5 * math.log(2) - 0.49) == 1
     assert "should be lower by 0.5 at least" in capsys.readouterr().err
     assert compare(dataset, math.nan) == 1
 
 
-def test_a_run_without_an_evaluation_is_an_error(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_an_evaluation_is_an_error(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert compare(dataset, None) == 2
     assert "has no validation loss" in capsys.readouterr().err

@@ -25,15 +25,29 @@ def run(trained: FakeRun, tmp_path: Path) -> FakeRun:
 
 
 def paths(run: FakeRun) -> list[str]:
-    return [word for name, value in run.paths().items() for word in (f"--{name.replace('_', '-')}", value)]
+    return [
+        word
+        for name, value in run.paths().items()
+        for word in (f"--{name.replace('_', '-')}", value)
+    ]
 
 
-def tool(*arguments: object, cwd: Path | None = None, before: str = "") -> subprocess.CompletedProcess[str]:
+def tool(
+    *arguments: object, cwd: Path | None = None, before: str = ""
+) -> subprocess.CompletedProcess[str]:
     """`before`: code that runs first."""
     code = f"{before}\nimport runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, str(ROOT / "tools" / "rollback.py"), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(ROOT / "tools" / "rollback.py"),
+        *map(str, arguments),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment
+    )
 
 
 def test_back_and_again(run: FakeRun) -> None:
@@ -43,7 +57,9 @@ def test_back_and_again(run: FakeRun) -> None:
     assert "nothing was changed (--dry-run)" in dry.stdout
     done = tool(*command)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("go on with the run's own command and these flags:\n  --skip-train-iteration-range 5-6\n")
+    assert done.stdout.endswith(
+        "go on with the run's own command and these flags:\n  --skip-train-iteration-range 5-6\n"
+    )
     assert (run.root / "latest").read_text() == "global_step4"
     after = snapshot(run.root, run.aside)
     again = tool(*command)
@@ -53,8 +69,17 @@ def test_back_and_again(run: FakeRun) -> None:
 
 
 def test_paths_may_be_relative_to_where_it_is_given(run: FakeRun) -> None:
-    relative = ["--main-log", "aside/main_log.txt", "--tensorboard-dir", "aside/tb", "--codecarbon-dir", "aside/carbon"]
-    done = tool("run", "--to", 4, "--metrics-file", "run/metrics.jsonl", *relative, cwd=run.root.parent)
+    relative = [
+        "--main-log",
+        "aside/main_log.txt",
+        "--tensorboard-dir",
+        "aside/tb",
+        "--codecarbon-dir",
+        "aside/carbon",
+    ]
+    done = tool(
+        "run", "--to", 4, "--metrics-file", "run/metrics.jsonl", *relative, cwd=run.root.parent
+    )
     assert done.returncode == 0, done.stderr
     assert "launch 1" in run.log.read_text()
     assert len(list((run.root / "rolled-back").glob("*/main_log.txt"))) == 1
@@ -70,7 +95,9 @@ def test_paths_may_be_relative_to_where_it_is_given(run: FakeRun) -> None:
         (["--to", "4", "--lr", "-1"], "must be above 0"),
     ],
 )
-def test_bad_input_is_one_message_and_changes_nothing(run: FakeRun, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_message_and_changes_nothing(
+    run: FakeRun, arguments: list[str], message: str
+) -> None:
     before = snapshot(run.root, run.aside)
     result = tool(run.root, *paths(run), *arguments)
     assert result.returncode == 2
@@ -88,7 +115,16 @@ def test_without_tensorboard_it_says_what_is_missing(run: FakeRun) -> None:
     assert "pip install -e '.[observe]'" in result.stderr
     assert "Traceback" not in result.stderr
     assert snapshot(run.root, run.aside) == before
-    without = tool(run.root, "--to", 4, *paths(run)[:2], *paths(run)[4:], "--tensorboard-dir", "nowhere", before=absent)
+    without = tool(
+        run.root,
+        "--to",
+        4,
+        *paths(run)[:2],
+        *paths(run)[4:],
+        "--tensorboard-dir",
+        "nowhere",
+        before=absent,
+    )
     assert without.returncode == 0, without.stderr
 
 
@@ -104,8 +140,13 @@ def test_a_folder_that_cannot_be_written(run: FakeRun) -> None:
 def test_a_full_disk_is_said_and_the_same_command_goes_on(run: FakeRun) -> None:
     """No file may grow beyond 20,000 bytes, and what stays of the log is larger."""
     run.log.write_text("noise\n" * 10_000 + run.log.read_text())
-    ignore, size = "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)", "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))"
-    result = tool(run.root, "--to", 4, *paths(run), before=f"import resource, signal; {ignore}; {size}")
+    ignore, size = (
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))",
+    )
+    result = tool(
+        run.root, "--to", 4, *paths(run), before=f"import resource, signal; {ignore}; {size}"
+    )
     assert result.returncode == 2
     assert "File too large" in result.stderr
     assert "mend that, and give the same command again" in result.stderr
@@ -121,4 +162,6 @@ def test_a_full_disk_is_said_and_the_same_command_goes_on(run: FakeRun) -> None:
 def test_torch_is_not_loaded(run: FakeRun) -> None:
     """The tool is there in a second, on a login node, too."""
     watch = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))"
-    assert tool(run.root, "--to", 4, "--dry-run", *paths(run), before=watch).stdout.endswith("False\n")
+    assert tool(run.root, "--to", 4, "--dry-run", *paths(run), before=watch).stdout.endswith(
+        "False\n"
+    )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.save import Contents, save_checkpoint
-from megatron.config.cli import load_config, to_yaml
-from megatron.data.source import Place, build_sources
+from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.config.cli import dump_yaml, load_config
+from megatron.data.source import BatchSlice, build_sources
 from megatron.training.state import TrainState
 from tools import sample_idxs_to_text as tool
 
@@ -43,11 +43,19 @@ def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
     """What a run leaves behind."""
     config = load_config(run).config
     sources = build_sources(
-        config.data, seq_length=32, seed=config.batch.seed, train_samples=96, valid_samples=0, test_samples=0, place=Place(1)
+        config.data,
+        seq_length=32,
+        seed=config.batch.seed,
+        train_samples=96,
+        valid_samples=0,
+        test_samples=0,
+        batch_slice=BatchSlice(1),
     )
     sources.train.advance(consumed)
     state = TrainState(iteration=iteration, consumed_samples=consumed, data=sources.state())
-    save_checkpoint(root, Contents(iteration, None, state.to_json(), to_yaml(config)), [])
+    save_checkpoint(
+        root, CheckpointContents(iteration, None, state.to_json(), dump_yaml(config)), []
+    )
 
 
 def test_the_text_is_the_documents(capsys, run):
@@ -66,12 +74,16 @@ def test_the_text_is_the_documents(capsys, run):
 def test_iterations_follow_the_ramp(capsys, run):
     """Batches of 2 until 8 samples are consumed (4 iterations), then of 4."""
     shown = show(capsys, "--iterations", "4-6", "9", "--", *run)
-    headings = [re.match(r"sample (\d+) \(iteration (\d+)(.*?)\)", heading).groups() for heading, _ in shown]
+    headings = [
+        re.match(r"sample (\d+) \(iteration (\d+)(.*?)\)", heading).groups() for heading, _ in shown
+    ]
     expected = {4: range(6, 8), 5: range(8, 12), 6: range(12, 16), 9: range(24, 28)}
     assert [(int(sample), int(iteration)) for sample, iteration, _ in headings] == [
         (sample, iteration) for iteration, samples in expected.items() for sample in samples
     ]
-    assert {remark for _, iteration, remark in headings if iteration == "9"} == {", skipped: not trained on"}
+    assert {remark for _, iteration, remark in headings if iteration == "9"} == {
+        ", skipped: not trained on"
+    }
     by_sample = show(capsys, "--samples", "6-7", "--", *run)
     assert [text for _, text in by_sample] == [text for _, text in shown[:2]]
 
@@ -80,13 +92,17 @@ def test_from_a_checkpoint(capsys, run, tmp_path):
     save(tmp_path / "save", run, consumed=16, iteration=6)
     expected = show(capsys, "--samples", "3", "50", "--", *run)
     for where in ("save", "save/global_step6"):
-        assert show(capsys, "--samples", "3", "50", "--checkpoint", str(tmp_path / where)) == expected
+        assert (
+            show(capsys, "--samples", "3", "50", "--checkpoint", str(tmp_path / where)) == expected
+        )
 
 
 def test_after_a_new_seed_the_past_stays_as_it_was(capsys, run, tmp_path):
     save(tmp_path / "save", run, consumed=16, iteration=6)
     before = show(capsys, "--samples", "0-20", "--", *run)
-    after = show(capsys, "--samples", "0-20", "--", *run, "--seed", "7", "--load", str(tmp_path / "save"))
+    after = show(
+        capsys, "--samples", "0-20", "--", *run, "--seed", "7", "--load", str(tmp_path / "save")
+    )
     assert after[:16] == before[:16]
     assert after[16:] != before[16:]
 
@@ -112,12 +128,21 @@ def test_a_run_with_bare_thresholds_of_the_batch_size(capsys, run, tmp_path):
 def test_mistakes(capsys, run, tmp_path):
     assert "nothing is asked for" in fails(capsys, "--", *run)
     for word in ("3-1", "x", "0-3"):
-        assert f"--iterations {word} must be a number from 1 on" in fails(capsys, "--iterations", word, "--", *run)
+        assert f"--iterations {word} must be a number from 1 on" in fails(
+            capsys, "--iterations", word, "--", *run
+        )
     assert "sample 9999999 is not among the" in fails(capsys, "--samples", "9999999", "--", *run)
-    assert "has no pointer latest to a checkpoint" in fails(capsys, "--samples", "1", "--checkpoint", str(tmp_path))
+    assert "has no pointer latest to a checkpoint" in fails(
+        capsys, "--samples", "1", "--checkpoint", str(tmp_path)
+    )
     at = run.index("--global-batch-size")
-    without = [*run[:at], *run[at + len(["--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8"]) :]]
+    without = [
+        *run[:at],
+        *run[at + len(["--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8"]) :],
+    ]
     assert "give --world-size" in fails(capsys, "--iterations", "1", "--", *without)
     endless = [word for word in run if word not in ("--train-samples", "96")]
     assert "the run trains on no sample" in fails(capsys, "--samples", "1", "--", *endless)
-    assert "does not exist" in fails(capsys, "--samples", "1", "--", *run, "--data-path", str(tmp_path / "nowhere"))
+    assert "does not exist" in fails(
+        capsys, "--samples", "1", "--", *run, "--data-path", str(tmp_path / "nowhere")
+    )

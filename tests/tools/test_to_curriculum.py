@@ -61,7 +61,10 @@ def new_plan(old: list[str], found: dict[str, list[str]]) -> Plan:
 
 def test_tr8(capsys):
     found = translated(capsys, "--train-tokens", "300_000_000_000", "--", *arguments("tr8-104B"))
-    assert found["take out"] == ["--rampup-batch-size 16 16 6000000", "--lr-decay-samples 126953125"]
+    assert found["take out"] == [
+        "--rampup-batch-size 16 16 6000000",
+        "--lr-decay-samples 126953125",
+    ]
     assert found["change"] == ["--train-samples 300000000  ->  --train-samples 600_000_000"]
     assert found["put in"] == [
         "--train-tokens 300_000_000_000",
@@ -79,7 +82,9 @@ def test_tr8(capsys):
 
 
 def test_without_a_number_of_tokens_it_is_that_of_the_samples(capsys):
-    found = translated(capsys, "--total-step", "40000", "--min-difficulty=128", "--", *arguments("tr11-176B-ml"))
+    found = translated(
+        capsys, "--total-step", "40000", "--min-difficulty=128", "--", *arguments("tr11-176B-ml")
+    )
     assert f"--train-tokens {220_000_000 * 2048:_}" in found["put in"]
     assert f"--lr-decay-tokens {200_000_000 * 2048:_}" in found["put in"]
     assert "--curriculum-total-step 40_000" in found["put in"]
@@ -93,9 +98,12 @@ def test_the_new_command_line_is_one_that_runs_to_its_tokens(capsys):
     assert plan.warnings == ()
     assert plan.curriculum.total_curriculum_step == 4000 // 16 // 2
     assert plan.config.batch.train_tokens == plan.lr_schedule.decay_tokens == 4000 * 128
-    end = plan.forecast().iteration_reaching_tokens(4000 * 128, plan.train_iters)
+    end = plan.forecast().find_iteration_reaching_tokens(4000 * 128, plan.train_iters)
     assert end < plan.train_iters
-    assert any(line.startswith(f"- the run ends at iteration {end:,} ") for line in found["what comes of it"])
+    assert any(
+        line.startswith(f"- the run ends at iteration {end:,} ")
+        for line in found["what comes of it"]
+    )
 
 
 def test_the_block_for_deepspeed_is_the_same_curriculum(capsys, tmp_path):
@@ -105,16 +113,36 @@ def test_the_block_for_deepspeed_is_the_same_curriculum(capsys, tmp_path):
     path.write_text(output[output.index("\n{") : output.index("\n}") + 2])
     tokens = ["--train-tokens", "512_000", "--lr-decay-tokens", "512_000"]
     plan = resolve(
-        load_config([*SMALL, "--train-samples", "8000", *tokens, "--deepspeed", "--deepspeed_config", str(path)]).config, 1
+        load_config(
+            [
+                *SMALL,
+                "--train-samples",
+                "8000",
+                *tokens,
+                "--deepspeed",
+                "--deepspeed_config",
+                str(path),
+            ]
+        ).config,
+        1,
     )
     assert plan.curriculum == new_plan(RAMP, parts(output)).curriculum
 
 
 def test_a_run_by_iterations(capsys):
     """Iterations of warm-up and decay count as the final batch size; 100 of them are 1,600 samples."""
-    old = [*SMALL, *shlex.split("--train-iters 300 --rampup-batch-size 8 8 80 --lr-decay-iters 100 --lr-warmup-fraction 0.1")]
+    old = [
+        *SMALL,
+        *shlex.split(
+            "--train-iters 300 --rampup-batch-size 8 8 80 --lr-decay-iters 100 --lr-warmup-fraction 0.1"
+        ),
+    ]
     found = translated(capsys, "--", *old)
-    assert found["take out"] == ["--rampup-batch-size 8 8 80", "--lr-decay-iters 100", "--lr-warmup-fraction 0.1"]
+    assert found["take out"] == [
+        "--rampup-batch-size 8 8 80",
+        "--lr-decay-iters 100",
+        "--lr-warmup-fraction 0.1",
+    ]
     assert found["change"] == ["--train-iters 300  ->  --train-iters 600"]
     assert f"--lr-decay-tokens {1600 * 128:_}" in found["put in"]
     assert "--lr-warmup-iters 10" in found["put in"]
@@ -145,8 +173,13 @@ def test_steps_of_the_batch_size_go_out(capsys):
 
 def test_scripts_and_files(capsys, tmp_path: Path):
     script = tmp_path / "old.slurm"
-    script.write_text(f"#SBATCH --nodes=2\nTOTAL=4000\npython pretrain_gpt.py {shlex.join(SMALL)} --train-samples $TOTAL\n")
-    assert "--train-samples 4000  ->  --train-samples 8_000" in translated(capsys, "--min-difficulty", "16", str(script))["change"]
+    script.write_text(
+        f"#SBATCH --nodes=2\nTOTAL=4000\npython pretrain_gpt.py {shlex.join(SMALL)} --train-samples $TOTAL\n"
+    )
+    assert (
+        "--train-samples 4000  ->  --train-samples 8_000"
+        in translated(capsys, "--min-difficulty", "16", str(script))["change"]
+    )
     later = translated(capsys, "--", str(script), "--rampup-batch-size", "4", "4", "400")
     assert later["take out"] == ["--rampup-batch-size 4 4 400"]
     file = tmp_path / "old.yaml"
@@ -158,18 +191,32 @@ def test_scripts_and_files(capsys, tmp_path: Path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--", *RAMP, "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "5"], "--lr-decay-style WSD counts samples"),
+        (
+            ["--", *RAMP, "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "5"],
+            "--lr-decay-style WSD counts samples",
+        ),
         (["--", *RAMP, "--curriculum-schedule-type", "fixed_linear"], "has a curriculum already"),
         (["--", *RAMP[:-6]], "--train-iters or --train-samples"),
         (["--", *RAMP, "--global-batch-size", "None"], "--global-batch-size is not given"),
         (["--", *SMALL, "--eval-only", "--load", "x"], "the old command line says no end"),
         (["--", *RAMP, "--unknown"], "unknown flag --unknown"),
         (["--", *RAMP, "--rampup-batch-size", "4", "5", "400"], "INCREMENT must divide"),
-        (["--min-difficulty", "256", "--", *RAMP], "min_difficulty 256 must be at least 1 and at most max_difficulty 128"),
+        (
+            ["--min-difficulty", "256", "--", *RAMP],
+            "min_difficulty 256 must be at least 1 and at most max_difficulty 128",
+        ),
         (["--total-step", "0", "--", *RAMP], "--curriculum-total-step 0 must be at least 1"),
         (["--train-tokens", "0", "--", *RAMP], "--train-tokens 0 must be at least 1"),
         (
-            ["--difficulty-step", "2", "--", *RAMP, "--sequence-parallel", "--tensor-model-parallel-size", "4"],
+            [
+                "--difficulty-step",
+                "2",
+                "--",
+                *RAMP,
+                "--sequence-parallel",
+                "--tensor-model-parallel-size",
+                "4",
+            ],
             "must divide every sequence length",
         ),
         (["absent.slurm"], "absent.slurm cannot be read"),
@@ -186,7 +233,9 @@ def test_as_a_script():
     def started(*argv: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         command = [sys.executable, "tools/to_curriculum.py", *argv]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+        )
         return done.stdout
 
     assert "--train-tokens / B / S / 2" in started("--help")

@@ -21,7 +21,16 @@ class Runner:
 
     def argv(self, flags: str) -> list[str]:
         folder = str(self.folder)
-        paths = ["--data-path", self.data, "--data-cache-path", f"{folder}/cache", "--save", folder, "--load", folder]
+        paths = [
+            "--data-path",
+            self.data,
+            "--data-cache-path",
+            f"{folder}/cache",
+            "--save",
+            folder,
+            "--load",
+            folder,
+        ]
         return [*SIZES.split(), *paths, *flags.split()]
 
     def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:

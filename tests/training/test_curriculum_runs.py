@@ -34,10 +34,16 @@ def test_lengths_and_tokens_until_the_tokens_are_trained(run: Runner) -> None:
     output = run(f"{CURRICULUM} --tensorboard-dir {run.folder}/tensorboard")
     lines = [entry for entry in map(parse_log_line, output.splitlines()) if entry is not None]
     assert [entry["curriculum_seqlen"] for entry in lines] == LENGTHS
-    assert [entry["consumed_tokens"] for entry in lines] == [BATCH * sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS))]
-    assert [entry["consumed_samples"] for entry in lines] == [BATCH * (i + 1) for i in range(len(LENGTHS))]
+    assert [entry["consumed_tokens"] for entry in lines] == [
+        BATCH * sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS))
+    ]
+    assert [entry["consumed_samples"] for entry in lines] == [
+        BATCH * (i + 1) for i in range(len(LENGTHS))
+    ]
     assert list(lengths(run).values()) == LENGTHS
-    assert {entry["train_iters"] for entry in lines} == {20}  # as in the runs whose logs people have; the tokens ended it
+    assert {entry["train_iters"] for entry in lines} == {
+        20
+    }  # as in the runs whose logs people have; the tokens ended it
     # Operations grow faster than the length, because of attention.
     flops = [entry["gigaflops_without_embeddings"] for entry in run.metrics()]
     assert flops[4] - flops[3] > 4 * flops[0]
@@ -45,7 +51,9 @@ def test_lengths_and_tokens_until_the_tokens_are_trained(run: Runner) -> None:
 
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("curriculum_seqlen")] == list(enumerate(LENGTHS, 1))
+    assert [(point.step, point.value) for point in events.Scalars("curriculum_seqlen")] == list(
+        enumerate(LENGTHS, 1)
+    )
 
 
 def losses_of_cut_samples(argv: list[str], lengths: list[int]) -> list[float]:
@@ -66,8 +74,13 @@ def losses_of_cut_samples(argv: list[str], lengths: list[int]) -> list[float]:
     assert sources.train is not None
     losses = []
     for iteration, n in enumerate(lengths, 1):
-        whole = sources.train.next(BATCH)
-        cut = [dataclasses.replace(m, tokens=m.tokens[:, :n].contiguous(), labels=m.labels[:, :n].contiguous()) for m in whole]
+        whole = sources.train.read_batch(BATCH)
+        cut = [
+            dataclasses.replace(
+                m, tokens=m.tokens[:, :n].contiguous(), labels=m.labels[:, :n].contiguous()
+            )
+            for m in whole
+        ]
         losses.append(engine.train_batch(cut, iteration=iteration, lr=2e-3).loss)
     return losses
 
@@ -88,9 +101,14 @@ def test_the_plan_forecasts_the_run(run: Runner) -> None:
     run(f"{CURRICULUM} {DECAY}")
     plan = resolve(load_config(run.argv(f"{CURRICULUM} {DECAY}")).config, 1)
     forecast = plan.forecast()
-    assert forecast.iteration_reaching_tokens(TOKENS, plan.train_iters) == len(LENGTHS)
-    for entry, progress in zip(run.metrics(), forecast.at(range(1, len(LENGTHS) + 1)), strict=True):
-        assert (entry["consumed_tokens"], entry["curriculum_seqlen"]) == (progress.consumed_tokens, progress.seq_length)
+    assert forecast.find_iteration_reaching_tokens(TOKENS, plan.train_iters) == len(LENGTHS)
+    for entry, progress in zip(
+        run.metrics(), forecast.predict(range(1, len(LENGTHS) + 1)), strict=True
+    ):
+        assert (entry["consumed_tokens"], entry["curriculum_seqlen"]) == (
+            progress.consumed_tokens,
+            progress.seq_length,
+        )
         assert entry["learning_rate"] == progress.lr
 
 
@@ -98,7 +116,10 @@ def test_the_rate_decays_by_tokens_from_the_end_of_warm_up(run: Runner) -> None:
     run(f"{CURRICULUM} {DECAY}")
     rates = [entry["learning_rate"] for entry in run.metrics()]
     warmup_tokens = BATCH * (8 + 16)
-    decay = [2e-3 * (1 - (BATCH * sum(LENGTHS[:i]) - warmup_tokens) / (TOKENS - warmup_tokens)) for i in range(2, 9)]
+    decay = [
+        2e-3 * (1 - (BATCH * sum(LENGTHS[:i]) - warmup_tokens) / (TOKENS - warmup_tokens))
+        for i in range(2, 9)
+    ]
     assert rates[0] == pytest.approx(1e-3)  # half of the warm-up, which counts samples
     assert rates[1:] == pytest.approx(decay)
     assert rates[-1] == pytest.approx(0, abs=1e-9)
@@ -113,7 +134,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: Runner, other: Runner, cut:
     assert "successfully loaded checkpoint" in output
     assert curve(run) == curve(other)
     assert lengths(run) == lengths(other) == dict(enumerate(LENGTHS, 1))
-    assert [e["learning_rate"] for e in run.metrics()] == [e["learning_rate"] for e in other.metrics()]
+    assert [e["learning_rate"] for e in run.metrics()] == [
+        e["learning_rate"] for e in other.metrics()
+    ]
 
 
 def test_a_run_that_has_its_tokens_trains_no_more(run: Runner) -> None:
@@ -132,7 +155,9 @@ def test_a_skipped_range_counts_its_own_lengths(run: Runner) -> None:
     assert entries[6]["curriculum_seqlen"] == 32
     # The rate's tokens are those that were trained.
     trained, warmup_tokens = BATCH * (8 + 16 + 32), BATCH * (8 + 16)
-    assert entries[6]["learning_rate"] == pytest.approx(2e-3 * (1 - (trained - warmup_tokens) / (TOKENS - warmup_tokens)))
+    assert entries[6]["learning_rate"] == pytest.approx(
+        2e-3 * (1 - (trained - warmup_tokens) / (TOKENS - warmup_tokens))
+    )
 
 
 def test_tokens_may_end_inside_a_skipped_range(run: Runner) -> None:
@@ -147,7 +172,11 @@ EVALUATED = "--eval-interval 2 --eval-iters 4 --split 80,20,0"
 def evaluate(run: Runner, flags: str) -> float:
     """Validation loss of the weights in the run's folder; with the counters at zero, so on the first validation samples."""
     run(f"{flags} {EVALUATED} --eval-only --finetune")
-    return {entry["iteration"]: entry["validation"]["validation"] for entry in run.metrics() if "validation" in entry}[0]
+    return {
+        entry["iteration"]: entry["validation"]["validation"]
+        for entry in run.metrics()
+        if "validation" in entry
+    }[0]
 
 
 def test_evaluation_has_the_full_length_whatever_the_current_one(run: Runner) -> None:
@@ -155,20 +184,43 @@ def test_evaluation_has_the_full_length_whatever_the_current_one(run: Runner) ->
     run(f"{CURRICULUM} {EVALUATED} --exit-interval 2")
     inside = run.metrics()[-1]
     assert inside["curriculum_seqlen"] == 16
-    losses = [inside["validation"]["validation"], evaluate(run, CURRICULUM), evaluate(run, "--train-iters 20")]
+    losses = [
+        inside["validation"]["validation"],
+        evaluate(run, CURRICULUM),
+        evaluate(run, "--train-iters 20"),
+    ]
     assert losses[0] == losses[1] == losses[2]
-    assert evaluate(run, "--train-iters 20 --seq-length 16 --max-position-embeddings 32") != losses[0]
+    assert (
+        evaluate(run, "--train-iters 20 --seq-length 16 --max-position-embeddings 32") != losses[0]
+    )
 
 
 def test_root_and_discrete_schedules(run: Runner, other: Runner) -> None:
     tokens = "--train-tokens 400 --lr-decay-tokens 400 --train-iters 20"
-    run(f"--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 32 16 --curriculum-max-steps 2 3 {tokens}")
-    assert list(lengths(run).values()) == [8, 8, 32, 16, 16, 16, 16]  # 64 tokens, then 128, then 64 each
+    run(
+        f"--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 32 16 --curriculum-max-steps 2 3 {tokens}"
+    )
+    assert list(lengths(run).values()) == [
+        8,
+        8,
+        32,
+        16,
+        16,
+        16,
+        16,
+    ]  # 64 tokens, then 128, then 64 each
     other(
         "--curriculum-schedule-type fixed_root --curriculum-min-difficulty 8 --curriculum-total-step 4 --curriculum-root-degree 2 "
         f"--curriculum-max-difficulty 24 {tokens}"
     )
-    assert list(lengths(other).values()) == [16, 16, 16, 24, 24, 24]  # 8 + 16 x (1/2, 0.71, 0.87, 1), in steps of 8
+    assert list(lengths(other).values()) == [
+        16,
+        16,
+        16,
+        24,
+        24,
+        24,
+    ]  # 8 + 16 x (1/2, 0.71, 0.87, 1), in steps of 8
 
 
 LAYOUTS = {
@@ -253,7 +305,9 @@ def test_ranks_must_have_the_same_curriculum(run: Runner, pool: ProcessPool) -> 
     assert "curriculum.curriculum_total_step: 5 and 8" in str(outcomes[0].error)
 
 
-def test_a_yaml_file_is_the_same_run(run: Runner, other: Runner, tmp_path: Path, pool: ProcessPool) -> None:
+def test_a_yaml_file_is_the_same_run(
+    run: Runner, other: Runner, tmp_path: Path, pool: ProcessPool
+) -> None:
     run(CURRICULUM)
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -19,7 +19,7 @@ from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.ranks import Ranks
 from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.segments import Library
+from megatron.data.segments import DatasetRegistry
 from megatron.training.data_files import DataFiles
 from megatron.training.state import TrainState
 
@@ -198,9 +198,9 @@ def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
 ) -> None:
     on_hosts.succeed("--exit-interval 2")
     recorded = on_hosts.state(2)["data_digests"]
-    before = IndexedDataset(on_hosts.hosts[0] / "data").fingerprint()
+    before = IndexedDataset(on_hosts.hosts[0] / "data").compute_fingerprint()
     alter_between_samples(on_hosts.hosts[0] / "data.bin")
-    assert IndexedDataset(on_hosts.hosts[0] / "data").fingerprint() == before, (
+    assert IndexedDataset(on_hosts.hosts[0] / "data").compute_fingerprint() == before, (
         "else this shows nothing"
     )
     (error,) = on_hosts.errors("--train-iters 40 --save-interval 20", small_bytes=small_bytes)
@@ -225,9 +225,9 @@ def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
     on_hosts: OnHosts,
 ) -> None:
     held = threading.Event()
-    library = Library(str(on_hosts.run.folder / "cache"))
+    library = DatasetRegistry(str(on_hosts.run.folder / "cache"))
     prefix = str(on_hosts.hosts[0] / "data")
-    fingerprint = library.open(prefix).fingerprint()
+    fingerprint = library.open(prefix).compute_fingerprint()
     library.background.submit("a check that takes long", lambda: held.wait(30) and None)
     said: list[str] = []
     content.SMALL_BYTES = 0
@@ -252,7 +252,7 @@ def strip_digests(folder: Path) -> None:
         for name, value in manifest.state.items()
         if name not in ("data_digests", "tokenizer")
     }
-    (folder / MANIFEST).write_text(dataclasses.replace(manifest, state=state).to_text())
+    (folder / MANIFEST).write_text(dataclasses.replace(manifest, state=state).dump_json())
 
 
 def test_an_older_checkpoint_resumes_and_it_is_said_what_is_not_compared(on_hosts: OnHosts) -> None:

@@ -17,11 +17,18 @@ def curve(run: Runner) -> list[float]:
 
 
 @pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
-def test_a_grid_trains_as_one_process(positions: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_a_grid_trains_as_one_process(
+    positions: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     shape = f"{FLAGS} --num-layers 2 --position-embedding-type {positions}"
-    single, grid, plain = (Runner(pool, corpus, tmp_path / name) for name in ("single", "grid", "plain"))
+    single, grid, plain = (
+        Runner(pool, corpus, tmp_path / name) for name in ("single", "grid", "plain")
+    )
     single(shape)
-    grid(f"{shape} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", ranks=8)
+    grid(
+        f"{shape} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        ranks=8,
+    )
     assert curve(grid) == pytest.approx(curve(single), rel=1e-5)
     plain(f"{SIZE} --num-layers 2 --position-embedding-type {positions}")
     assert curve(plain) != pytest.approx(curve(single), rel=1e-5)
@@ -36,7 +43,9 @@ def test_data_without_ends_are_refused(pool: ProcessPool, corpus: str, tmp_path:
         writer.add_document(source.get(document, 0, int(source.sizes[document]) - 1))
     writer.finalize()
     run = Runner(pool, str(tmp_path / "endless"), tmp_path / "run")
-    assert "preprocess it with --append-eod, or leave these flags out" in run.error(f"{FLAGS} --split 1,0,0")
+    assert "preprocess it with --append-eod, or leave these flags out" in run.error(
+        f"{FLAGS} --split 1,0,0"
+    )
 
 
 def test_the_end_must_be_known(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:

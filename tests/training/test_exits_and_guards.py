@@ -50,7 +50,9 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, str(ROOT / "pretrain_gpt.py"), *run.argv("--train-iters 100000")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
@@ -61,7 +63,9 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
                 process.send_signal(signal.SIGTERM)
                 if ranks == 1:
                     time.sleep(0.02)
-                    process.send_signal(signal.SIGTERM)  # as srun passes on what Slurm has sent to the tasks, too
+                    process.send_signal(
+                        signal.SIGTERM
+                    )  # as srun passes on what Slurm has sent to the tasks, too
                 break
         rest, _ = process.communicate(timeout=60)
         watchdog.cancel()
@@ -84,7 +88,9 @@ print("ready", flush=True)
 while True:
     time.sleep(0.01)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for pause in (0.1, 0.1, 0.8):
@@ -108,7 +114,12 @@ def test_eval_and_named_validation_sets(run: Runner) -> None:
     del argv[at : at + 2]
     output = succeed(run.pool.run(1, pretrain, argv))
     found = [entry for entry in map(parse_validation_log_line, output.splitlines()) if entry]
-    assert [(entry["name"], entry["iteration"]) for entry in found] == [("left", 5), ("right", 5), ("left", 10), ("right", 10)]
+    assert [(entry["name"], entry["iteration"]) for entry in found] == [
+        ("left", 5),
+        ("right", 5),
+        ("left", 10),
+        ("right", 10),
+    ]
     assert found[0]["lm_loss"] != found[1]["lm_loss"]
 
 
@@ -147,7 +158,9 @@ def test_evaluation_goes_on_where_it_stood_after_a_resume(run: Runner, other: Ru
     run(flags)
     other(f"{flags} --exit-interval 4")
     other(flags)
-    validations = [[entry.get("validation") for entry in runner.metrics()] for runner in (run, other)]
+    validations = [
+        [entry.get("validation") for entry in runner.metrics()] for runner in (run, other)
+    ]
     assert validations[0] == validations[1]
 
 
@@ -177,17 +190,28 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
 
 def test_a_nan_step_is_counted_and_never_trained_on(run: Runner, pool: ProcessPool) -> None:
-    output = succeed(pool.run(1, poisoned_pretrain, run.argv("--lr-decay-style linear --lr-decay-iters 20 --split 1,0,0"), [4, 5]))
+    output = succeed(
+        pool.run(
+            1,
+            poisoned_pretrain,
+            run.argv("--lr-decay-style linear --lr-decay-iters 20 --split 1,0,0"),
+            [4, 5],
+        )
+    )
     line = next(line for line in output.splitlines() if " iteration        4/" in line)
     assert "number of skipped iterations:   1 | number of nan iterations:   1" in line
     metrics = {entry["iteration"]: entry for entry in run.metrics()}
-    assert metrics[4]["learning_rate"] == metrics[3]["learning_rate"]  # the rate waits for an applied step
+    assert (
+        metrics[4]["learning_rate"] == metrics[3]["learning_rate"]
+    )  # the rate waits for an applied step
     assert metrics[4]["consumed_samples"] == metrics[3]["consumed_samples"] + 4  # the data does not
     assert np.isfinite([metrics[i]["lm_loss"] for i in (6, 7, 8, 9, 10)]).all()
 
 
 def test_too_many_in_a_row_stop_the_run(run: Runner, pool: ProcessPool) -> None:
-    outcome = pool.run(1, poisoned_pretrain, run.argv("--max-nan-iterations 3"), list(range(3, 11)))[0]
+    outcome = pool.run(
+        1, poisoned_pretrain, run.argv("--max-nan-iterations 3"), list(range(3, 11))
+    )[0]
     assert outcome.kind == TrainingError.__name__
     assert "3 iterations in a row up to 5" in str(outcome.error)
     assert "--skip-train-iteration-range" in str(outcome.error)
@@ -206,10 +230,19 @@ def test_one_rank_with_another_configuration_is_named(run: Runner, pool: Process
 
 BAD = {
     "unknown flag": ("--hiden-size 32", "--hidden-size"),
-    "tensor size that does not divide": ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 must divide"),
+    "tensor size that does not divide": (
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3 must divide",
+    ),
     "world that does not fit": ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
-    "batch that does not divide": ("--global-batch-size 5", "--global-batch-size 5 must be divisible"),
-    "ramp with a batch that does not divide": ("--global-batch-size 8 --rampup-batch-size 2 3 100", "batch size 5"),
+    "batch that does not divide": (
+        "--global-batch-size 5",
+        "--global-batch-size 5 must be divisible",
+    ),
+    "ramp with a batch that does not divide": (
+        "--global-batch-size 8 --rampup-batch-size 2 3 100",
+        "batch size 5",
+    ),
     "skip range": ("--skip-train-iteration-range 9", "FIRST-LAST"),
     "skip range backwards": ("--skip-train-iteration-range 9-8", "FIRST-LAST"),
     "fp16 with bf16": ("--fp16 --bf16", "--bf16"),
@@ -217,7 +250,10 @@ BAD = {
     "missing YAML": ("--config /nowhere/run.yaml", "/nowhere/run.yaml"),
     "corpus too small": ("--seq-length 2_000_000", "tokens"),
     "token beyond the vocabulary": ("--vocab-size 3000", "3000"),
-    "pipeline": ("--num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2"),
+    "pipeline": (
+        "--num-layers 2 --pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+    ),
 }
 
 
@@ -253,10 +289,14 @@ def test_damaged_data_is_named_with_sizes(damage: str, run: Runner, tmp_path: Pa
 
 def test_a_late_bad_token_is_a_clear_error_too(run: Runner, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "late", np.uint16) as writer:
-        writer.add_document(np.zeros((1 << 20) + 10, np.uint16))  # beyond what is scanned at the start
+        writer.add_document(
+            np.zeros((1 << 20) + 10, np.uint16)
+        )  # beyond what is scanned at the start
         writer.add_document(np.full(5000, 4999, np.uint16))
         writer.finalize()
-    error = run.error(f"--data-path {tmp_path / 'late'} --vocab-size 100 --train-iters 8000 --split 1,0,0")
+    error = run.error(
+        f"--data-path {tmp_path / 'late'} --vocab-size 100 --train-iters 8000 --split 1,0,0"
+    )
     assert "4999" in error
     assert "100" in error
 
@@ -269,7 +309,9 @@ def test_traces_without_a_pointer(run: Runner) -> None:
     assert "global_step2" in error
     assert "--allow-fresh-start" in error
     (run.folder / "latest").write_text("global_step7")
-    assert "global_step7, which is not a finished checkpoint; there are: global_step2" in run.error()
+    assert (
+        "global_step7, which is not a finished checkpoint; there are: global_step2" in run.error()
+    )
     (run.folder / "latest").write_text("the newest one")
     assert "names no checkpoint" in run.error()
     (run.folder / "latest").unlink()

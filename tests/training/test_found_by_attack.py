@@ -24,7 +24,9 @@ def by_samples(run: Runner, flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(8, [4] * 5 + [8, 8]), (2, [4] * 5 + [2] * 10)])
-def test_another_batch_size_on_resume_trains_the_same_samples(batch: int, sizes: list[int], run: Runner) -> None:
+def test_another_batch_size_on_resume_trains_the_same_samples(
+    batch: int, sizes: list[int], run: Runner
+) -> None:
     from process_pool import pretrain, succeed
 
     succeed(run.pool.run(1, pretrain, by_samples(run, "--exit-interval 5")))
@@ -55,14 +57,19 @@ def test_no_rank_outlives_a_killed_torchrun(delay: float, run: Runner) -> None:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARKER_OF_TEST": marker.partition("=")[2]}
     process = subprocess.Popen(
-        [*command, *run.argv("--train-iters 100000")], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, *run.argv("--train-iters 100000")],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
     def alive() -> list[int]:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                marked = entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes()
+                marked = (
+                    entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes()
+                )
                 ours = marked and b"pretrain_gpt.py" in (entry / "cmdline").read_bytes()
             except OSError:
                 continue
@@ -99,7 +106,9 @@ def test_an_unusable_folder_is_found_before_training(run: Runner) -> None:
 def test_tensorboard_on_a_full_disk_does_not_stop_the_run(run: Runner, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(small)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(small)], capture_output=True
+    ).returncode:
         pytest.skip("NO TMPFS: mounting a small file system needs root")
     try:
         output = run(f"--train-iters 60 --tensorboard-dir {small}/tb --tensorboard-queue-size 2")
@@ -109,10 +118,14 @@ def test_tensorboard_on_a_full_disk_does_not_stop_the_run(run: Runner, tmp_path:
     assert run.metrics()[-1]["iteration"] == 60
 
 
-def test_a_full_disk_for_the_index_cache_is_an_error_with_words(run: Runner, tmp_path: Path) -> None:
+def test_a_full_disk_for_the_index_cache_is_an_error_with_words(
+    run: Runner, tmp_path: Path
+) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)], capture_output=True
+    ).returncode:
         pytest.skip("NO TMPFS: mounting a small file system needs root")
     try:
         error = run.error(f"--data-cache-path {small}")
@@ -122,7 +135,9 @@ def test_a_full_disk_for_the_index_cache_is_an_error_with_words(run: Runner, tmp
     assert "No space left" in error
 
 
-@pytest.mark.parametrize("flag", ["--save", "--load", "--data-path", "--kill-switch-path", "--tensorboard-dir"])
+@pytest.mark.parametrize(
+    "flag", ["--save", "--load", "--data-path", "--kill-switch-path", "--tensorboard-dir"]
+)
 def test_an_unset_shell_variable_is_named(flag: str, run: Runner) -> None:
     from process_pool import pretrain
 
@@ -215,12 +230,15 @@ def test_a_replacement_that_was_cut_off_is_undone(run: Runner) -> None:
 def test_an_overridden_schedule_is_said(run: Runner) -> None:
     run("--exit-interval 2")
     output = run("--lr 1e-3 --override-lr-scheduler --exit-interval 3")
-    assert "--override-lr-scheduler changes the learning rate: --lr: 0.001 here, 0.002 in the checkpoint" in output
+    assert (
+        "--override-lr-scheduler changes the learning rate: --lr: 0.001 here, 0.002 in the checkpoint"
+        in output
+    )
 
 
 def test_two_positions_that_disagree_are_damage(run: Runner) -> None:
     run("--exit-interval 2")
     manifest = read_manifest(run.folder / "global_step2")
     manifest.state["consumed_samples"] += 4
-    (run.folder / "global_step2" / "manifest.json").write_text(manifest.to_text())
+    (run.folder / "global_step2" / "manifest.json").write_text(manifest.dump_json())
     assert "counts 12 consumed samples and its data stand at 8" in run.error()

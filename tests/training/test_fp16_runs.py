@@ -17,7 +17,9 @@ FP16 = f"{SIZES} --fp16 --initial-loss-scale 65536"
 
 
 @pytest.fixture(scope="module")
-def in_fp32(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def in_fp32(
+    pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
     """Losses of one process in fp32."""
     alone = Runner(pool, corpus, tmp_path_factory.mktemp("fp32"))
     alone(SIZES)
@@ -35,7 +37,9 @@ def of_metrics(run: Runner, key: str) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_are_within_a_percent_of_fp32(run: Runner, in_fp32: dict[int, float], layout: str) -> None:
+def test_losses_are_within_a_percent_of_fp32(
+    run: Runner, in_fp32: dict[int, float], layout: str
+) -> None:
     ranks, flags = LAYOUTS[layout]
     run(f"{FP16} {flags}", ranks)
     assert 0 < distance(run.losses(), in_fp32) < 0.01
@@ -55,18 +59,24 @@ def pretrain_with_overflow(argv: list[str], victim: int) -> list[bool]:
 
     import torch
 
-    from megatron.engine.native import NativeEngine, _local
+    from megatron.engine.native import NativeEngine, _get_local_tensor
 
     changed: list[bool] = []
     original = NativeEngine._apply_gradients
 
     def disturbed(engine: NativeEngine, *arguments):
         if len(changed) + 1 == OVERFLOW_AT and int(os.environ["RANK"]) == victim:
-            master = next(m for m in engine._masters if m.spec.cut_dim is None and m.weight.numel())
-            _local(master.model.grad).view(-1)[0] = torch.inf
-        before = [m.weight.detach().clone() for m in engine._masters] + [_local(m.model).detach().clone() for m in engine._masters]
+            master = next(
+                m for m in engine._masters if m.spec.shard_dim is None and m.weight.numel()
+            )
+            _get_local_tensor(master.model.grad).view(-1)[0] = torch.inf
+        before = [m.weight.detach().clone() for m in engine._masters] + [
+            _get_local_tensor(m.model).detach().clone() for m in engine._masters
+        ]
         result = original(engine, *arguments)
-        after = [m.weight for m in engine._masters] + [_local(m.model) for m in engine._masters]
+        after = [m.weight for m in engine._masters] + [
+            _get_local_tensor(m.model) for m in engine._masters
+        ]
         changed.append(not all(map(torch.equal, before, after)))
         return result
 
@@ -80,7 +90,9 @@ def pretrain_with_overflow(argv: list[str], victim: int) -> list[bool]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_an_overflow_on_one_rank_drops_the_step_on_all(run: Runner, other: Runner, layout: str, victim: int) -> None:
+def test_an_overflow_on_one_rank_drops_the_step_on_all(
+    run: Runner, other: Runner, layout: str, victim: int
+) -> None:
     ranks, flags = LAYOUTS[layout]
     flags = f"{FP16} {DECAY} {flags} --hysteresis 1"
     outcomes = run.pool.run(ranks, pretrain_with_overflow, run.argv(flags), victim)
@@ -94,8 +106,8 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(run: Runner, other: Runne
     assert [line["consumed_samples"] for line in lines] == [4 * i for i in range(1, 9)]
     other(flags, ranks)
     # The rate is the next step's; the dropped step did not advance it.
-    undisturbed = of_metrics(other, "learning_rate")
-    assert of_metrics(run, "learning_rate") == [*undisturbed[:2], *undisturbed[1:-1]]
+    ensure_undisturbed = of_metrics(other, "learning_rate")
+    assert of_metrics(run, "learning_rate") == [*ensure_undisturbed[:2], *ensure_undisturbed[1:-1]]
     assert list(run.losses().values())[:2] == list(other.losses().values())[:2]
     assert run.losses()[4] != other.losses()[4]
 
@@ -121,7 +133,9 @@ def test_a_static_scale_stays(run: Runner, in_fp32: dict[int, float]) -> None:
 
 def test_a_static_scale_that_always_overflows_ends_the_run(run: Runner) -> None:
     error = run.error("--fp16 --loss-scale 1e12 --max-nan-iterations 3")
-    assert error.startswith("TrainingError: 3 iterations in a row up to 3 had a loss or gradient that is not finite")
+    assert error.startswith(
+        "TrainingError: 3 iterations in a row up to 3 had a loss or gradient that is not finite"
+    )
     assert "leave out --loss-scale 1000000000000.0, which is static" in error
     assert of_metrics(run, "nan_iterations") == [1, 1, 1]
 
@@ -134,7 +148,11 @@ def test_a_resumed_search_goes_on(run: Runner, other: Runner, layout: str) -> No
     other(flags, ranks)
     run(f"{flags} --exit-interval 4", ranks)
     run(f"{flags} --require-load", ranks)
-    assert of_metrics(run, "loss_scale") == of_metrics(other, "loss_scale") == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
+    assert (
+        of_metrics(run, "loss_scale")
+        == of_metrics(other, "loss_scale")
+        == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
+    )
     assert run.losses() == other.losses()
 
 

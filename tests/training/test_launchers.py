@@ -12,7 +12,14 @@ from process_pool import ProcessPool, pretrain, succeed
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "torch.distributed.launch": ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "29741"],
+    "torch.distributed.launch": [
+        "-m",
+        "torch.distributed.launch",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "29741",
+    ],
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29742"],
 }
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,7 +33,12 @@ def test_launchers(launcher: str, pool: ProcessPool, corpus: str, tmp_path: Path
     flags = NO_DROPOUT, "--zero-stage 2 --micro-batch-size 2 --deepspeed --exit-interval 2"
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], "pretrain_gpt.py", *command(tmp_path / "launched", corpus, "gpt2", "ramp", *flags)],
+        [
+            sys.executable,
+            *LAUNCHERS[launcher],
+            "pretrain_gpt.py",
+            *command(tmp_path / "launched", corpus, "gpt2", "ramp", *flags),
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,

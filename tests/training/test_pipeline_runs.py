@@ -19,10 +19,26 @@ def test_the_schedule_and_its_idle_time_are_said_once_each(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
-        ("--num-layers 2 --pipeline-model-parallel-size 4", 4, "must not exceed --num-layers 2: each stage needs a layer"),
-        (f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 3", 2, "must divide --num-layers 4; use 1, 2"),
-        (f"{PIPELINE} --pp-partition-method by-weight", 2, "--pp-partition-method by-weight is unknown"),
-        (f"{PIPELINE} --pp-partition-method parameters --num-layers-per-virtual-pipeline-stage 1", 2, "--pp-partition-method"),
+        (
+            "--num-layers 2 --pipeline-model-parallel-size 4",
+            4,
+            "must not exceed --num-layers 2: each stage needs a layer",
+        ),
+        (
+            f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 3",
+            2,
+            "must divide --num-layers 4; use 1, 2",
+        ),
+        (
+            f"{PIPELINE} --pp-partition-method by-weight",
+            2,
+            "--pp-partition-method by-weight is unknown",
+        ),
+        (
+            f"{PIPELINE} --pp-partition-method parameters --num-layers-per-virtual-pipeline-stage 1",
+            2,
+            "--pp-partition-method",
+        ),
         ("--fp16 --bf16", 1, "--fp16 and --bf16 exclude each other"),
         ("--checkpoint-activations --checkpoint-fraction 4/3", 1, "must be a part of the layers"),
         (
@@ -31,7 +47,11 @@ def test_the_schedule_and_its_idle_time_are_said_once_each(run: Runner) -> None:
             1,
             "leave out --rampup-batch-size",
         ),
-        (f"{PIPELINE} --tensor-model-parallel-size 2", 2, "must divide the number of processes, 2; start 4 processes"),
+        (
+            f"{PIPELINE} --tensor-model-parallel-size 2",
+            2,
+            "must divide the number of processes, 2; start 4 processes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("--") else "",
 )

@@ -34,7 +34,9 @@ def test_a_checkpoint_without_the_optimizer_says_so(run: Runner, other: Runner) 
 
 def test_another_architecture_is_refused_with_all_differences(run: Runner) -> None:
     run("--exit-interval 2")
-    error = run.error("--hidden-size 64 --num-attention-heads 4 --embed-layernorm --normalization RMSNorm")
+    error = run.error(
+        "--hidden-size 64 --num-attention-heads 4 --embed-layernorm --normalization RMSNorm"
+    )
     for part in (
         "--hidden-size is 32 in it, and 64 here",
         "--num-attention-heads",

@@ -30,11 +30,15 @@ def train_only(argv: list[str], iterations: list[int]) -> list[float]:
     losses = []
     for iteration in iterations:
         sources.train.load(sources.train.state() | {"consumed_samples": (iteration - 1) * BATCH})
-        losses.append(engine.train_batch(sources.train.next(BATCH), iteration=iteration, lr=2e-3).loss)
+        losses.append(
+            engine.train_batch(sources.train.read_batch(BATCH), iteration=iteration, lr=2e-3).loss
+        )
     return losses
 
 
-def test_curve_after_a_skip_is_that_of_a_run_that_never_saw_the_batches(run: Runner, pool: ProcessPool) -> None:
+def test_curve_after_a_skip_is_that_of_a_run_that_never_saw_the_batches(
+    run: Runner, pool: ProcessPool
+) -> None:
     output = run("--skip-train-iteration-range 4-5 6-7")
     assert output.count("Skipped iterations 4 to 7 due to --skip-train-iteration-range flag.") == 1
     kept = [1, 2, 3, 8, 9, 10]
@@ -50,12 +54,16 @@ def test_curve_after_a_skip_is_that_of_a_run_that_never_saw_the_batches(run: Run
 
 @pytest.mark.parametrize("again", ["", "--skip-train-iteration-range 4-7"])
 @pytest.mark.parametrize("cut", [2, 4, 7, 8])
-def test_a_restart_neither_skips_nor_trains_twice(run: Runner, other: Runner, cut: int, again: str) -> None:
+def test_a_restart_neither_skips_nor_trains_twice(
+    run: Runner, other: Runner, cut: int, again: str
+) -> None:
     """With and without the flag on the second launch, wherever the first one ended: inside the range that is at its end."""
     other("--skip-train-iteration-range 4-7")
     run(f"--skip-train-iteration-range 4-7 --exit-interval {cut}")
     output = run(again)
-    assert ("the checkpoint's --skip-train-iteration-range 4-7 holds on" in output) == (cut < 4 and not again)
+    assert ("the checkpoint's --skip-train-iteration-range 4-7 holds on" in output) == (
+        cut < 4 and not again
+    )
     assert run.losses() == other.losses()
 
 
@@ -104,7 +112,9 @@ def test_override_follows_the_new_curve_from_its_first_step(run: Runner) -> None
     assert rates[5] == pytest.approx(4e-3 * 0.75)
     # From then on the new schedule is the checkpoint's.
     run("--lr 4e-3 --lr-decay-style linear --lr-decay-iters 20 --train-iters 11")
-    assert {e["iteration"]: e["learning_rate"] for e in run.metrics()}[11] == pytest.approx(4e-3 * 0.45)
+    assert {e["iteration"]: e["learning_rate"] for e in run.metrics()}[11] == pytest.approx(
+        4e-3 * 0.45
+    )
 
 
 def test_the_checkpoints_schedule_can_be_kept(run: Runner) -> None:

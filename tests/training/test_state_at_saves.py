@@ -13,7 +13,7 @@ from checkpoint_damage import make_format_2, poison
 from process_pool import Outcome, PerRank, ProcessPool, pretrain, succeed
 from runs import Runner
 
-from megatron.checkpoint.folder import pointed_iteration, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.manifest import read_index, read_manifest
 from megatron.checkpoint.verification import verify
 
@@ -109,7 +109,7 @@ def error_of(outcomes: list[Outcome]) -> str:
 def check_only(folder: Path, iteration: int) -> None:
     """One checkpoint, whole and finite, and nothing of another one."""
     assert [entry.name for entry in folder.glob("global_step*")] == [f"global_step{iteration}"]
-    assert pointed_iteration(folder) == iteration
+    assert read_pointed_iteration(folder) == iteration
     found = verify(folder / f"global_step{iteration}")
     assert found.damage == found.not_finite == ()
 
@@ -194,11 +194,11 @@ def test_a_run_whose_steps_are_all_dropped_keeps_its_good_checkpoints(
 ) -> None:
     flags = "--save-interval 1 --keep-latest-checkpoints 2"
     succeed(pool.run(1, pretrain_dropping, run.argv(flags), 5))
-    assert saved_iterations(run.folder) == [3, 4, 10]
+    assert list_saved_iterations(run.folder) == [3, 4, 10]
     states = {i: read_manifest(run.folder / f"global_step{i}").state for i in (3, 4, 10)}
     assert [state["applied_steps"] for state in states.values()] == [3, 4, 4]
     run(f"{flags} --train-iters 12")  # a resume goes on counting
-    assert saved_iterations(run.folder) == [11, 12]
+    assert list_saved_iterations(run.folder) == [11, 12]
 
 
 def test_a_checkpoint_of_format_2_is_continued(run: Runner, other: Runner) -> None:
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_format_2_is_continued(run: Runner, other: Runner) -> No
     make_format_2(run.folder / "global_step4")
     output = run("--save-interval 2 --keep-latest-checkpoints 2")
     assert "successfully loaded checkpoint" in output
-    assert saved_iterations(run.folder) == [8, 10]
+    assert list_saved_iterations(run.folder) == [8, 10]
     manifest = read_manifest(run.folder / "global_step10")
     assert manifest.state["applied_steps"] == 6
     assert [entry[3] for entry in manifest.course] == [2, 4]
@@ -229,7 +229,7 @@ def test_a_checkpoint_with_nan_is_refused_at_the_start(ranks: int, run: Runner) 
     assert f"{name.partition('/')[2]} (exp_avg): 3 NaN of" in error
     assert "rollback.py" in error
     assert (
-        pointed_iteration(run.folder) == 2
+        read_pointed_iteration(run.folder) == 2
     )  # it is not set aside: what to skip is the operator's decision
     run(f"{flags} --no-load-optim", ranks)  # only the moments are bad
     assert max(run.losses()) == 10

@@ -23,7 +23,7 @@ def make_old(folder: Path) -> None:
     manifest = read_manifest(folder)
     facts = {"bytes": digest.bytes, "xxh128": digest.xxh128}
     manifest = dataclasses.replace(manifest, files={**manifest.files, CONFIG: facts})
-    (folder / MANIFEST).write_text(manifest.to_text())
+    (folder / MANIFEST).write_text(manifest.dump_json())
 
 
 def test_an_old_run_with_bare_thresholds_goes_on_in_samples(run: Runner, other: Runner) -> None:

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_damage import flip
 from launches import Job
 
-from megatron.checkpoint.folder import point_to, saved_iterations
+from megatron.checkpoint.folder import list_saved_iterations, point_to
 
 NewJob = Callable[..., Job]
 EVERY_3 = "--train-iters 12 --save-interval 3"
@@ -29,7 +29,7 @@ def test_a_course_that_was_given_up_is_not_fallen_back_to(new_job: NewJob) -> No
     roll_back(job, 3)
     rolled = new_job("rolled", ROLLED_BACK, folder=job.folder, metrics=job.metrics_file)
     rolled.succeed("--exit-interval 7")
-    assert saved_iterations(job.folder) == [3, 6, 7, 9]
+    assert list_saved_iterations(job.folder) == [3, 6, 7, 9]
     flip(job.folder / "global_step7" / "rank_00000.safetensors")
     output = rolled.succeed("--exit-interval 8")
     assert "going on from global_step3" in output
@@ -53,7 +53,10 @@ def test_without_manifest_and_course_nothing_is_guessed(new_job: NewJob) -> None
     flip(job.folder / "global_step9" / "manifest.json", position=200)
     (job.folder / "course.json").unlink()
     error = job.fail()
-    assert "which older ones the run came through cannot be read; there are: global_step3, global_step6" in error
+    assert (
+        "which older ones the run came through cannot be read; there are: global_step3, global_step6"
+        in error
+    )
     roll_back(job, 6)
     job.succeed("--exit-interval 7")
 
@@ -62,22 +65,32 @@ def test_retention_leaves_what_is_of_another_course(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
     roll_back(job, 3)
-    rolled = new_job("rolled", f"{ROLLED_BACK} --keep-latest-checkpoints 2", folder=job.folder, metrics=job.metrics_file)
+    rolled = new_job(
+        "rolled",
+        f"{ROLLED_BACK} --keep-latest-checkpoints 2",
+        folder=job.folder,
+        metrics=job.metrics_file,
+    )
     rolled.succeed("--exit-interval 7")
-    assert saved_iterations(job.folder) == [3, 6, 7, 9]
+    assert list_saved_iterations(job.folder) == [3, 6, 7, 9]
     output = rolled.succeed("--exit-interval 10")
     assert "removed by --keep-latest-checkpoints: global_step3" in output
-    assert saved_iterations(job.folder) == [6, 9, 10]  # 9 has been replaced by this course's
+    assert list_saved_iterations(job.folder) == [6, 9, 10]  # 9 has been replaced by this course's
     rolled.succeed()
-    assert saved_iterations(job.folder) == [6, 10, 12]
+    assert list_saved_iterations(job.folder) == [6, 10, 12]
 
 
 def test_checkpoints_that_a_jump_moved_are_kept(new_job: NewJob) -> None:
-    job = new_job("job", f"{EVERY_3} --skip-train-iteration-range 5-7 --save-at 6 --keep-latest-checkpoints 1")
+    job = new_job(
+        "job", f"{EVERY_3} --skip-train-iteration-range 5-7 --save-at 6 --keep-latest-checkpoints 1"
+    )
     job.succeed()
-    assert saved_iterations(job.folder) == [7, 12]
+    assert list_saved_iterations(job.folder) == [7, 12]
     manifest = json.loads((job.folder / "global_step12" / "manifest.json").read_text())
-    assert [[iteration, keep] for iteration, _, keep, _ in manifest["course"]] == [[7, True], [9, False]]
+    assert [[iteration, keep] for iteration, _, keep, _ in manifest["course"]] == [
+        [7, True],
+        [9, False],
+    ]
 
 
 def test_finetuning_over_its_source_is_refused(new_job: NewJob) -> None:
@@ -95,7 +108,9 @@ def test_no_random_weights_where_some_were_asked_for(flag: str, new_job: NewJob)
     source.succeed("--exit-interval 3")
     error = job.fail(f"{flag} --load {source.folder.parent}/nowhere")
     assert "leads to no checkpoint" in error or "nothing to load" in error
-    assert "is one checkpoint; give its run's folder" in job.fail(f"{flag} --load {source.folder}/global_step3")
+    assert "is one checkpoint; give its run's folder" in job.fail(
+        f"{flag} --load {source.folder}/global_step3"
+    )
 
 
 def test_the_first_checkpoint_is_found_without_pointers(new_job: NewJob) -> None:
@@ -115,15 +130,20 @@ def test_what_cannot_be_removed_stops_nothing(new_job: NewJob, tmp_path: Path) -
     (job.folder / "global_step3").rename(tmp_path / "elsewhere")
     (job.folder / "global_step3").symlink_to(tmp_path / "elsewhere")
     job.succeed()
-    assert saved_iterations(job.folder) == [12]
+    assert list_saved_iterations(job.folder) == [12]
     assert (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("asynchronous", ["", "--async-save"])
-def test_what_was_being_written_survives_a_training_error(asynchronous: str, new_job: NewJob) -> None:
-    job = new_job("job", f"--train-iters 12 --save-interval 1 --lr 1e30 --clip-grad 0 --max-nan-iterations 1 {asynchronous}")
+def test_what_was_being_written_survives_a_training_error(
+    asynchronous: str, new_job: NewJob
+) -> None:
+    job = new_job(
+        "job",
+        f"--train-iters 12 --save-interval 1 --lr 1e30 --clip-grad 0 --max-nan-iterations 1 {asynchronous}",
+    )
     assert "not finite" in job.fail()
-    last = max(saved_iterations(job.folder))
+    last = max(list_saved_iterations(job.folder))
     job.check(last)
 
 
@@ -131,21 +151,33 @@ SAVE = """
 import locale, sys, torch
 from pathlib import Path
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import Contents, save_checkpoint
-from megatron.parallel.chunk import Chunk
+from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.parallel.shard import TensorShard
 print(locale.getpreferredencoding(False))
 root = Path(sys.argv[1])
 text = "checkpoint: {save: k\\u00e9}"
-save_checkpoint(root, Contents(1, None, {}, text), [Chunk("weight", "w", (1,), (0,), torch.ones(1), True)])
+save_checkpoint(root, CheckpointContents(1, None, {}, text), [TensorShard("weight", "w", (1,), (0,), torch.ones(1), True)])
 print(open_checkpoint(root, 1).config_yaml == text)
 """
 
 
 def test_the_locale_changes_no_byte(tmp_path: Path) -> None:
     """Python's own UTF-8 mode is off, as in an old locale on a cluster."""
-    subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(tmp_path / "en_US.ISO-8859-1")], check=True)
-    environment = {**os.environ, "LOCPATH": str(tmp_path), "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
+    subprocess.run(
+        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(tmp_path / "en_US.ISO-8859-1")],
+        check=True,
+    )
+    environment = {
+        **os.environ,
+        "LOCPATH": str(tmp_path),
+        "LC_ALL": "en_US.ISO-8859-1",
+        "PYTHONUTF8": "0",
+    }
     run = subprocess.run(
-        [sys.executable, "-c", SAVE, str(tmp_path / "run")], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SAVE, str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert run.stdout.split() == ["ISO-8859-1", "True"]

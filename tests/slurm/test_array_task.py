@@ -41,7 +41,9 @@ class TinyRun:
     def submit(self, *options: str, **variables: str) -> str:
         """The job's number."""
         where = f"--output={self.folder}/%x-%A.out"
-        told = self.cluster.run("sbatch", f"--chdir={ROOT}", where, *options, SCRIPT, TINY=str(self.folder), **variables)
+        told = self.cluster.run(
+            "sbatch", f"--chdir={ROOT}", where, *options, SCRIPT, TINY=str(self.folder), **variables
+        )
         return told.split()[-1]
 
     def main_log(self) -> str:
@@ -53,14 +55,19 @@ class TinyRun:
         while not condition():
             if time.monotonic() > end:
                 queue = self.cluster.run("squeue", "--array", "--states=all")
-                pytest.fail(f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{self.main_log()[-3000:]}")
+                pytest.fail(
+                    f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{self.main_log()[-3000:]}"
+                )
             time.sleep(0.1)
 
     def wait_for_line(self, text: str, times: int = 1) -> None:
         self.wait_for(lambda: self.main_log().count(text) >= times, f"{text!r} {times} times")
 
     def wait_for_end(self, job: str) -> None:
-        self.wait_for(lambda: not self.cluster.run("squeue", "--noheader", "--job", job).strip(), f"the end of {job}")
+        self.wait_for(
+            lambda: not self.cluster.run("squeue", "--noheader", "--job", job).strip(),
+            f"the end of {job}",
+        )
 
     def curve(self) -> dict[int, tuple[float, float]]:
         """Of each iteration what was trained last; that a repeated one repeats its loss is asserted."""
@@ -86,7 +93,12 @@ class TinyRun:
                 except OSError:
                     continue
                 own = {word.encode() for word in mine} <= set(environment)
-                if own and b"pretrain_gpt.py" in words and b"-u" in words[:2] and not words[0].endswith(b"srun"):
+                if (
+                    own
+                    and b"pretrain_gpt.py" in words
+                    and b"-u" in words[:2]
+                    and not words[0].endswith(b"srun")
+                ):
                     found.append(int(entry.name))
         return found
 
@@ -112,23 +124,34 @@ def plain_arguments(folder: Path, **variables: int) -> list[str]:
     folder.mkdir(exist_ok=True)
     script = folder / "tiny.slurm"
     script.write_text(text)
-    return [str(ROOT / word) if word.startswith("tests/") else word for word in read_launch_script(script).arguments]
+    return [
+        str(ROOT / word) if word.startswith("tests/") else word
+        for word in read_launch_script(script).arguments
+    ]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[int, tuple[float, float]]]:
+def uninterrupted(
+    pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[int, tuple[float, float]]]:
     """The curve of the script's own command line, in one piece, for so many samples."""
 
     def run(samples: int) -> dict[int, tuple[float, float]]:
         folder = tmp_path_factory.mktemp("whole")
-        succeed(pool.run(4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)))
+        succeed(
+            pool.run(
+                4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)
+            )
+        )
         entries = read_metrics(folder / "tiny-logs" / "logs" / "metrics.jsonl")
         return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
 
     return run
 
 
-def test_elements_follow_each_other(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
+def test_elements_follow_each_other(
+    tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
+) -> None:
     """Four elements of ten iterations; the fourth completes the training, and the fifth is not needed."""
     job = tiny.submit("--array=1-5%1")
     tiny.wait_for_end(job)
@@ -138,19 +161,26 @@ def test_elements_follow_each_other(tiny: TinyRun, uninterrupted: Callable[[int]
     assert told == [
         (str(n), word) for n in range(1, 5) for word in ("starts", f"ended at iteration {10 * n}")
     ]  # strictly one after another
-    assert [int(found) for found in re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)] == [10, 20, 30]
+    assert [
+        int(found)
+        for found in re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)
+    ] == [10, 20, 30]
     assert "training is complete at iteration 40" in log
     assert f"what is still pending of array {job} is cancelled" in log
     assert tiny.curve() == uninterrupted(576)
     assert len(tiny.curve()) == 40
 
 
-def test_a_bad_night(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]) -> None:
+def test_a_bad_night(
+    tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
+) -> None:
     """One element: a rank is killed, then a node dies, then a signal before the limit; the next element waits for its end. Nothing
     is lost."""
     samples = 64 + 16 * 72
     job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
-    after = tiny.submit(f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    after = tiny.submit(
+        f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000"
+    )
     tiny.wait_for_line(SAVED, 3)
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
     tiny.wait_for_line(f"job {job} is requeued: crashed")
@@ -163,7 +193,10 @@ def test_a_bad_night(tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tup
     tiny.cluster.run("scancel", "--signal=USR1", job)
     tiny.wait_for_line("received a signal to stop")
     tiny.wait_for_end(job)
-    assert f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order" in tiny.main_log()
+    assert (
+        f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order"
+        in tiny.main_log()
+    )
     tiny.wait_for_end(after)
     assert "training is complete at iteration 80" in tiny.main_log()
     restarts = [(attempt["job"], attempt["restart"]) for attempt in tiny.attempts()]
@@ -237,21 +270,35 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
     chronicles = tiny.folder / "chronicles.md"
     asked = ["--to", "10", "--skip", "13-14", "--lr", "5e-4", "--reason", "spike"]
     done = subprocess.run(
-        [sys.executable, "tools/rollback.py", str(tiny.checkpoints), *asked, f"--main-log={log}", f"--chronicles={chronicles}"],
+        [
+            sys.executable,
+            "tools/rollback.py",
+            str(tiny.checkpoints),
+            *asked,
+            f"--main-log={log}",
+            f"--chronicles={chronicles}",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    flags = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("--skip-train-iteration-range"))
+    flags = next(
+        line.strip()
+        for line in done.stdout.splitlines()
+        if line.strip().startswith("--skip-train-iteration-range")
+    )
     switch.unlink()
     assert sorted(tiny.curve()) == list(range(1, 11))
     again = tiny.submit("--array=1-5%1", INTERVENTION_ARGS=flags)
     tiny.wait_for_end(again)
     assert "training is complete at iteration 40" in tiny.main_log()
     assert "Skipped iterations 13 to 14" in tiny.main_log()
-    iterations = [entry["iteration"] for entry in read_metrics(tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl")]
+    iterations = [
+        entry["iteration"]
+        for entry in read_metrics(tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl")
+    ]
     assert iterations == [*range(1, 13), *range(15, 41)]
     assert "spike" in chronicles.read_text()
     # The same intervention without a cluster.
@@ -259,13 +306,17 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
     succeed(pool.run(4, pretrain, arguments))
     succeed(pool.run(4, pretrain, [*arguments, *flags.split(), "--exit-interval", "100"]))
     entries = read_metrics(tiny.folder / "plain" / "tiny-logs" / "logs" / "metrics.jsonl")
-    assert tiny.curve() == {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
+    assert tiny.curve() == {
+        entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries
+    }
 
 
 @pytest.mark.full
 def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
     """Where nothing was asked for before it: SIGTERM, and KillWait to save in. Slurm looks every 30 seconds."""
-    job = tiny.submit("--time=00:01:00", "--signal=B:CONT@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000")
+    job = tiny.submit(
+        "--time=00:01:00", "--signal=B:CONT@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000"
+    )
     tiny.wait_for_line(SAVED)
     tiny.wait_for_end(job)
     last = max(tiny.curve())
@@ -284,7 +335,9 @@ def test_what_an_operator_cancels_stays_cancelled(tiny: TinyRun) -> None:
 
 
 def test_a_check_that_no_node_passes_accuses_none(tiny: TinyRun) -> None:
-    job = tiny.submit("--array=1-3%1", ELEMENT_ARGS=f"--check-nodes --disk {tiny.folder}/nowhere --memory-gib 0.1")
+    job = tiny.submit(
+        "--array=1-3%1", ELEMENT_ARGS=f"--check-nodes --disk {tiny.folder}/nowhere --memory-gib 0.1"
+    )
     tiny.wait_for_end(job)
     assert "ALERT: the node check failed on 2 of 2 nodes" in tiny.main_log()
     assert "is not used any more" not in tiny.main_log()
@@ -307,5 +360,9 @@ def test_the_last_element_comes_back_alone(tiny: TinyRun) -> None:
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
     tiny.wait_for_end(job)
     assert f"job {job}_2 is requeued: crashed" in tiny.main_log()
-    assert [(attempt["element"], attempt["restart"]) for attempt in tiny.attempts()] == [("1", 0), ("2", 0), ("2", 1)]
+    assert [(attempt["element"], attempt["restart"]) for attempt in tiny.attempts()] == [
+        ("1", 0),
+        ("2", 0),
+        ("2", 1),
+    ]
     assert max(tiny.curve()) == 20

@@ -1,7 +1,7 @@
-"""The course of a run: the checkpoints that it came through, each known by its manifest's digest.
+"""The lineage of a run: the checkpoints that it came through, each known by its manifest's digest.
 
-After a rollback, or a fresh start over an old run, a folder holds checkpoints of several courses, and their iterations do not say
-which is which: a later course passes an earlier one. What a run may fall back to, count, or remove is its own ancestors only.
+After a rollback, or a fresh start over an old run, a folder holds checkpoints of several lineages, and their iterations do not say
+which is which: a later lineage passes an earlier one. What a run may fall back to, count, or remove is its own ancestors only.
 """
 
 import json
@@ -11,18 +11,18 @@ from itertools import islice
 from pathlib import Path
 
 from megatron.checkpoint.digest import digest_of_text
-from megatron.checkpoint.folder import stored_folder
+from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.manifest import APPLIED_STEPS, Manifest, is_count, read_manifest
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, DamagedError
 
-COURSE = "course.json"
+LINEAGE_FILE = "course.json"
 """A copy of what the newest checkpoint's manifest says of its ancestors, in case that manifest is damaged."""
 
 
 @dataclass(frozen=True)
-class Ancestor:
+class LineageEntry:
     iteration: int
     digest: str
     """Of its manifest."""
@@ -32,46 +32,50 @@ class Ancestor:
     """Steps that the run had applied by then. None: checkpoints of format 2 do not say."""
 
 
-Course = tuple[Ancestor, ...]
+Lineage = tuple[LineageEntry, ...]
 """In the order in which they were saved."""
 
 
-def course_of(manifest: Manifest) -> Course:
+def read_lineage(manifest: Manifest) -> Lineage:
     """That led to a checkpoint, itself last."""
-    return (*(Ancestor(*entry) for entry in manifest.course), as_ancestor(manifest))
+    return (*(LineageEntry(*entry) for entry in manifest.course), make_entry(manifest))
 
 
-def as_ancestor(manifest: Manifest) -> Ancestor:
+def make_entry(manifest: Manifest) -> LineageEntry:
     """Return the entry by which later checkpoints know this one."""
-    return Ancestor(
+    return LineageEntry(
         manifest.iteration, manifest.digest, manifest.keep, manifest.state.get(APPLIED_STEPS)
     )
 
 
-def write_course(root: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+def write_lineage(root: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
     """Beside the pointers, before they move; `confirm` is asked before it changes."""
     record = {"iteration": manifest.iteration, "course": manifest.course}
-    replace_file(root / COURSE, json.dumps({**record, "digest": digest_of_text(json.dumps(record))}) + "\n", confirm)
+    replace_file(
+        root / LINEAGE_FILE,
+        json.dumps({**record, "digest": digest_of_text(json.dumps(record))}) + "\n",
+        confirm,
+    )
 
 
-def ancestors(root: Path, iteration: int) -> Course | None:
+def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
     """Of a checkpoint, without itself; None where nothing whole tells."""
     try:
-        return course_of(read_manifest(stored_folder(root, iteration)))[:-1]
+        return read_lineage(read_manifest(find_stored_folder(root, iteration)))[:-1]
     except DamagedError:
         pass
     try:
-        record = json.loads((root / COURSE).read_text())
+        record = json.loads((root / LINEAGE_FILE).read_text())
         digest = record.pop("digest")
         if digest != digest_of_text(json.dumps(record)) or record["iteration"] != iteration:
             return None
-        course = tuple(Ancestor(*entry) for entry in record["course"])
-        return course if all(is_count(ancestor.iteration) for ancestor in course) else None
+        lineage = tuple(LineageEntry(*entry) for entry in record["course"])
+        return lineage if all(is_count(entry.iteration) for entry in lineage) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def is_there(root: Path, ancestor: Ancestor) -> bool:
+def is_entry_on_disk(root: Path, entry: LineageEntry) -> bool:
     """Return whether the folder of its iteration holds this checkpoint, and not one of another
     course.
 
@@ -81,7 +85,7 @@ def is_there(root: Path, ancestor: Ancestor) -> bool:
         OSError: its manifest cannot be read.
     """
     try:
-        return read_manifest(stored_folder(root, ancestor.iteration)).digest == ancestor.digest
+        return read_manifest(find_stored_folder(root, entry.iteration)).digest == entry.digest
     except DamagedError:
         return False
     except CheckpointError as error:
@@ -90,14 +94,16 @@ def is_there(root: Path, ancestor: Ancestor) -> bool:
         return False
 
 
-def counting(course: Sequence[Ancestor], there: Callable[[Ancestor], bool]) -> Iterator[Ancestor]:
+def iterate_counting(
+    lineage: Sequence[LineageEntry], there: Callable[[LineageEntry], bool]
+) -> Iterator[LineageEntry]:
     """Yield the checkpoints that count for --keep-latest-checkpoints, the newest first.
 
     A checkpoint counts if it is there and a step was applied since the one before it. Else its
     weights equal those of the one before it, and a run whose every step is dropped would push out
     all older weights. `there` is called only as far as needed.
     """
-    present = filter(there, reversed(course))
+    present = filter(there, reversed(lineage))
     newer = next(present, None)
     while newer is not None:
         older = next(present, None)
@@ -106,12 +112,12 @@ def counting(course: Sequence[Ancestor], there: Callable[[Ancestor], bool]) -> I
         newer = older
 
 
-def superfluous(
-    course: Sequence[Ancestor],
+def select_removable_entries(
+    lineage: Sequence[LineageEntry],
     config: CheckpointConfig,
-    there: Callable[[Ancestor], bool] = lambda ancestor: True,
-) -> list[Ancestor]:
-    """Return which of a course may go, now that its last one is safe.
+    there: Callable[[LineageEntry], bool] = lambda entry: True,
+) -> list[LineageEntry]:
+    """Return which of a lineage may go, now that its last one is safe.
 
     Kept are the last one, the newest --keep-latest-checkpoints that count, and for ever those that
     were saved for --save-at or --keep-every, or have such an iteration. `there`: whether a
@@ -120,9 +126,12 @@ def superfluous(
     if config.keep_latest_checkpoints is None:
         return []
 
-    def keeps(ancestor: Ancestor) -> bool:
-        multiple = config.keep_every is not None and ancestor.iteration % config.keep_every == 0
-        return ancestor.keep or multiple or ancestor.iteration in config.save_at
+    def is_kept(entry: LineageEntry) -> bool:
+        multiple = config.keep_every is not None and entry.iteration % config.keep_every == 0
+        return entry.keep or multiple or entry.iteration in config.save_at
 
-    newest = {*course[-1:], *islice(counting(course, there), config.keep_latest_checkpoints)}
-    return [ancestor for ancestor in course if ancestor not in newest and not keeps(ancestor)]
+    newest = {
+        *lineage[-1:],
+        *islice(iterate_counting(lineage, there), config.keep_latest_checkpoints),
+    }
+    return [entry for entry in lineage if entry not in newest and not is_kept(entry)]

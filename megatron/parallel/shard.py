@@ -13,7 +13,7 @@ Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorShard:
     """A live tensor: reading it saves, writing into it loads."""
 
     kind: Kind

@@ -1,0 +1,181 @@
+"""Rules whose failure is a warning: what was given trains, but has no effect or an unexpected one. Nothing is silently ignored.
+
+Invariant: as in `config/rules.py`, which runs them.
+"""
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import all_fields
+
+
+def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
+    batch = settings.config.batch
+    changing = (
+        "batch.rampup_batch_size"
+        if batch.rampup_batch_size is not None
+        else "batch.step_batch_size_schedule"
+    )
+    if batch.train_iters is not None and settings[changing] is not None:
+        yield (
+            f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: an iteration of the learning rate's warm-up and "
+            "decay counts as the final batch size, so that they last longer than they say; --train-samples and --lr-*-samples "
+            "are exact."
+        )
+
+
+def warn_decay_by_tokens_wins(settings: ConfigWithOrigin) -> Iterator[str]:
+    for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
+        if settings.config.optimizer.lr_decay_tokens is not None and settings[dotted] is not None:
+            yield f"{settings.describe(dotted)} has no effect beside {settings.describe('optimizer.lr_decay_tokens')}, which ends the decay."
+
+
+def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.optimizer.lr_decay_style != "WSD":
+        for name in ("iters", "samples", "style"):
+            dotted = f"optimizer.lr_wsd_decay_{name}"
+            if settings.is_changed(dotted):
+                yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
+
+
+def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
+    precision = settings.config.precision
+    if not precision.fp16:
+        for name in (
+            "loss_scale",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+        ):
+            if settings.is_changed(f"precision.{name}"):
+                yield f"{settings.describe(f'precision.{name}')} has no effect without --fp16."
+
+
+def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
+    precision = settings.config.precision
+    if precision.fp16 and precision.loss_scale is not None:
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if settings.is_changed(f"precision.{name}"):
+                static = settings.describe("precision.loss_scale")
+                yield f"{settings.describe(f'precision.{name}')} has no effect beside {static}, which is static."
+
+
+def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
+    """A power of two changes exponents only; any other scale rounds each gradient once more."""
+    precision = settings.config.precision
+    if not precision.fp16:
+        return
+    used = (
+        ("loss_scale",)
+        if precision.loss_scale is not None
+        else ("initial_loss_scale", "min_loss_scale")
+    )
+    for name in used:
+        scale = settings[f"precision.{name}"]
+        if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
+            below = 2.0 ** (math.frexp(scale)[1] - 1)
+            others = f"{below:.10g} and {2 * below:.10g}"
+            yield f"{settings.describe(f'precision.{name}')} is no power of two, so scaling rounds; {others} do not."
+
+
+def warn_fp32_residual_in_fp32(settings: ConfigWithOrigin) -> Iterator[str]:
+    precision = settings.config.precision
+    if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
+        yield f"{settings.describe('precision.fp32_residual_connection')} has no effect without --fp16 or --bf16: everything is fp32."
+
+
+def warn_alibi_has_no_positions_to_reset(settings: ConfigWithOrigin) -> Iterator[str]:
+    if (
+        settings.config.data.reset_position_ids
+        and settings.config.model.position_embedding_type == "alibi"
+    ):
+        yield (
+            f"{settings.describe('data.reset_position_ids')} has no effect with --position-embedding-type alibi, whose bias depends on "
+            "distances only."
+        )
+
+
+def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Iterator[str]:
+    parallel = settings.config.parallel
+    if parallel.deepspeed_config is not None and not parallel.deepspeed:
+        yield f"{settings.describe('parallel.deepspeed_config')} has no effect without --deepspeed."
+
+
+def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
+    checkpoint = settings.config.checkpoint
+    if (
+        checkpoint.save is not None
+        and not checkpoint.save_optim
+        and checkpoint.load_optim
+        and checkpoint.resumes_itself
+    ):
+        yield (
+            "--no-save-optim: this command will not resume what it saves, since there will be no optimizer state; with "
+            "--no-load-optim it goes on with fresh moments."
+        )
+    if (
+        checkpoint.save is not None
+        and checkpoint.save_interval is None
+        and not settings.config.batch.eval_only
+    ):
+        yield f"{settings.describe('checkpoint.save')} without --save-interval saves only when training ends or is asked to stop."
+
+
+def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.logging.tensorboard_dir is None:
+        for field in all_fields().values():
+            if (
+                field.group == "logging"
+                and "tensorboard" in field.name
+                and settings.is_changed(field.dotted)
+            ):
+                yield f"{settings.describe(field.dotted)} has no effect without --tensorboard-dir."
+
+
+def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[str]:
+    if settings.config.model.position_embedding_type != "rotary":
+        for dotted in ("model.rotary_percent", "model.rotary_base"):
+            if settings.is_changed(dotted):
+                yield f"{settings.describe(dotted)} has no effect without --position-embedding-type rotary."
+
+
+def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
+    recompute = settings.config.recompute
+    if (
+        settings.is_changed("recompute.checkpoint_fraction")
+        and not recompute.checkpoint_activations
+    ):
+        yield f"{settings.describe('recompute.checkpoint_fraction')} has no effect without --checkpoint-activations."
+    for dotted in ("recompute.partition_activations", "recompute.checkpoint_in_cpu"):
+        if settings[dotted] and not recompute.checkpoint_activations:
+            yield f"{settings.describe(dotted)} has no effect without --checkpoint-activations."
+    if recompute.partition_activations and settings.config.parallel.sequence_parallel:
+        yield f"{settings.describe('recompute.partition_activations')} has no effect beside --sequence-parallel, which cuts them already."
+    if (
+        recompute.recompute_attention_core
+        and recompute.checkpoint_activations
+        and recompute.checkpoint_fraction.strip() == "1"
+    ):
+        yield (
+            f"{settings.describe('recompute.recompute_attention_core')} has no effect beside --checkpoint-activations, which recomputes "
+            "whole layers; with --checkpoint-fraction it holds for the other layers."
+        )
+
+
+WARNINGS = (
+    warn_ramp_by_iterations,
+    warn_decay_by_tokens_wins,
+    warn_wsd_without_its_style,
+    warn_loss_scale_without_fp16,
+    warn_static_loss_scale_wins,
+    warn_loss_scale_rounds,
+    warn_fp32_residual_in_fp32,
+    warn_alibi_has_no_positions_to_reset,
+    warn_deepspeed_config_without_deepspeed,
+    warn_save_without_interval,
+    warn_tensorboard_without_folder,
+    warn_rotary_settings_without_rotary,
+    warn_recompute_flags_without_effect,
+)
