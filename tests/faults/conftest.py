@@ -1,12 +1,10 @@
 """Jobs whose processes are ended with the test."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import Job, Uninterrupted
-
-NewJob = Callable[..., Job]
+from launches import Job, NewJob, Uninterrupted
 
 
 @pytest.fixture(scope="session")

@@ -376,3 +376,7 @@ def loaded_line(output: str) -> int:
     """Where a launch went on; 0: afresh."""
     found = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", output)
     return int(found[1]) if found else 0
+
+
+NewJob = Callable[..., Job]
+"""What the fixture `new_job` returns: (name, flags, ranks=1, folder=None, metrics=None) -> Job."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launches import Job, loaded_line
+from launches import Job, NewJob, loaded_line
 
 from megatron.checkpoint.folder import (
     LATEST,
@@ -20,7 +20,6 @@ from megatron.errors import DamagedError
 
 # Each of the two ranks has a file that only it writes and reads, of more than one block.
 FLAGS = "--pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 128 --untie-embeddings-and-output-weights --save-interval 2"
-NewJob = Callable[..., Job]
 
 
 @dataclass(frozen=True)

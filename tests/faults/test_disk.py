@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import Job, Launch, loaded_line, saved_lines
+from launches import Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import read_pointed_iteration
 
-NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ENDLESS = "--train-iters 3000"
 ROOM = 1 << 20

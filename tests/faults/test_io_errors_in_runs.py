@@ -3,13 +3,10 @@
 tests/checkpoint/test_io_errors.py walks over all calls.
 """
 
-from collections.abc import Callable
-
 import pytest
-from launches import Job, saved_lines
+from launches import NewJob, saved_lines
 from test_disk import failures
 
-NewJob = Callable[..., Job]
 FLAGS = "--save-interval 4 --save-retry-interval 2 --keep-latest-checkpoints 2"
 
 

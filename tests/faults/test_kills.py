@@ -9,11 +9,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launches import BOUND_SECONDS, Job, Launch, loaded_line, saved_lines
+from launches import BOUND_SECONDS, Job, Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 
@@ -30,7 +29,6 @@ SHORT = (0, 1, 2, 3, 4)
 SEEDS = [
     seed if seed in SHORT else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)
 ]
-NewJob = Callable[..., Job]
 _references: dict[int, tuple[dict[int, tuple[float, float]], float]] = {}
 
 

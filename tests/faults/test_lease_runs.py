@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import BOUND_SECONDS, ERROR, Job, Launch, loaded_line, saved_lines
+from launches import BOUND_SECONDS, ERROR, Job, Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.lease import FILE
 
-NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ENDLESS = "--train-iters 3000"
 QUICK = {

@@ -4,16 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoint_damage import flip
-from launches import Job
+from launches import Job, NewJob
 
 from megatron.checkpoint.folder import list_saved_iterations, point_to
 
-NewJob = Callable[..., Job]
 EVERY_3 = "--train-iters 12 --save-interval 3"
 ROLLED_BACK = f"{EVERY_3} --skip-train-iteration-range 5-7"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Job, Launch
+from launches import Job, Launch, NewJob
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_disk import Disk, disk, new_disk  # noqa: F401
 
@@ -20,7 +20,6 @@ from megatron.observe.report import Axes
 from megatron.operations.cutting import find_events_cut
 
 ROOT = Path(__file__).resolve().parents[2]
-NewJob = Callable[..., Job]
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ITERATIONS = 10
 LOST = re.compile(

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import NewJob
-from launches import BOUND_SECONDS, ERROR, Launch, loaded_line, saved_lines
+from launches import BOUND_SECONDS, ERROR, Launch, NewJob, loaded_line, saved_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from slurm.test_element import TinyRun, tiny  # noqa: F401
+from slurm.test_array_task import TinyRun, tiny  # noqa: F401
 
 
 @pytest.mark.full
