@@ -39,7 +39,8 @@ for rank in range(ranks):
         os.close(start)
         os.read(ready, 1)  # ends when the parent closes the other end: all begin at once
         for _ in range(2):
-            report = build_report(ConfigError(f"{rank} {long[137 * rank :]}"), {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank % 10}"})
+            environment = {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank % 10}"}
+            report = build_report(ConfigError(f"{rank} {long[137 * rank :]}"), environment)
             write_report(folder, report)
         os._exit(0)
     children.append(child)
