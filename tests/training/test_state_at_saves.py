@@ -64,9 +64,9 @@ def pretrain_touched(argv: list[str], touch: Touch | None) -> list[int]:
         def train_batch(self: Any, microbatches: Any, *, iteration: int, lr: float) -> Any:
             result = original(self, microbatches, iteration=iteration, lr=lr)
             if touch is not None and iteration == touch.after:
-                chunks = self.chunks(optimizer=True)
+                shards = self.shards(optimizer=True)
                 tensor = next(
-                    c.tensor for c in chunks if touch.parameter in c.name and c.kind == touch.kind
+                    c.tensor for c in shards if touch.parameter in c.name and c.kind == touch.kind
                 )
                 last = tensor.view(-1)[-1:]
                 if touch.value is None:
