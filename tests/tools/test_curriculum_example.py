@@ -40,7 +40,7 @@ def test_the_page_shows_the_numbers_of_the_configuration() -> None:
     end = plan.forecast().find_iteration_reaching_tokens(
         plan.config.batch.train_tokens, plan.train_iters
     )
-    assert f"ends in iteration {end}," in page
+    assert f"ends at iteration {end}," in page
 
 
 @pytest.mark.full
