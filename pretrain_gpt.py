@@ -1,8 +1,11 @@
-"""Pretrain a GPT: read the configuration, resolve the plan, join the other ranks, start or resume, train.
+"""Pretrain a GPT: read the configuration, resolve the plan, join the ranks, start or resume, train.
 
-python pretrain_gpt.py --num-layers 12 ...                                        one device
-torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...    four, on one node
-python pretrain_gpt.py --help                                                     every flag, with its unit and source
+On one device:
+    python pretrain_gpt.py --num-layers 12 ...
+On four devices of one node:
+    torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+Every flag, with its unit and source:
+    python pretrain_gpt.py --help
 """
 
 import sys
@@ -11,8 +14,10 @@ from megatron.standard_streams import protect_standard_streams
 from megatron.training.orphans import die_with_launcher
 
 if __name__ == "__main__":
-    die_with_launcher()  # before the slow imports: a launcher that is killed meanwhile must not leave this process behind
-    protect_standard_streams()  # before libraries take hold of the streams
+    # Before the slow imports. A launcher that is killed during them must not leave this process.
+    die_with_launcher()
+    # Before libraries keep references to the streams.
+    protect_standard_streams()
 
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
@@ -36,8 +41,9 @@ from megatron.training.setup import (
 def main(argv: list[str] | None = None) -> None:
     """Run a command line.
 
-    Exit codes: 0: done, or stopped and saved. 2: an error, whose message says how to fix it. 1: a
-    crash of this rank, or of another one without which it cannot continue.
+    The exit code is 0 if training is done, or stopped and saved. It is 2 after an error whose
+    message explains how to fix it. It is 1 after a crash of this rank, or of another one without
+    which this rank cannot continue.
     """
     protect_standard_streams()
     try:
@@ -46,18 +52,19 @@ def main(argv: list[str] | None = None) -> None:
         leave_with_error(error)
     except OSError as error:
         if host_io_error(error) is not None:
-            report_error(
-                error, f"{type(error).__name__}: {error}"
-            )  # a fault of this host, though not one that has a message
+            # A fault of this host, though not one that has its own message.
+            report_error(error, f"{type(error).__name__}: {error}")
         raise
     leave()
 
 
 def pretrain(loaded: LoadedConfig) -> None:
-    """Everything between the configuration and the end of training."""
+    """Run everything between the configuration and the end of training."""
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
-    # As seen from here: most mistakes show without the other ranks. What holds is what rank 0 finds when the folder is its own.
+    # This plan is preliminary. Most mistakes are found without the other ranks, so they are
+    # reported before the ranks join. `start_run` repeats it with the checkpoint that rank 0 finds
+    # once it holds the folder.
     plan = resolve_job(
         loaded, world.size, find_start(select_checkpoint_config(config)).checkpoint
     ).plan

@@ -48,7 +48,7 @@ def list_files() -> list[Path]:
 
 
 def find_places(path: Path) -> list[str]:
-    """Return a line for each place in a file that breaks a rule."""
+    """Return one line for each place in a file that breaks a rule."""
     words = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
     replaced = re.compile(rf"\b({'|'.join(REPLACED)})\b")
     places = []

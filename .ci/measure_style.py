@@ -1,8 +1,8 @@
-"""Measure how the package is written: lines, names, comments, docstrings and the README's sentences.
+"""Measure how the package is written: lines, names, comments, docstrings and README sentences.
 
 Run `python .ci/measure_style.py` from the repository's root. It prints one table. With `--check` it
-exits with 1 if a figure misses its target. The targets and the figures before and after the first
-rewrite are in docs/decisions/025-plain-english.md.
+exits with 1 if a figure misses its target. The targets, and the figures before and after the first
+rewrite, are in docs/decisions/025-plain-english.md.
 """
 
 import argparse
@@ -69,6 +69,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
+        """Whether the value reaches the target."""
         if self.at_least:
             return self.value >= self.target
         return self.value <= self.target
@@ -90,6 +91,7 @@ def count_code_lines(text: str) -> int:
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in ignored:
+            # A string over several lines is one token, and all of its lines hold code.
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
@@ -108,7 +110,7 @@ def count_comments(text: str) -> int:
 
 
 def is_packed(node: ast.AST) -> bool:
-    """Tell whether an assignment packs unrelated values: `a, b = x, y`."""
+    """Return whether an assignment packs unrelated values: `a, b = x, y`."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     return isinstance(node.targets[0], ast.Tuple)
@@ -124,13 +126,13 @@ def iterate_functions(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef, bool]]:
 
 
 def begins_with_verb(name: str) -> bool:
-    """Tell whether a function's name begins with a verb or asks a question."""
+    """Return whether a function's name begins with a verb or asks a question."""
     first = name.lstrip("_").split("_")[0]
     return first in VERBS or first in QUESTIONS
 
 
 def is_counted_name(function: ast.FunctionDef, is_property: bool) -> bool:
-    """Leave out what Python or a base class names: dunders, properties, `forward` and the like."""
+    """Return whether a name counts. Python names dunders, and properties are nouns."""
     if is_property:
         return False
     return not (function.name.startswith("__") and function.name.endswith("__"))
@@ -156,7 +158,8 @@ def find_public_without_docstring(tree: ast.Module) -> list[str]:
 
 
 def read_sentences(markdown: str) -> list[str]:
-    """Return the sentences of a page: prose and list items, without code blocks, tables, headings."""
+    """Return the sentences of a page, without its code blocks, tables and headings."""
+    # Code is no prose, and a link counts by its text.
     text = re.sub(r"```.*?```", "\n\n", markdown, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "code", text)
@@ -179,7 +182,7 @@ def read_sentences(markdown: str) -> list[str]:
 
 
 def measure(root: Path) -> tuple[list[Figure], dict[str, list[str]]]:
-    """Measure the package. Return the figures, and for some of them the places behind them."""
+    """Measure the package. Return the figures, and for some of them the places in the code."""
     code = long_lines = conditionals = nested = packed = comments = functions = verbs = 0
     classes: Counter[str] = Counter()
     places: dict[str, list[str]] = {key: [] for key in PLACES}
@@ -243,7 +246,7 @@ PLACES = ("long", "conditional", "nested", "packed", "name", "docstring", "class
 
 
 def main() -> int:
-    """Print the table; with --check return 1 where a target is missed."""
+    """Print the table and return the exit code, which is 1 if --check finds a missed target."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--list", choices=PLACES, help="print the places behind one figure")

@@ -1,18 +1,25 @@
-"""What checkpoints cost: save and load beside raw files and torch.distributed.checkpoint, and how long training stands still.
+"""Measure the save and load rates of checkpoints, and how long training waits for them.
 
-    python benchmarks/checkpoint.py                      300 million parameters, 3.6 GB: takes 9 GB of memory, 11 GB of disk
-    python benchmarks/checkpoint.py --processes 1 2      by one process, then by two (data parallel, ZeRO 1), each its part
-    python benchmarks/checkpoint.py --folder /scratch    on another file system
-    python benchmarks/checkpoint.py --quick              does it run? below a minute, numbers of no worth
+    python benchmarks/checkpoint.py                     300 million parameters, 3.6 GB;
+                                                        takes 9 GB of memory and 11 GB of disk
+    python benchmarks/checkpoint.py --processes 1 2     one process, then two (DP, ZeRO 1)
+    python benchmarks/checkpoint.py --folder /scratch   on another file system
+    python benchmarks/checkpoint.py --quick             check that it runs, in less than a minute
 
-Real ranks train a GPT on real text; what is stored is what their engine gives: fp32 masters and Adam's moments. Contestants take
-turns in each round, the first of which warms up, and all bring what they write to the disk (fsync):
+Numbers of --quick mean nothing. Real ranks train a GPT on real text. They store what their engine
+gives, which is fp32 masters and Adam's moments. Contestants take turns in each round, and the first
+round warms up. All of them bring what they write to the disk (fsync).
+
     raw               each rank's bytes, by write() into one file
     ours              with digests of everything, index, manifest, pointers
-    ours, read back   as with --keep-latest-checkpoints: the disk is asked for all of it before anything older may go
-    torch             torch.distributed.checkpoint with FileSystemWriter(sync_files=True); it has no digests
-Loading fills live tensors in place; ours checks the digests of all that it reads. Cold: this machine's page cache has forgotten the
-files (the disk, or the host behind it, may remember them). Prints a block for docs/benchmarks.md.
+    ours, read back   as with --keep-latest-checkpoints: everything is read back from the
+                      disk before an older checkpoint may be removed
+    torch             torch.distributed.checkpoint with FileSystemWriter(sync_files=True),
+                      which has no digests
+
+Loading fills live tensors in place, and ours checks the digests of all that it reads. Cold means
+that this machine's page cache was emptied of the files. The disk, or the host behind a virtual
+machine, may still hold them. The output is a block for docs/benchmarks.md.
 """
 
 import os
@@ -47,6 +54,7 @@ from megatron.training.resume import resolve_job
 from megatron.training.setup import build_ranks, join_ranks, start_run
 
 BLOCK = 4 << 20
+"""Bytes of one write or read of the raw contestant."""
 SAVERS = ("raw", "ours", "ours, read back", "torch")
 LOADERS = ("raw", "ours", "torch")
 Part = Literal["save", "load", "stall"]
@@ -54,46 +62,49 @@ Part = Literal["save", "load", "stall"]
 
 @dataclass(frozen=True)
 class Arguments:
+    """The command line."""
+
     part: tuple[Part, ...] = ("save", "load", "stall")
     """What to measure."""
     parameters: float = 300e6
-    """About so many; each costs 12 bytes in a checkpoint."""
+    """Approximate number of parameters. Each takes 12 bytes in a checkpoint."""
     processes: tuple[int, ...] = (1,)
-    """Ranks that save and load together; several numbers are measured one after the other."""
+    """Ranks that save and load together. Several numbers are measured one after the other."""
     rounds: int = 5
     """Interleaved rounds, after one that warms up."""
     steps: int = 4
-    """Training steps without a save in each round, which those during a save are compared with."""
+    """Training steps without a save in each round, to compare with the steps during a save."""
     folder: str | None = None
-    """Where to write. Default: the system's folder for temporary files."""
+    """Folder to write to. Default: the system's folder for temporary files."""
     quick: bool = False
     """One million parameters and a single round."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """What an asynchronous save costs one rank; seconds."""
+    """The cost of an asynchronous save for one rank, in seconds."""
 
     plain: float
-    """A step without a save; median."""
+    """Median of a step without a save."""
     sync: float
     """A save that training waits for."""
     begin: float
-    """In `Saver.begin`."""
+    """Time in `Saver.begin`."""
     copy: float
-    """In `Saver.wait_for_copy`, before the optimizer's step."""
+    """Time in `Saver.wait_for_copy`, before the optimizer's step."""
     poll: float
-    """In all `Saver.poll`."""
+    """Time in all calls of `Saver.poll`."""
     during: tuple[float, ...]
-    """Steps while it was written, without `copy`."""
+    """Steps while the checkpoint was written, without `copy`."""
 
     @property
     def blocked(self) -> float:
+        """Seconds in which training waits for the save."""
         return self.begin + self.copy + self.poll
 
     @property
     def cost(self) -> float:
-        """All that the training is later, for slower steps too."""
+        """Total delay of the training, with the slower steps during the save included."""
         return self.blocked + sum(self.during) - len(self.during) * self.plain
 
 
@@ -101,21 +112,26 @@ class Stall:
 
 
 class StoringRank:
-    """A real run, silent, whose state is stored and loaded; all ranks get each command together.
+    """A real run without output, whose state is stored and loaded.
 
-    Not a `worlds.Rank`: that one has glibc give back all memory at once, which costs who allocates buffers while loading.
+    All ranks get each command together. This is no `worlds.Rank`. That class makes glibc return all
+    memory at once, which slows contestants that allocate buffers while loading.
     """
 
     def __init__(self, root: Path, argv: list[str]) -> None:
+        """Start the run of `argv` in this rank, with checkpoints below `root`."""
         warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # that a single process saves is meant
+            # torch warns when a single process saves, and here that is intended.
+            "ignore",
+            message="torch.distributed is disabled",
+        )
         loaded, world = load_config(argv), read_launcher_world()
         mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._run = start_run(loaded, mesh, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
         self._root, self._ranks = root, build_ranks(mesh)
-        one_iteration(self._run)  # moments that are not zero
+        # One step gives Adam's moments values other than zero.
+        one_iteration(self._run)
         self._shards = [shard for shard in self._run.engine.shards(optimizer=True) if shard.owner]
         self._tensors = {
             f"{shard.kind}/{shard.name}@{shard.offset}": shard.tensor for shard in self._shards
@@ -124,15 +140,17 @@ class StoringRank:
         self._async_saver = Saver(self._folder("async"), asynchronous, self._ranks)
 
     def size(self) -> tuple[int, int]:
-        """(bytes, tensors) that this rank stores."""
+        """Return the (bytes, tensors) that this rank stores."""
         return sum(4 * tensor.numel() for tensor in self._tensors.values()), len(self._tensors)
 
     def save(self, how: str) -> float:
-        """Seconds, until all ranks are through."""
+        """Return the seconds until all ranks have saved."""
         self.drop(how)
         if self._ranks.rank == 0:
             self._folder(how).mkdir()
-            os.sync()  # nobody pays for what another one wrote
+            # Dirty pages of the previous contestant would otherwise be written during this one's
+            # time.
+            os.sync()
         savers = {
             "raw": self._save_raw,
             "ours": self._save_ours,
@@ -142,14 +160,19 @@ class StoringRank:
         return self._timed(lambda: savers[how](how))
 
     def drop(self, how: str) -> None:
+        """Remove the files of one contestant."""
         self._barrier()
         if self._ranks.rank == 0:
             shutil.rmtree(self._folder(how), ignore_errors=True)
 
     def load(self, how: str, cold: bool) -> float:
-        """Seconds, until all ranks are through; what was loaded is what the last save stored."""
+        """Return the seconds until all ranks have loaded.
+
+        The loaded state must equal the one that was saved last.
+        """
         expected = self._fingerprints()
         for tensor in self._tensors.values():
+            # A loader that did nothing would otherwise pass the check.
             tensor.zero_()
         if cold and self._ranks.rank == 0:
             os.sync()
@@ -161,7 +184,7 @@ class StoringRank:
         return seconds
 
     def stall(self, steps: int) -> Stall:
-        """Plain steps, a save that training waits for, and one that it does not wait for."""
+        """Measure plain steps, a save that training waits for, and an asynchronous save."""
         run, saver = self._run, self._async_saver
         plain = [seconds_of(lambda: one_iteration(run)) for _ in range(steps)]
         sync = self.save("ours")
@@ -173,12 +196,14 @@ class StoringRank:
         copies: list[float] = []
         run.engine.pre_update_hook = lambda: copies.append(seconds_of(saver.wait_for_copy))
         begin, polls, during = seconds_of(lambda: begin_save(run, saver)), [], []
-        while saver.in_flight:  # as the loop does
+        # The training loop polls the saver once in each iteration.
+        while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
             polls.append(seconds_of(saver.poll))
         run.engine.pre_update_hook = lambda: None
         self.drop("async")
         copy = sum(copies)
+        # The first step contains the wait for the copy, which is counted on its own.
         during[0] -= copies[0]
         return Stall(statistics.median(plain), sync, begin, copy, sum(polls), tuple(during))
 
@@ -198,6 +223,7 @@ class StoringRank:
 
     def _fingerprints(self) -> list[int]:
         return [
+            # A sum over the bits finds almost any difference, also one between NaNs.
             int(tensor.view(torch.int32).sum(dtype=torch.int64))
             for tensor in self._tensors.values()
         ]
@@ -210,6 +236,7 @@ class StoringRank:
             for tensor in self._tensors.values():
                 for part in blocks(tensor.cpu()):
                     while part:
+                        # A raw file may write fewer bytes than it was given.
                         part = part[file.write(part) :]
             os.fsync(file.fileno())
 
@@ -249,20 +276,21 @@ class StoringRank:
 
 
 def seconds_of(act: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
 def blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The memory of a tensor on the CPU."""
+    """Yield the memory of a tensor on the CPU, in blocks."""
     assert tensor.is_contiguous()
     for part in tensor.detach().reshape(-1).split(BLOCK // 4):
         yield memoryview(part.view(torch.uint8).numpy())
 
 
 def forget(path: Path) -> None:
-    """Have the next read come from the disk."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     if path.is_file():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -275,15 +303,16 @@ def forget(path: Path) -> None:
 
 
 def case_of(parameters: float, processes: int) -> Case:
-    """A GPT of about so many parameters: few large tensors and many small ones."""
+    """Return a GPT of about this many parameters, with few large tensors and many small ones."""
     hidden = 64 * max(1, round(1.5 * parameters ** (1 / 3) / 64))
-    vocab = 128 * round(
-        min(50304, max(5120, parameters / (4 * hidden))) / 128
-    )  # the corpus has ids below 5000
+    # The corpus has ids below 5000, so the vocabulary must not be smaller.
+    vocab = 128 * round(min(50304, max(5120, parameters / (4 * hidden))) / 128)
     layers = max(1, round((parameters - vocab * hidden) / (12 * hidden**2)))
     flags = (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length 256 --micro-batch-size 1 "
-        f"--global-batch-size {processes} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} "
+        "--seq-length 256 --micro-batch-size 1 "
+        f"--global-batch-size {processes} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 "
+        "--attention-dropout 0 --eval-iters 0 "
         f"--vocab-size {vocab} --log-interval 1000000 --zero-stage {int(processes > 1)}"
     )
     return Case(
@@ -295,11 +324,13 @@ def case_of(parameters: float, processes: int) -> Case:
 
 
 def save_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
+    """Measure the saves of all contestants and return one table row for each."""
     seconds: dict[str, list[float]] = {how: [] for how in SAVERS}
     for number in range(arguments.rounds + 1):
         for how in SAVERS:
             took = max(world.ask("save", how))
             world.ask("drop", how)
+            # Round 0 warms up.
             if number:
                 seconds[how].append(took)
     return [
@@ -309,6 +340,7 @@ def save_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> l
 
 
 def load_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> list[str]:
+    """Measure the loads of all contestants, cold and warm, and return the table rows."""
     seconds: dict[tuple[str, bool], list[float]] = {
         (how, cold): [] for cold in (True, False) for how in LOADERS
     }
@@ -316,7 +348,8 @@ def load_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> l
         world.ask("save", how)
     for number in range(arguments.rounds + 1):
         for how in LOADERS:
-            for cold in (True, False):  # the cold one warms the files up
+            # The cold load fills the page cache for the warm one that follows.
+            for cold in (True, False):
                 took = max(world.ask("load", how, cold))
                 if number:
                     seconds[how, cold].append(took)
@@ -334,14 +367,15 @@ def load_rows(world: LaunchedWorld, gigabytes: float, arguments: Arguments) -> l
 
 
 def row_of(name: str, seconds: Sequence[float], raw: Sequence[float], gigabytes: float) -> str:
-    """Rates, and the median over the rounds of the rate in units of raw's."""
+    """Format the rates of a contestant, and the median of their ratios to raw's rates."""
     rates = triple([gigabytes / s for s in seconds])
+    # Ratios within a round cancel a drift of the machine's speed.
     ratio = statistics.median(r / s for r, s in zip(raw, seconds, strict=True))
     return f"| {name} | {rates} | {statistics.median(seconds):.2f} | {ratio:.2f} |"
 
 
 def stall_rows(world: LaunchedWorld, arguments: Arguments) -> list[str]:
-    """The worst rank of each round."""
+    """Return the table rows of the asynchronous save, from the slowest rank of each round."""
     stalls: list[Stall] = []
     for number in range(arguments.rounds + 1):
         ranks = world.ask("stall", arguments.steps)
@@ -363,22 +397,23 @@ def stall_rows(world: LaunchedWorld, arguments: Arguments) -> list[str]:
 
 
 def triple(values: Sequence[float]) -> str:
-    """Min / median / max."""
+    """Format minimum, median and maximum."""
     return " / ".join(f"{of(values):.3f}" for of in (min, statistics.median, max))
 
 
 def file_system(folder: str) -> str:
-    """Type of the one that a folder is on."""
+    """Return the type of the file system that holds a folder."""
     place, found = Path(folder).resolve(), ("", "unknown")
     for line in Path("/proc/mounts").read_text().splitlines():
         mount, kind = line.split()[1:3]
+        # The longest mount point that contains the folder is the one that holds it.
         if place.is_relative_to(mount) and len(mount) >= len(found[0]):
             found = mount, kind
     return found[1]
 
 
 def measure(arguments: Arguments, processes: int, folder: str) -> None:
-    """All parts, by so many processes."""
+    """Measure all parts with this number of processes."""
     case = case_of(arguments.parameters, processes)
     with ExitStack() as stack:
         world = LaunchedWorld(
@@ -400,6 +435,7 @@ def measure(arguments: Arguments, processes: int, folder: str) -> None:
 
 
 def main() -> int:
+    """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.quick:
@@ -409,13 +445,16 @@ def main() -> int:
         prefix="checkpoint-benchmark-", dir=arguments.folder
     ) as folder:
         print(
-            f"## Checkpoints\n\n`{command}`\n\n{describe_machine(arguments)} {file_system(folder)}.",
+            f"## Checkpoints\n\n`{command}`\n\n{describe_machine(arguments)} "
+            f"{file_system(folder)}.",
             flush=True,
         )
+        # At most three checkpoints exist at a time, with 12 bytes for each parameter.
         free, needed = shutil.disk_usage(folder).free, 3 * 12 * arguments.parameters
         if free < 1.2 * needed:
             print(
-                f"{needed / 1e9:.1f} GB are needed, and {folder} has {free / 1e9:.1f} GB; give another --folder",
+                f"{needed / 1e9:.1f} GB are needed, and {folder} has {free / 1e9:.1f} GB; "
+                "give another --folder",
                 file=sys.stderr,
             )
             return 2

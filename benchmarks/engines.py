@@ -1,11 +1,12 @@
-"""The native engine, DeepSpeed as the engine, and a bare loop: time of a step, and from the command to the first iteration.
+"""Compare the native engine, DeepSpeed and a bare loop by the time of a step and of a start.
 
-    python benchmarks/engines.py                   about 8 minutes on 2 cores, which must be otherwise idle
-    python benchmarks/engines.py --part steps      one of the two
-    python benchmarks/engines.py --quick           does it run? numbers of no worth
+    python benchmarks/engines.py                 about 8 minutes on 2 cores without other load
+    python benchmarks/engines.py --part steps    one of the two comparisons
+    python benchmarks/engines.py --quick         check that it runs; the numbers mean nothing
 
-The bare loop is the fewest lines that train our own model in the same arithmetic: AdamW (fused), clipping, the loss read every
-step; on two processes in PyTorch's DistributedDataParallel. Contestants take turns; the first round warms up; medians are quoted.
+The bare loop has the fewest lines that train our own model in the same arithmetic. It has AdamW
+(fused), clipping, and reads the loss every step. On two processes it uses PyTorch's
+DistributedDataParallel. Contestants take turns, and the first round warms up. Medians are quoted.
 """
 
 import os
@@ -48,6 +49,8 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Arguments:
+    """The command line."""
+
     part: tuple[Literal["steps", "start"], ...] = ("steps", "start")
     """Comparisons to run."""
     rounds: int = 5
@@ -57,9 +60,10 @@ class Arguments:
 
 
 class BareRank:
-    """As `worlds.Rank`, with a loop of a few lines instead of the trainer's."""
+    """A rank like `worlds.Rank`, with a loop of a few lines instead of the trainer's."""
 
     def __init__(self, argv: list[str]) -> None:
+        """Build the model and open the data of the run that `argv` describes."""
         world = read_launcher_world()
         plan = resolve_job(load_config(argv), world.size, None).plan
         mesh = join_ranks(plan, world)
@@ -74,6 +78,7 @@ class BareRank:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def steps(self, count: int) -> Measured:
+        """Train `count` steps and return what was measured."""
         start, cpu, losses = time.perf_counter(), time.process_time(), []
         for _ in range(count):
             assert self._data is not None
@@ -87,6 +92,8 @@ class BareRank:
             last = number == len(microbatches) - 1 or not isinstance(
                 self._model, DistributedDataParallel
             )
+            # Gradients are sent once per step, with the last microbatch. Without no_sync() DDP
+            # would send them for every microbatch.
             with nullcontext() if last else self._model.no_sync():
                 loss = self._model(None, Inputs(m.tokens, m.labels).to(self._device)) / len(
                     microbatches
@@ -95,7 +102,9 @@ class BareRank:
             total += loss.detach()
         if dist.is_initialized():
             dist.all_reduce(
-                total, op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM
+                # gloo has no average.
+                total,
+                op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM,
             )
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -104,10 +113,12 @@ class BareRank:
 
 
 def measure_steps(arguments: Arguments, folder: str) -> None:
+    """Measure the step time of each engine in each layout."""
     shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(6, 384, 256, 1, 8)
     print(f"\n### Step time by engine\n\n`{shape}`, one thread a process, fp32.")
     rows = []
     for layout, (flags, processes) in LAYOUTS.items():
+        # NCCL refuses two ranks on one GPU.
         if 0 < torch.cuda.device_count() < processes:
             print(f"\nSKIPPED: {layout}: {processes} ranks need as many GPUs for NCCL", flush=True)
             continue
@@ -117,7 +128,10 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
             "DeepSpeed": LaunchedWorld(replace(case, flags=f"{case.flags} {DEEPSPEED}"), folder),
         }
         if processes <= 2:
+            # The bare loop has data parallelism only.
             worlds["bare loop"] = LaunchedWorld(case, folder, BareRank)
+        # All worlds stay active and take turns. A drift of the machine's speed then affects all of
+        # them.
         seconds: dict[str, list[float]] = {name: [] for name in worlds}
         for number in range(arguments.rounds + 1):
             for name, world in worlds.items():
@@ -133,9 +147,10 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
 
 
 def measure_start(arguments: Arguments, folder: str) -> None:
-    """From the command to the line of the first iteration."""
+    """Measure the time from the command to the log line of the first iteration."""
     print(
-        "\n### Start\n\nSeconds from `torchrun` to the first iteration, of a model that costs nothing; the bare loop imports "
+        "\n### Start\n\nSeconds from `torchrun` to the first iteration, of a model that costs "
+        "nothing; the bare loop imports "
         "torch, joins, and trains one matrix in DistributedDataParallel."
     )
     shape = shape_flags(2, 128, 64, 1, 8).split()
@@ -155,6 +170,7 @@ def measure_start(arguments: Arguments, folder: str) -> None:
             "--data-cache-path",
             f"{folder}/cache",
         ]
+        # The run ends after one iteration, and the process may then be waited for.
         training += ["--exit-interval", "1", "--log-interval", "1"]
         commands = {
             "native": training,
@@ -193,7 +209,7 @@ def _seconds_to_first_iteration(command: list[str]) -> float:
 
 
 def bare_start() -> None:
-    """What a rank cannot do without."""
+    """Do the least that a rank needs before its first step."""
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
@@ -207,10 +223,14 @@ def bare_start() -> None:
 
 
 def main() -> None:
+    """Run the benchmark, or one rank of the bare start."""
+    # torchrun starts this file again as the bare contestant.
     if sys.argv[1:] == ["bare"]:
         bare_start()
         return
     arguments = tyro.cli(Arguments, description=__doc__)
+    # The worlds set their own number of threads. More threads in each process would compete for
+    # cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.quick:
         arguments = replace(arguments, rounds=1)

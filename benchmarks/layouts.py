@@ -1,13 +1,17 @@
-"""What layouts, pipeline bubbles, recomputation, ZeRO and compiling cost and save, beside what schedule and planner predict.
+"""Measure layouts, pipeline bubbles, recomputation, ZeRO and compiling next to their predictions.
 
-    python benchmarks/layouts.py                        everything: below 6 minutes on 2 cores, which must be otherwise idle
-    python benchmarks/layouts.py --part bubble          one comparison
-    python benchmarks/layouts.py --quick                does it run? under a minute, numbers of no worth
-    python benchmarks/layouts.py --ranks-on-one-gpu     correctness only: losses of several ranks, by gloo, against one process
+    python benchmarks/layouts.py                      everything, in less than 6 minutes on
+                                                      2 cores without other load
+    python benchmarks/layouts.py --part bubble        one comparison
+    python benchmarks/layouts.py --quick              check that it runs, in less than a minute
+    python benchmarks/layouts.py --ranks-on-one-gpu   correctness only: losses of several ranks,
+                                                      by gloo, against one process
 
-Worlds of real processes, one thread each, train real text by the loop of pretrain_gpt.py. All worlds of a comparison stay alive and
-take turns, so that a machine whose speed drifts is as unfair to one as to the other; the first round warms up, medians are quoted.
-With GPUs the layouts that have a GPU for each rank are measured, by NCCL. Prints a block for docs/benchmarks.md.
+The predictions are those of the pipeline schedule and of the planner. Numbers of --quick mean
+nothing. Worlds of real processes, one thread each, train real text by the loop of pretrain_gpt.py.
+All worlds of a comparison stay active and take turns, so a drift of the machine's speed affects all
+of them. The first round warms up, and medians are quoted. With GPUs, only layouts with a GPU for
+each rank are measured, by NCCL. The output is a block for docs/benchmarks.md.
 """
 
 import contextlib
@@ -34,7 +38,8 @@ from megatron.schedule.pipeline import compute_bubble_fraction
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = (
-    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --no-add-bias-linear "
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    "--no-add-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -44,6 +49,8 @@ Part = Literal["steps", "bubble", "memory", "compile"]
 
 @dataclass(frozen=True)
 class Arguments:
+    """The command line."""
+
     part: tuple[Part, ...] = ("steps", "bubble", "memory", "compile")
     """Comparisons to run."""
     rounds: int = 5
@@ -51,24 +58,30 @@ class Arguments:
     quick: bool = False
     """Small shapes and a single round, without the compiler."""
     ranks_on_one_gpu: bool = False
-    """Compare losses, not times: ranks share what GPU there is (none: the CPU) by gloo."""
+    """Compare losses, not times. Ranks share one GPU by gloo, or the CPU if there is no GPU."""
 
 
 def shape_flags(layers: int, hidden: int, seq: int, micro: int, batch: int) -> str:
-    """GPT-2's shape with heads of 64; `batch` in samples. Without dropout."""
+    """Return the flags of GPT-2's shape with heads of 64 and without dropout.
+
+    `batch` is in samples.
+    """
     return (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {seq} "
-        f"--micro-batch-size {micro} --global-batch-size {batch} --train-iters 2000 --lr 3e-4 --hidden-dropout 0 "
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {hidden // 64} "
+        f"--seq-length {seq} "
+        f"--micro-batch-size {micro} --global-batch-size {batch} --train-iters 2000 --lr 3e-4 "
+        "--hidden-dropout 0 "
         f"--attention-dropout 0 --eval-iters 0 --vocab-size 5120 --log-interval 1000000"
     )
 
 
 @contextlib.contextmanager
 def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, LaunchedWorld]]:
-    """All that have a GPU for each rank, or run on CPUs."""
+    """Yield the worlds of all cases that run on CPUs or have a GPU for each rank."""
     with ExitStack() as stack:
         worlds = {}
         for case in cases:
+            # NCCL refuses two ranks on one GPU.
             if 0 < torch.cuda.device_count() < case.processes:
                 print(
                     f"\nSKIPPED: {case.name}: {case.processes} ranks need as many GPUs for NCCL",
@@ -81,7 +94,7 @@ def worlds_of(cases: Sequence[Case], folder: str) -> Iterator[dict[str, Launched
 
 
 def planned(case: Case) -> dict[str, Any]:
-    """The plan of a case in JSON."""
+    """Return the plan of a case as tools/plan.py prints it."""
     command = [
         sys.executable,
         str(ROOT / "tools/plan.py"),
@@ -99,17 +112,18 @@ def planned(case: Case) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Milliseconds, min / median / max."""
+    """Format minimum, median and maximum in milliseconds."""
     return " / ".join(f"{1e3 * of(seconds):.0f}" for of in (min, statistics.median, max))
 
 
 def table(head: str, rows: Sequence[str]) -> None:
+    """Print a Markdown table."""
     columns = head.count("|") - 1
     print(f"\n{head}\n|---|{'--:|' * (columns - 1)}", *rows, sep="\n", flush=True)
 
 
 def measure_steps(arguments: Arguments, folder: str) -> None:
-    """The same batch, in the same microbatches, on several layouts."""
+    """Measure the same batch, in the same microbatches, on several layouts."""
     shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(7, 384, 256, 1, 8)
     base, many = "one process, one thread", f"one process, {CORES} threads"
     layouts = (
@@ -123,6 +137,7 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
     with worlds_of(cases, folder) as worlds:
         for number in range(arguments.rounds + 1):
             for name, world in worlds.items():
+                # The slowest rank decides how long a step takes.
                 took = max(measured.seconds for measured in world.ask("steps", 1))
                 if number:
                     seconds.setdefault(name, []).append(took)
@@ -130,11 +145,14 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
             _steps_row(world.case, seconds[name], seconds[base]) for name, world in worlds.items()
         ]
     print(
-        f"\n### Step time by layout\n\n`{shape}`: {planned(cases[0])['parameters'] / 1e6:.1f} million parameters."
+        f"\n### Step time by layout\n\n`{shape}`: {planned(cases[0])['parameters'] / 1e6:.1f} "
+        "million parameters."
     )
     print(
-        f"{CORES} cores: layouts with more processes take turns on them and cannot be faster than that many times the first row. "
-        "*at most* also has the pipeline's idle share, where each process has a core; *core-seconds* are step time x cores used."
+        f"{CORES} cores: layouts with more processes take turns on them and cannot be faster "
+        "than that many times the first row. "
+        "*at most* also has the pipeline's idle share, where each process has a core; "
+        "*core-seconds* are step time x cores used."
     )
     table(
         "| layout | processes x threads | cores used | ms | speed | at most | core-seconds |", rows
@@ -150,13 +168,17 @@ def _steps_row(case: Case, seconds: Sequence[float], base: Sequence[float]) -> s
     )
     used = f"{case.processes} x {case.threads} | {case.cores}"
     bound, core_seconds = case.cores * (1 - pipeline), case.cores * statistics.median(seconds)
-    return f"| {case.name} | {used} | {spread(seconds)} | {speed:.2f} | {bound:.2f} | {core_seconds:.2f} |"
+    return (
+        f"| {case.name} | {used} | {spread(seconds)} | {speed:.2f} | {bound:.2f} | "
+        f"{core_seconds:.2f} |"
+    )
 
 
 def measure_bubble(arguments: Arguments, folder: str) -> None:
-    """Two pipeline ranks at several numbers of microbatches of one size."""
+    """Measure two pipeline ranks with several numbers of microbatches of one size."""
     hidden, seq, counts = (128, 64, (2, 4)) if arguments.quick else (384, 128, (2, 4, 8, 16))
-    # 7 layers: the first stage has four, the last three and the output projection, which costs about one.
+    # 7 layers balance the stages. The first stage has four. The last one has three and the output
+    # projection, which costs about one layer.
     plain = Case("1F1B", f"{shape_flags(7, hidden, seq, 1, 2)} {PIPELINE}", 2)
     virtual = (
         f"{shape_flags(8, hidden, seq, 1, 2)} {PIPELINE} --num-layers-per-virtual-pipeline-stage 2"
@@ -169,32 +191,39 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
                 for m in counts:
                     ranks = world.ask("steps", 1, m)
                     if number:
-                        whole = ranks[
-                            0
-                        ].forward_backward  # the first stage begins first and ends last
+                        # The first stage starts first and ends last, so its time is the time of the
+                        # step.
+                        whole = ranks[0].forward_backward
                         idle = [(rank.seconds - rank.cpu_seconds) / whole for rank in ranks]
                         seen.setdefault((name, m), []).append((whole, idle))
     if not seen:
         return
     print(
-        f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden {hidden}; forward and backward."
+        f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden "
+        f"{hidden}; forward and backward."
     )
     print(
-        "*1F1B*: 4 layers and 3 with the output projection. *interleaved*: 4 stages of 2 layers, the last one longer by the output "
-        "projection. *by the fit*: 1 - m w / t(m). *by the clock*: time in which a rank used no CPU (rank 0 / 1), waits for uneven "
+        "*1F1B*: 4 layers and 3 with the output projection. *interleaved*: 4 stages of 2 "
+        "layers, the last one longer by the output "
+        "projection. *by the fit*: 1 - m w / t(m). *by the clock*: time in which a rank used "
+        "no CPU (rank 0 / 1), waits for uneven "
         "stages and messages included."
     )
     rows, fits = [], []
     for name, v in ((plain.name, 1), (interleaved.name, 2)):
         medians = {m: statistics.median(whole for whole, _ in seen[name, m]) for m in counts}
+        # A step of m microbatches takes t(m) = m w + c. So t(m) / m is linear in 1 / m, and its
+        # intercept w is the time of one microbatch without idle time.
         slope, w = statistics.linear_regression(
             [1 / m for m in counts], [medians[m] / m for m in counts]
         )
         fits.append(
-            f"{name}: t(m) / m = {1e3 * w:.1f} ms x (1 + {slope / w:.2f} / m); the schedule says (p - 1) / v = {1 / v:.2f}"
+            f"{name}: t(m) / m = {1e3 * w:.1f} ms x (1 + {slope / w:.2f} / m); the schedule "
+            f"says (p - 1) / v = {1 / v:.2f}"
         )
         for m in counts:
             idle = [statistics.median(idle[rank] for _, idle in seen[name, m]) for rank in (0, 1)]
+            # CPU time cannot show the idle time of a GPU.
             clock = (
                 "-" if torch.cuda.is_available() else " / ".join(f"{share:.3f}" for share in idle)
             )
@@ -204,20 +233,27 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
                 f"{1 - m * w / medians[m]:.3f}",
             )
             rows.append(
-                f"| {name} | {m} | {' | '.join(cells)} | {clock} | {compute_bubble_fraction(m, 2, v):.3f} |"
+                f"| {name} | {m} | {' | '.join(cells)} | {clock} | "
+                f"{compute_bubble_fraction(m, 2, v):.3f} |"
             )
     table("| schedule | m | ms | ms / m | idle by the fit | idle by the clock | schedule |", rows)
     print("\n" + "\n".join(f"- {fit}" for fit in fits), flush=True)
 
 
 def measure_memory(arguments: Arguments, folder: str) -> None:
-    """Peak memory of a process that runs one case, and of the planner; differences to a comparison's first case."""
+    """Measure the peak memory of one process per case, next to the planner's estimate.
+
+    Each row has the difference to the first case of its comparison. Memory that all cases have in
+    common cancels.
+    """
     precision = " --bf16" if torch.cuda.is_available() else ""
     small = shape_flags(4, 128, 128, 4, 4) if arguments.quick else shape_flags(8, 384, 256, 4, 4)
     large = (
         shape_flags(4, 256, 64, 1, 4) if arguments.quick else shape_flags(8, 512, 64, 1, 4)
     ) + precision
     some, threads = small + precision, CORES
+    # Attention dropout needs the score matrix [b, n, s, s]. Only then recomputing the attention
+    # core saves memory.
     scores = f"{some} --attention-dropout 0.1"
     again = "--checkpoint-activations"
     kept = [
@@ -238,10 +274,12 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
         kept, core, zero = kept[::2], [], zero[::2]
     print("\n### Memory")
     print(
-        f"\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: `{some}`. ZeRO: `{large}`."
+        "\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: "
+        f"`{some}`. ZeRO: `{large}`."
     )
     print(
-        "*against*: the difference to the group's first row, measured and by `tools/plan.py` (which leaves buffers out)."
+        "*against*: the difference to the group's first row, measured and by `tools/plan.py` "
+        "(which leaves buffers out)."
     )
     rows = [
         *_memory_rows(kept, lambda memory: memory["activations"], folder),
@@ -256,9 +294,11 @@ def _memory_rows(
 ) -> list[str]:
     peaks: dict[str, tuple[int, int]] = {}
     for case in cases:
+        # Each case gets fresh processes, because an allocator keeps the peak of an earlier case.
         with worlds_of([case], folder) as worlds:
             for name, world in worlds.items():
-                world.ask("steps", 1)  # optimizer states, buffers, the libraries' own memory
+                # The first step allocates optimizer states, buffers and the libraries' own memory.
+                world.ask("steps", 1)
                 peaks[name] = (
                     max(world.ask("peak_bytes", 2)),
                     by_planner(planned(case)["memory_bytes"]),
@@ -274,7 +314,7 @@ def _memory_rows(
 
 
 def measure_compile(arguments: Arguments, folder: str) -> None:
-    """A Llama shape with and without torch.compile."""
+    """Measure a Llama shape with and without torch.compile."""
     if arguments.quick:
         print("\nSKIPPED: compile: --quick leaves it out")
         return
@@ -286,13 +326,15 @@ def measure_compile(arguments: Arguments, folder: str) -> None:
     with worlds_of(cases, folder) as worlds:
         for number in range(arguments.rounds + 1):
             for name, world in worlds.items():
+                # The first step waits for the compiler, so it is recorded on its own.
                 took = world.ask("steps", 1)[0].seconds
                 if number:
                     seconds.setdefault(name, []).append(took)
                 else:
                     first[name] = took
     print(
-        f"\n### Compiling\n\nLlama's shape, `{shape}`, {CORES} threads. The first step waits for the compiler."
+        f"\n### Compiling\n\nLlama's shape, `{shape}`, {CORES} threads. The first step waits "
+        "for the compiler."
     )
     ratio = [
         statistics.median(off / s for off, s in zip(seconds["off"], times, strict=True))
@@ -306,7 +348,11 @@ def measure_compile(arguments: Arguments, folder: str) -> None:
 
 
 def compare_losses(folder: str) -> int:
-    """Ten steps of each layout, by gloo on one device; the number of layouts that differ by more than 1e-5 or fail."""
+    """Train ten steps of each layout by gloo on one device.
+
+    Returns:
+        The number of layouts that fail or whose losses differ by more than 1e-5.
+    """
     where = "GPU" if torch.cuda.is_available() else "CPU (no GPU here)"
     shape, steps = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo", 10
     layouts = [
@@ -328,21 +374,27 @@ def compare_losses(folder: str) -> int:
             outcome = str(failure).strip().splitlines()[-1]
             wrong += 1
         else:
+            # Losses of the layouts differ by rounding only, because sums have another order.
             largest = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
             outcome = f"{largest:.1e}" if largest < 1e-5 else f"{largest:.1e}: MORE THAN 1e-5"
+            # A NaN is no difference below 1e-5, so it counts as wrong.
             wrong += not largest < 1e-5
         rows.append(f"| {name} | {outcome} |")
     print(
-        f"\n### Ranks on one device\n\n{steps} losses in fp32, gloo, {where}: largest relative difference to one process's."
+        f"\n### Ranks on one device\n\n{steps} losses in fp32, gloo, {where}: largest "
+        "relative difference to one process's."
     )
     table("| layout | difference |", rows)
     return wrong
 
 
 def describe_machine(arguments: Arguments) -> str:
-    """Date, machine, versions, rounds."""
+    """Return date, machine, versions and rounds as one line."""
     if torch.cuda.is_available():
-        name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+        name = (
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, CUDA "
+            f"{torch.version.cuda}"
+        )
     else:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         name = found[1] if found else platform.machine()
@@ -352,7 +404,10 @@ def describe_machine(arguments: Arguments) -> str:
 
 
 def main() -> int:
+    """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
+    # The worlds set their own number of threads. More threads in each process would compete for
+    # cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.quick:
         arguments = replace(arguments, rounds=1)

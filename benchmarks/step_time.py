@@ -1,13 +1,17 @@
-"""Our full training step beside bare PyTorch loops, in one process, interleaved.
+"""Compare our full training step with bare PyTorch loops, in one process, interleaved.
 
-    python benchmarks/step_time.py                                    CPU: the small shapes of docs/benchmarks.md
-    python benchmarks/step_time.py --size 125m --precision bf16       GPU: tokens/s, MFU, peak memory
+    python benchmarks/step_time.py       CPU: the small shapes of docs/benchmarks.md
+    python benchmarks/step_time.py --size 125m --precision bf16
+                                         GPU: tokens/s, MFU, peak memory
 
-Contestants, each on the same real tokens, with AdamW (fused), gradient clipping at 1.0 and the loss read every step:
+All contestants train the same real tokens with AdamW (fused) and gradient clipping at 1.0, and read
+the loss every step.
+
     trainer   the loop of pretrain_gpt.py: data source, engine, counters, report
     bare      the fewest lines that train our own model
     hf        the fewest lines that train Hugging Face's model of the same shape (bf16 by autocast)
-Rounds are interleaved, so that a machine whose speed drifts is as unfair to one as to the other; medians are quoted.
+
+Rounds are interleaved, so a drift of the machine's speed affects all of them. Medians are quoted.
 """
 
 import statistics
@@ -43,35 +47,42 @@ SIZES = {
     "7b": (32, 4096, 32, 2048, 2, 11008),
 }
 LLAMA = (
-    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --no-add-bias-linear "
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    "--no-add-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
 
 
 @dataclass(frozen=True)
 class Arguments:
+    """The command line."""
+
     size: Literal["tiny", "125m", "350m", "1.3b", "7b"] = "tiny"
-    """Shape: tiny is for CPUs."""
+    """Shape of the model. tiny is for CPUs."""
     shape: tuple[Literal["gpt2", "llama"], ...] = ("gpt2", "llama")
     """Architectures to run."""
     precision: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Number formats to run."""
     contestants: tuple[Literal["trainer", "bare", "hf"], ...] = ("trainer", "bare", "hf")
-    """Who takes part."""
+    """The loops to compare."""
     rounds: int = 7
     """Interleaved rounds."""
     steps: int = 3
     """Steps of each contestant in a round."""
     vocab_size: int = 5120
-    """Rows of the embedding; the corpus has ids below 5000."""
+    """Rows of the embedding. The corpus has ids below 5000."""
 
 
 def command_line(arguments: Arguments, shape: str, precision: str, folder: str) -> list[str]:
+    """Return the arguments of pretrain_gpt.py for one measurement."""
     layers, hidden, heads, seq, micro, ffn = SIZES[arguments.size]
     text = (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {seq} --micro-batch-size {micro} "
-        f"--global-batch-size {micro} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
-        f"--vocab-size {arguments.vocab_size} --log-interval 10 --data-path {CORPUS} --data-cache-path {folder}/cache "
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--seq-length {seq} --micro-batch-size {micro} "
+        f"--global-batch-size {micro} --train-iters 100000 --lr 3e-4 --hidden-dropout 0 "
+        "--attention-dropout 0 --eval-iters 0 "
+        f"--vocab-size {arguments.vocab_size} --log-interval 10 --data-path {CORPUS} "
+        f"--data-cache-path {folder}/cache "
         f"--tensorboard-dir {folder}/tensorboard --metrics-file {folder}/metrics.jsonl"
     )
     text += f" {LLAMA} --ffn-hidden-size {ffn}" if shape == "llama" else ""
@@ -80,21 +91,24 @@ def command_line(arguments: Arguments, shape: str, precision: str, folder: str) 
 
 
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
-    """The trainer, silent."""
+    """Build the trainer without its output."""
     run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
 
 
 def next_tokens(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same real batches, without anything of the trainer's around them."""
+    """Return the next real batch as (tokens, labels), each [b, s]."""
     assert run.sources.train is not None
     batch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
     return batch.tokens.to(device), batch.labels.to(device)
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
-    """Our model, and as few lines around it as train it in the same arithmetic: fp32 masters of bf16 weights."""
+    """Return a step of our model with as few lines around it as possible.
+
+    The arithmetic is the trainer's, with fp32 masters of bf16 weights.
+    """
     half = run.plan.config.precision.bf16
     model = GPT(run.plan.shape, TensorParallel(), RandomStreams(0, device)).to(
         device, torch.bfloat16 if half else torch.float32
@@ -104,6 +118,8 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
             parameter, std=0.02
         )
         if half:
+            # Gradients are accumulated in fp32, as in the trainer. Without this line they would
+            # have the dtype of the weights.
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
     masters = [p.detach().float() if half else p for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
@@ -118,27 +134,31 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
                 master.grad = parameter.grad
         optimizer.step()
         if half:
+            # The optimizer changed the fp32 masters. The model computes with their bf16 copies.
             torch._foreach_copy_([p.data for p in model.parameters()], masters)
         model.zero_grad(set_to_none=True)
+        # The trainer reads the loss every step, which waits for the GPU. So all contestants do.
         loss.item()
 
     return step
 
 
 def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
-    """Hugging Face's model in a bare loop."""
+    """Return a step of Hugging Face's model in a bare loop."""
     import transformers
 
     config, vocab = run.plan.config.model, run.plan.padded_vocab_size
     if shape == "gpt2":
         theirs = transformers.GPT2Config(
-            vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size, n_layer=config.num_layers,
-            n_head=config.num_attention_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size,
+            n_layer=config.num_layers, n_head=config.num_attention_heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(theirs)
     else:
         theirs = transformers.LlamaConfig(
-            vocab_size=vocab, hidden_size=config.hidden_size, intermediate_size=config.ffn_hidden_size,
+            vocab_size=vocab, hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
             num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
             max_position_embeddings=config.seq_length, tie_word_embeddings=False,
         )  # fmt: skip
@@ -161,6 +181,7 @@ def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
 
 
 def measure(arguments: Arguments, shape: str, precision: str) -> None:
+    """Measure all contestants in one shape and precision, and print their rows."""
     device = choose_device(0)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_config(command_line(arguments, shape, precision, folder))
@@ -173,9 +194,12 @@ def measure(arguments: Arguments, shape: str, precision: str) -> None:
         steps = {name: makers[name]() for name in arguments.contestants}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         memory: dict[str, float] = {}
-        for round_number in range(arguments.rounds + 1):  # the first one warms up
+        # Round 0 warms up and is not counted.
+        for round_number in range(arguments.rounds + 1):
             for name, step in steps.items():
                 if device.type == "cuda":
+                    # Kernels run asynchronously. The timer may start only after the kernels of
+                    # the previous contestant have finished.
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
@@ -198,14 +222,20 @@ def print_rows(
     memory: dict[str, float],
     device: torch.device,
 ) -> None:
+    """Print one row per contestant."""
     tokens = plan.batch_size.final * plan.config.model.seq_length
     flops = count_model_flops_per_token(plan.shape)
     peak = find_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for name, times in seconds.items():
         rate = tokens / statistics.median(times)
         low, middle, high = (1e3 * f(times) for f in (min, statistics.median, max))
-        row = f"{shape:5} {precision:4} {name:8} {rate:10.0f} tokens/s   {low:8.1f} / {middle:8.1f} / {high:8.1f} ms"
+        row = (
+            f"{shape:5} {precision:4} {name:8} {rate:10.0f} tokens/s   {low:8.1f} / "
+            f"{middle:8.1f} "
+            f"/ {high:8.1f} ms"
+        )
         if "bare" in seconds and name != "bare":
+            # Ratios within a round cancel a drift of the machine's speed.
             ratios = [b / t for b, t in zip(seconds["bare"], times, strict=True)]
             row += f"   {statistics.median(ratios):.3f} of bare"
         row += f"   {rate * flops / 1e12:.2f} TFLOPs"
@@ -215,6 +245,7 @@ def print_rows(
 
 
 def main() -> int:
+    """Run the benchmark and return the exit code."""
     arguments = tyro.cli(Arguments, description=__doc__)
     device = choose_device(0)
     name = (

@@ -1,6 +1,7 @@
 """Worlds of real ranks that train by the loop of pretrain_gpt.py, step by step, on command.
 
-Invariant: a world that is not asked uses no core, so that several can take turns in one measurement.
+Invariant: a world without a pending command uses no core, so several worlds can take turns in one
+measurement.
 """
 
 import contextlib
@@ -37,7 +38,9 @@ CORPUS = (
     / "tests/fixtures/openwebtext-100/meg-gpt2-openwebtext_text_document"
 )
 TIMEOUT_SECONDS = 300
+"""A rank that does not answer for this long counts as hanging."""
 CORES = len(os.sched_getaffinity(0))
+"""Cores that this process may use, which can be fewer than the machine has."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,17 @@ class Case:
 
     @property
     def cores(self) -> int:
-        """That it can keep busy."""
+        """Return the number of cores that the world can keep busy."""
         return min(self.processes * self.threads, CORES)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw of some steps; seconds are means over them."""
+    """The measurements of one rank over some steps. Seconds are means per step."""
 
     seconds: float
     cpu_seconds: float
-    """Of all its threads: a rank that waits for another uses none."""
+    """CPU time of all threads of the rank. A rank that waits for another one uses none."""
     forward_backward: float
     losses: tuple[float, ...]
 
@@ -74,11 +77,13 @@ class Failure:
 
 
 class WorldFailedError(Exception):
-    """A rank of a world raised, died or hangs."""
+    """A rank of a world raised an exception, died or hangs."""
 
 
 Serving = Callable[[list[str]], Any]
-"""What serves in a rank, made from the command line of a run: `Rank`, or a class like it. Its methods are the commands."""
+"""Builds the object that serves in a rank from a run's command line. Its methods are the commands.
+
+`Rank` is one such class."""
 
 
 # In the ranks
@@ -87,10 +92,11 @@ Serving = Callable[[list[str]], Any]
 def work(
     pipe: Connection, serve: Serving, argv: list[str], environment: dict[str, str], threads: int
 ) -> None:
-    """A rank: builds what serves in it, then answers commands until the pipe closes."""
+    """Build the object that serves in this rank, then answer commands until the pipe closes."""
     os.environ.update(environment)
     torch.set_num_threads(threads)
     try:
+        # The start of a run prints its plan, which would mix with the tables of the benchmark.
         with contextlib.redirect_stdout(io.StringIO()):
             rank = serve(argv)
         pipe.send("built")
@@ -102,18 +108,21 @@ def work(
             pipe.send(getattr(rank, command)(*arguments))
         leave()
     except Exception:
-        with contextlib.suppress(BrokenPipeError):  # who asked is gone
+        with contextlib.suppress(BrokenPipeError):
+            # The parent may have ended. Then nobody can read the failure.
             pipe.send(Failure(traceback.format_exc()))
 
 
 class Rank:
-    """A real run, silent, of which every step is kept."""
+    """A real run without output, of which every step is recorded."""
 
     def __init__(self, argv: list[str]) -> None:
+        """Start the run of `argv` in this rank."""
         _free_at_once()
         loaded, world = load_config(argv), read_launcher_world()
         mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._cuda = mesh.device.type == "cuda"
+        # The memory of Python and the libraries is not the run's, so it is subtracted later.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
         self._run = run = start_run(loaded, mesh, None)
         self._seen: list[StepRecord] = []
@@ -127,12 +136,18 @@ class Rank:
         run.reporter.report_step = keep  # type: ignore[method-assign]
 
     def steps(self, count: int, microbatches: int | None = None) -> Measured:
-        """What the loop does in `count` iterations; of another number of microbatches than configured, where one is given."""
+        """Run `count` iterations of the loop and return what was measured.
+
+        Args:
+            count: Number of iterations.
+            microbatches: Number of microbatches per step. Default: as configured.
+        """
         run, micro = self._run, self._run.plan.config.batch.micro_batch_size
         if microbatches is not None:
             size = ConstantBatchSize(microbatches * micro * run.plan.data_parallel_size)
             run.plan = replace(run.plan, batch_size=size)
         self._seen.clear()
+        # Kernels of earlier steps must not count.
         self._synchronise()
         start, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -148,11 +163,12 @@ class Rank:
         )
 
     def peak_bytes(self, count: int) -> int:
-        """Most memory during `count` steps, beyond what the process had before the run was built."""
+        """Return the peak memory during `count` steps, minus the memory before the run began."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            # Writing 5 resets the peak (VmHWM) to the present size.
+            Path("/proc/self/clear_refs").write_text("5")
         self.steps(count)
         return (
             torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")
@@ -164,7 +180,7 @@ class Rank:
 
 
 def one_iteration(run: Run) -> None:
-    """What the loop does."""
+    """Run one iteration as the training loop does."""
     train_iteration(run)
     check_finite(run.plan, run.state)
     run.exits.decide(run.state.iteration - 1, run.state.iteration)
@@ -177,8 +193,13 @@ def _status_bytes(key: str) -> int:
 
 
 def _free_at_once() -> None:
-    """glibc keeps freed blocks of up to 32 MB for later, which would look like memory in use: of 1 MB and more, none."""
+    """Make glibc return every freed block of 1 MB or more to the system.
+
+    By default it keeps freed blocks of up to 32 MB, which would look like memory in use.
+    """
     if platform.libc_ver()[0] == "glibc":
+        # M_MMAP_THRESHOLD of malloc.h. Blocks of this size get a mapping of their own, which free()
+        # removes.
         mmap_threshold = -3
         ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
@@ -187,9 +208,12 @@ def _free_at_once() -> None:
 
 
 class LaunchedWorld:
-    """The ranks of a case, waiting for commands without using a core."""
+    """The ranks of a case, which wait for commands without using a core."""
 
     def __init__(self, case: Case, folder: str, serve: Serving = Rank) -> None:
+        """Start the ranks of a case and wait until all are built."""
+        # A fork of this process would copy its threads' locks. The fork server has imported the
+        # trainer once, so that ranks start quickly.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron.training.setup"])
         home = Path(tempfile.mkdtemp(dir=folder))
@@ -225,16 +249,21 @@ class LaunchedWorld:
                 target=work, args=(there, serve, argv, environment, case.threads), daemon=True
             )
             process.start()
+            # The rank's end must not stay open here. Otherwise `recv` would not notice that the
+            # rank has died.
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
         self._answers()
 
     def ask(self, *command: Any) -> list[Any]:
-        """Every rank's answer to (name of a method of what serves there, arguments).
+        """Send a command to every rank and return their answers.
+
+        Args:
+            command: The name of a method of the serving object, then its arguments.
 
         Raises:
-            WorldFailedError: a rank raised, died or hangs; the world is gone.
+            WorldFailedError: A rank raised, died or hangs. The world is gone.
         """
         for pipe in self._pipes:
             pipe.send(command)
@@ -263,6 +292,7 @@ class LaunchedWorld:
         raise WorldFailedError(f"{self.case.name}: {why}")
 
     def close(self) -> None:
+        """End the ranks by closing their pipes. A rank that does not end is killed."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: environment, corpus, tokenizer, training on tensor- and pipeline-parallel ranks, resume, loss
-# curve, text.
+# Train a model from a fresh clone. The steps are environment, corpus, tokenizer, training on tensor-
+# and pipeline-parallel ranks, resume, loss curve and text.
 #
 #     bash examples/quickstart.sh
 #
-# Needs git, bash and Python 3.11 or newer; uses the GPUs that are there, else 4 processes on the CPU (under 6 minutes on 2 cores after
-# the installation). Everything it makes is in quickstart/ (or $QUICKSTART_DIR); run again, it keeps the corpus and trains anew.
+# The script needs git, bash and Python 3.11 or newer. It uses the machine's GPUs, or 4 processes on
+# the CPU. That takes less than 6 minutes on 2 cores after the installation. All results are in
+# quickstart/ (or $QUICKSTART_DIR). A second call keeps the corpus and trains again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup_env.sh
@@ -18,12 +19,13 @@ dataset=$work/stdlib
 checkpoints=$work/checkpoints
 split=94,5,1
 
-# ---- How many processes, and how they share the work -----------------------------------------------------------------------------
+# ---- Number of processes and their layout -------------------------------------------------------
 processes=4
 precision=()
 if has_gpu; then
     gpus=$(nvidia-smi --list-gpus | grep -c GPU)
-    # The largest of 8, 4, 2, 1 that is there: the model's 4 heads and the batch of 16 divide by these.
+    # Use the largest of 8, 4, 2 and 1 GPUs that the machine has. The layouts of these sizes divide
+    # the model's 4 heads and the batch of 16.
     for processes in 8 4 2 1; do
         ((processes <= gpus)) && break
     done
@@ -32,14 +34,14 @@ fi
 tensor_parallel=$((processes > 1 ? 2 : 1))
 pipeline_parallel=$((processes > 2 ? 2 : 1))
 data_parallel=$((processes / tensor_parallel / pipeline_parallel))
-# Two for each stage: with fewer, the pipeline's ranks wait longer for each other.
+# Two microbatches for each stage. With fewer, the ranks of the pipeline wait longer for each other.
 microbatches=$((pipeline_parallel > 1 ? 2 * pipeline_parallel : 1))
 layout="TP $tensor_parallel x PP $pipeline_parallel x DP $data_parallel"
 say "$processes processes on $(has_gpu && echo "GPUs" || echo "the CPU"): $layout"
-# More threads would fight over the cores.
+# More threads per process would compete for the cores.
 export OMP_NUM_THREADS=1
 
-# ---- Text -> tokenizer -> token ids ----------------------------------------------------------------------------------------------
+# ---- Text -> tokenizer -> token ids -------------------------------------------------------------
 if [[ ! -f $corpus ]]; then
     say "building a corpus of the standard library's sources and docs"
     python examples/quickstart/build_corpus.py --output "$corpus"
@@ -54,7 +56,7 @@ if [[ ! -f ${dataset}_text_document.idx ]]; then
         --tokenizer-type GPT2BPETokenizer --vocab-file "$tokenizer/vocab.json" --merge-file "$tokenizer/merges.txt" --workers 2
 fi
 
-# ---- Training --------------------------------------------------------------------------------------------------------------------
+# ---- Training -----------------------------------------------------------------------------------
 train() {
     torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py \
         --tensor-model-parallel-size "$tensor_parallel" --pipeline-model-parallel-size "$pipeline_parallel" \
@@ -70,15 +72,16 @@ train() {
         ${precision[@]+"${precision[@]}"} "$@"
 }
 
-# A run of its own each time: nothing is resumed from an earlier one.
+# Each call trains a new run. Otherwise the training would resume from an earlier one.
 rm -rf "$checkpoints" "$work/tensorboard"
 say "training 150 iterations"
 train --train-iters 150
 say "resuming from the checkpoint, to iteration 200"
 train --train-iters 200
 
-# ---- What came of it -------------------------------------------------------------------------------------------------------------
+# ---- Results ------------------------------------------------------------------------------------
 say "has the model learned more than how often each token occurs?"
+# A failed comparison ends the script with the message of the comparison.
 comparison=$(python examples/quickstart/compare_with_unigram.py --dataset "${dataset}_text_document" --split "$split" \
     --metrics "$checkpoints/metrics.jsonl") || stop "$comparison"
 echo "$comparison"

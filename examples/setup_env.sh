@@ -1,10 +1,11 @@
-# Makes the Python environment that the quickstart and the tests run in. To be sourced:
+# Create the Python environment of the quickstart and the tests. Source this file.
 #
 #     source examples/setup_env.sh
 #     setup_env "data,observe"        # extras of pyproject.toml
 #
-# An active environment ($VIRTUAL_ENV) is used as it is; otherwise .venv is made beside this repository. What is installed is noted in the
-# environment, so that a second call does nothing and needs no network.
+# An active environment ($VIRTUAL_ENV) is used as it is. Otherwise .venv is created in the
+# repository. A file in the environment records what is installed. A second call then does nothing
+# and needs no network.
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -17,7 +18,7 @@ stop() {
     exit 1
 }
 
-# Prints the first Python that is new enough; $PYTHON is tried first.
+# Print the first Python that is new enough. $PYTHON is tried first.
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
@@ -29,6 +30,7 @@ find_python() {
     stop "Python 3.11 or newer is needed, and none is on the PATH. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
+# nvidia-smi may be installed on a machine without a GPU, so the list itself is checked.
 has_gpu() {
     command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU
 }
@@ -40,7 +42,7 @@ activate_environment() {
         python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || stop "the active environment has a Python older than 3.11; deactivate it"
         return
     fi
-    # A .venv whose Python has gone (moved folder, upgraded system) is made anew.
+    # The Python of a .venv may be gone after a system upgrade or a move. It is created again then.
     if ! "$repository/.venv/bin/python" -c '' 2>/dev/null; then
         local python
         python="$(find_python)"
@@ -52,7 +54,7 @@ activate_environment() {
     source "$repository/.venv/bin/activate"
 }
 
-# Changes when anything that the installation depends on changes.
+# Print a digest of everything that the installation depends on.
 installation_digest() {
     (
         echo "$repository" "$1"
@@ -62,14 +64,16 @@ installation_digest() {
     ) | python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-# setup_env EXTRAS: afterwards `python` is the environment's, with the package (editable) and its dependencies.
+# setup_env EXTRAS installs the package (editable) with its dependencies. Afterwards `python` is the
+# Python of the environment.
 setup_env() {
     local extras="$1" torch="torch==2.13.0" note state
     if has_gpu; then
         torch="torch>=2.11"
     fi
     activate_environment
-    # The note's first line is the state of the repository that was installed, the others the sets of extras.
+    # The first line of the note is the digest of the repository that was installed. The other lines
+    # are the sets of extras.
     note="$VIRTUAL_ENV/.megatron-installed"
     state="$(installation_digest "$torch")"
     if [[ -f "$note" && "$(head -n 1 "$note")" == "$state" ]]; then
@@ -80,12 +84,13 @@ setup_env() {
     else
         rm -f "$note"
     fi
-    # torch on its own and first: it is the large one, and pip shows its download.
+    # torch is installed alone and first. It is large, and without --quiet pip shows the download.
     say "installing $torch (several hundred MB at the first time)"
     python -m pip install --disable-pip-version-check "$torch" || stop "pip could not install $torch; its message is above"
     say "installing this repository and what it needs: .[$extras]"
     python -m pip install --disable-pip-version-check --quiet --editable "$repository[$extras]" ||
         stop "pip could not install $repository[$extras]; its message is above"
+    # The note is written last, so that an interrupted installation is repeated.
     [[ -f "$note" ]] || echo "$state" >"$note"
     echo "[$extras]" >>"$note"
     say "installed in $VIRTUAL_ENV"

@@ -1,3 +1,6 @@
-"""3D-parallel pretraining of GPT and Llama models. `docs/architecture.md` is the map; `pretrain_gpt.py` is the way in."""
+"""3D-parallel pretraining of GPT and Llama models.
+
+`docs/architecture.md` describes the modules. `pretrain_gpt.py` is the entry point.
+"""
 
 __version__ = "0.1.0"

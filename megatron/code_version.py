@@ -1,4 +1,4 @@
-"""Which code runs: the version, and in a git checkout the commit."""
+"""The version of the code that runs, and in a git checkout its commit."""
 
 from functools import cache
 from pathlib import Path
@@ -8,24 +8,32 @@ from megatron import __version__
 
 @cache
 def get_code_version() -> str:
-    """`0.1.0`, or `0.1.0+g1a2b3c4d5e` in a checkout. Reads git's files: a process with threads and open devices must not fork."""
+    """Return the version, such as `0.1.0`, or `0.1.0+g1a2b3c4d5e` in a git checkout."""
+    # Git's files are read here. Running `git` would fork a process that has threads and open
+    # devices, and such a fork can deadlock.
     commit = _read_commit(Path(__file__).resolve().parents[1] / ".git")
     return f"{__version__}+g{commit[:10]}" if commit else __version__
 
 
 def _read_commit(git: Path) -> str | None:
+    """Return the commit of HEAD, or None if `git` is not the git directory of a checkout."""
     try:
-        if git.is_file():  # a work tree beside the repository
+        # In an additional work tree, `.git` is a file with the path of the git directory.
+        if git.is_file():
             git = (git.parent / git.read_text().removeprefix("gitdir:").strip()).resolve()
         head = (git / "HEAD").read_text().strip()
+        # A detached HEAD holds the commit itself.
         if not head.startswith("ref:"):
             return head
         name = head.removeprefix("ref:").strip()
+        # A work tree has its own HEAD, and most branches are in the common directory.
         common = git / "commondir"
         root = (git / common.read_text().strip()).resolve() if common.is_file() else git
         for folder in (git, root):
             if (folder / name).is_file():
                 return (folder / name).read_text().strip()
+        # `git gc` moves branches into one file. Its comments start with "#", and lines with "^"
+        # belong to the tag above them.
         packed = (
             line.split()
             for line in (root / "packed-refs").read_text().splitlines()

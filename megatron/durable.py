@@ -1,4 +1,8 @@
-"""Files that survive a cut: whole or not at all. A rename within a folder is atomic, and durable once the folder is synced."""
+"""Small files that stay consistent after a kill or a power failure.
+
+Invariant: a reader sees a complete text, the old or the new one. A rename within a folder is
+atomic. It is durable when the folder has been synced.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -6,12 +10,20 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: None) -> None:
-    """Replace a small file so that a reader sees the old or the new text, whole, whenever this is cut off.
+    """Replace the text of a small file atomically and durably.
 
-    `confirm` is asked at the last instant, when the text is on the disk and only the rename is left; where it raises, the old text
-    stays.
+    Args:
+        path: The file. It need not exist.
+        text: The new text.
+        confirm: Called when the text is on the disk and only the rename is left. If it raises, the
+            old text stays. A lease is checked here, so that little time is left to lose it.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     temporary = path.with_name(path.name + ".new")
+    # This syncs the bytes before the rename. In the other order, a power failure could leave an
+    # empty file under the final name.
     write_file(temporary, text)
     try:
         confirm()
@@ -23,26 +35,53 @@ def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: No
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a small file whose folder nobody looks into yet; durable once the folder is synced, too."""
+    """Write a small file into a folder that no reader uses yet.
+
+    The bytes are synced. The file is durable when its folder has been synced as well.
+
+    Raises:
+        OSError: If it cannot be written, or is a symbolic link.
+    """
     with open(path, "wb", opener=without_links) as file:
-        file.write(text.encode())  # UTF-8 in any locale: digests are of these bytes
+        # Always UTF-8, because digests are computed from these bytes. Text mode would use the
+        # encoding of the locale.
+        file.write(text.encode())
+        # `fsync` syncs only what has left Python's buffer.
         file.flush()
         os.fsync(file.fileno())
 
 
 def without_links(path: str, flags: int) -> int:
-    """Open a file as `open(..., opener=without_links)` asks, but refuse a link: it would have another file overwritten."""
+    """Open a file for `open(..., opener=without_links)`, and refuse a symbolic link.
+
+    Writing through a link would overwrite a file somewhere else.
+
+    Args:
+        path: The file.
+        flags: Flags of `os.open`.
+
+    Raises:
+        OSError: If the file is a symbolic link or cannot be opened.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append in one write; a last line that was cut off, by a kill or a full disk, does not swallow the first of these.
+    """Append lines to a file in one write, and sync it.
+
+    If a kill or a full disk has cut off the last line, the new lines start after a line break.
+
+    Args:
+        path: The file. It is made if it does not exist.
+        lines: The lines without line breaks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
     if not lines:
         return
+    # Mode "a" writes at the end even if another process appends, and "+" allows reading the last
+    # byte.
     with open(path, "ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
@@ -53,7 +92,11 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries (a rename, a new file) to the disk."""
+    """Sync the entries of a folder to the disk. This makes a rename or a new file durable.
+
+    Raises:
+        OSError: If the folder cannot be synced.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,7 @@
-"""What each rank reports of the error that ended it, for the array task that decides what follows.
+"""Reports of the errors that ended the ranks, for the array task that decides what happens next.
 
-Invariant: one file for each rank, renamed into place. A reader sees a whole report or none, however many ranks write at once.
+Invariant: each rank writes one file and renames it to its final name. A reader sees a complete
+report or none, even if many ranks write at the same time.
 """
 
 import errno
@@ -15,7 +16,7 @@ from megatron.durable import replace_file
 from megatron.errors import CheckpointError
 
 FOLDER_VARIABLE = "MEGATRON_ERROR_FOLDER"
-"""Environment variable that names the folder of the reports. The array task sets it for all ranks."""
+"""Environment variable with the folder of the reports. The array task sets it for all ranks."""
 
 _DEVICE_OR_MOUNT = frozenset(
     {
@@ -31,9 +32,15 @@ _DEVICE_OR_MOUNT = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""A disk, or this host's mount of a file system, does not work. A wrong path or permission is none of these."""
+"""Errors of a disk, or of this host's mount of a file system.
+
+A wrong path or permission is not among them, because another host would have the same error.
+"""
 _LOCAL_DISK = frozenset({errno.ENOSPC, errno.EROFS})
-"""A fault of the host where the folder is on its own disk. The checkpoints' folder is shared: there a person must act."""
+"""Errors that are a fault of the host if the folder is on a local disk.
+
+The checkpoints are on a shared file system. There, these errors need a person.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,21 +49,27 @@ class ErrorReport:
 
     rank: int
     host: str
-    """As Slurm names it, where there is Slurm."""
+    """Name of the node in Slurm, or the host name outside Slurm."""
     kind: str
     """Class of the error."""
     message: str
     io_error: int | None = None
-    """errno of the I/O error behind it that can be a fault of the host; None: there is none."""
+    """The errno of the I/O error that caused it, if that can be a fault of the host."""
 
     def describe(self) -> str:
-        """Return the line for people."""
+        """Return one line for people."""
         prefix = f"rank {self.rank} on {self.host}: " if self.rank > 0 else ""
         return f"{prefix}{self.kind}: {self.message}"
 
 
 def build_report(error: BaseException, environment: Mapping[str, str] = os.environ) -> ErrorReport:
-    """Describe the error of this rank."""
+    """Return the report of an error that ended this rank.
+
+    Args:
+        error: The error.
+        environment: The environment variables of the process.
+    """
+    # torchrun sets RANK. A rank that srun starts without it has Slurm's number.
     return ErrorReport(
         rank=int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0),
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -67,10 +80,15 @@ def build_report(error: BaseException, environment: Mapping[str, str] = os.envir
 
 
 def host_io_error(error: BaseException) -> int | None:
-    """Return the errno of the I/O error that caused `error`, if a fault of this host alone can be the reason."""
+    """Return the errno of the I/O error that caused `error`.
+
+    None if there is no such error, or if it cannot be a fault of this host alone.
+    """
     faults = (
         _DEVICE_OR_MOUNT if isinstance(error, CheckpointError) else _DEVICE_OR_MOUNT | _LOCAL_DISK
     )
+    # The chain of causes is the one that a traceback prints. An error raised `from None` hides its
+    # context on purpose.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in faults:
@@ -81,22 +99,23 @@ def host_io_error(error: BaseException) -> int | None:
 
 
 def write_report(folder: Path, report: ErrorReport) -> None:
-    """Write the report of one rank, whole or not at all.
+    """Write the report of one rank. After a failure, no partial file has its name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If it cannot be written.
     """
+    # Leading zeros, so that a listing of the folder is in the order of ranks.
     replace_file(folder / f"rank_{report.rank:06d}.json", json.dumps(asdict(report)))
 
 
 def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
-    """Read all reports.
+    """Read all reports in a folder.
 
     Returns:
-        The reports in the order of ranks, and the names of files that hold none.
+        The reports in the order of ranks, and the names of files that hold no report.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: If the folder cannot be read.
     """
     reports: list[ErrorReport] = []
     unreadable: list[str] = []
@@ -105,6 +124,7 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
             report = (
                 ErrorReport(**json.loads(path.read_bytes())) if path.suffix == ".json" else None
             )
+        # One bad file must not hide the others. TypeError means other fields than ErrorReport has.
         except (OSError, ValueError, TypeError):
             report = None
         if report is None:
@@ -115,24 +135,26 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
 
 
 def hosts_at_fault(reports: list[ErrorReport], hosts: int) -> dict[str, str]:
-    """Find the hosts whose own I/O errors ended the step.
+    """Return the hosts whose own I/O errors ended the step.
 
-    An error that is not an I/O error needs a person, unless it repeats the message of a rank that had one: ranks agree on
-    what happens to a checkpoint, and all of them end with the same message. I/O errors on more than half of several hosts
-    are the shared file system's, or the configuration's.
+    An error that is not an I/O error needs a person, with one exception. After an I/O error in a
+    checkpoint, all ranks end with the message of the rank that had it. If more than half of several
+    hosts have I/O errors, the cause is the shared file system or the configuration.
 
     Args:
-        reports: of one step, at least one.
-        hosts: number of hosts of the job.
+        reports: Reports of one step, at least one.
+        hosts: Number of hosts of the job.
 
     Returns:
-        Host -> the reason. Empty: a person is needed.
+        Host -> the reason. Empty if a person is needed.
     """
+    # A rank without an I/O error that repeats such a message has learned it from that rank.
     failed = [report for report in reports if report.io_error is not None]
     explained = {report.message for report in failed}
     if any(report.message not in explained for report in reports):
         return {}
     bad: dict[str, str] = {}
+    # The first report of each host is enough for the reason.
     for report in failed:
         bad.setdefault(report.host, f"rank {report.rank}: {report.kind}: {report.message}")
     if hosts > 1 and 2 * len(bad) > hosts:

@@ -1,19 +1,20 @@
-"""The errors a user can meet. Each message says what was given, the rule, and the way out.
+"""The errors that a user can cause. Each message has the given value, the rule and the fix.
 
-`raise` one of these for anything a user can cause; `assert` with a message is for our own mistakes.
+Raise one of these for anything that a user can cause. Use `assert` with a message for mistakes in
+this package.
 """
 
 
 class MegatronError(Exception):
-    """Base of all errors that are the user's to mend; entry points print it without a traceback."""
+    """Base of all errors that a user can fix. Entry points print them without a traceback."""
 
 
 class ConfigError(MegatronError):
-    """The configuration cannot be run: unknown flag, failed rule, unreadable file."""
+    """The configuration has an unknown flag, breaks a rule, or is in a file that cannot be read."""
 
 
 class DataError(MegatronError):
-    """A data set or text file is missing, damaged, foreign, or does not fit the model."""
+    """A data set or text file is missing, damaged, of another format, or does not fit the model."""
 
 
 class CheckpointError(MegatronError):
@@ -21,25 +22,26 @@ class CheckpointError(MegatronError):
 
 
 class DamagedError(CheckpointError):
-    """What is stored is not what was written: a file is missing, cut off or altered."""
+    """A file of a checkpoint is missing, cut off or altered."""
 
     def __init__(self, message: str, file: str) -> None:
+        """Create the error with a message and the name of the damaged file."""
         super().__init__(message)
         self.file = file
-        """Its name in the checkpoint's folder."""
+        """Name of the damaged file in the folder of the checkpoint. Empty if it is not known."""
 
 
 class LayoutError(MegatronError):
-    """The ranks disagree, or the world does not fit the requested parallel layout."""
+    """The ranks disagree, or the number of ranks does not fit the requested parallel layout."""
 
 
 class LostRanksError(MegatronError):
-    """A collective failed. The message names the ranks that do not answer or have left."""
+    """A collective failed. The message names the ranks that do not answer or have ended."""
 
 
 class TrainingError(MegatronError):
-    """Training cannot go on: too many NaN losses, or an invariant was violated."""
+    """Training cannot continue, because of too many NaN losses or a violated invariant."""
 
 
 class OperationsError(MegatronError):
-    """A tool around a run cannot do what it was asked: a rollback, a sync, a look at the queue."""
+    """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""

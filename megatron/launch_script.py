@@ -1,8 +1,10 @@
-"""The training command in a Slurm or shell script, read as text: nothing is run.
+"""Reader of the training command in a Slurm or shell script. Nothing is executed.
 
-Invariant: what comes out is what the shell would pass to the training script, as far as assignments in the script itself tell:
-VAR=..., export, +=, arrays, "$VAR", ${VAR}, ${VAR:-default}, line continuations, bash -c "... $CMD". Branches are not followed:
-the last assignment above the command wins. What only the environment knows stays as written and is listed as unresolved.
+Invariant: the result is what the shell would pass to the training script, as far as it follows from
+assignments in the script itself. Understood are VAR=..., export, +=, arrays, "$VAR", ${VAR},
+${VAR:-default}, line continuations and bash -c "... $CMD". Branches are not followed. The last
+assignment before the command applies. Variables that only the environment sets stay as written, and
+are listed as unresolved.
 """
 
 import re
@@ -17,14 +19,20 @@ TRAINING_SCRIPT = re.compile(r"pretrain_\w+\.py$")
 ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly|then|else|do)\s+)*([A-Za-z_]\w*)(\+?)=")
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^}]*))?\})")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+# An unquoted operator ends the words of a command.
 OPERATORS = frozenset("|&;<>")
+# Scripts print their own command line with these. Such a line starts no training.
 SILENT_COMMANDS = ("echo", "printf")
 
 
 @dataclass(frozen=True)
 class LaunchScript:
-    """`arguments` of the training script, the world that the script asks for (None where it does not say), and the names of
-    variables that the arguments use but the script does not set."""
+    """The training command of a script.
+
+    `arguments` are those of the training script. `nodes` and `devices_per_node` are the world that
+    the script asks for, or None if it does not name them. `unresolved` are the names of variables
+    that the arguments use but the script does not set.
+    """
 
     arguments: tuple[str, ...]
     nodes: int | None
@@ -33,14 +41,15 @@ class LaunchScript:
 
     @property
     def world_size(self) -> int | None:
-        """Processes: one for each device of each node; None where the script does not say."""
+        """Number of processes, one for each device of each node. None if it is not given."""
         return None if self.devices_per_node is None else (self.nodes or 1) * self.devices_per_node
 
 
 def read_launch_script(path: Path) -> LaunchScript:
     """Find the training command in the script at `path`.
 
-    Raises ConfigError where the file cannot be read, a quote is not closed, or no pretrain_*.py is started.
+    Raises:
+        ConfigError: The file cannot be read, a quote is not closed, or no pretrain_*.py is started.
     """
     try:
         text = path.read_text()
@@ -48,6 +57,7 @@ def read_launch_script(path: Path) -> LaunchScript:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
     shell = _Shell(str(path))
     nodes, devices = _read_slurm_request(text)
+    # Slurm sets these variables from the request, so the script may use them without setting them.
     for name, value in (
         ("SLURM_NNODES", nodes),
         ("SLURM_JOB_NUM_NODES", nodes),
@@ -57,13 +67,17 @@ def read_launch_script(path: Path) -> LaunchScript:
             shell.variables[name] = str(value)
     found = parse_command(shell.find_training_command(text))
     unresolved = tuple(sorted({*found.unresolved, *shell.dropped}))
+    # The request to Slurm has priority over the launcher's options, which may be variables.
     return LaunchScript(
         found.arguments, nodes or found.nodes, devices or found.devices_per_node, unresolved
     )
 
 
 def parse_command(words: Sequence[str]) -> LaunchScript:
-    """Take a command line apart: launcher, training script, arguments. Without a training script all words are its arguments."""
+    """Split a command line into launcher, training script and arguments.
+
+    Without a training script, all words are arguments.
+    """
     script = next((i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)), -1)
     launcher, arguments = list(words[: max(0, script)]), tuple(words[script + 1 :])
     unresolved = {
@@ -78,7 +92,7 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
 
 
 def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
-    """(nodes, devices of each) of the #SBATCH lines."""
+    """Return (nodes, devices per node) of the #SBATCH lines."""
     options: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE):
         for name, value in re.findall(r"(--[\w-]+|-N)[=\s]\s*(\S+)", line):
@@ -94,18 +108,22 @@ def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
     if devices is None and tasks is not None and each is not None:
         devices = tasks * each
     if devices is None and tasks is not None and tasks > 1:
-        devices = tasks  # srun with one task for each device
+        # srun with one task for each device.
+        devices = tasks
     return nodes, devices
 
 
 def _parse_last_number(text: str | None) -> int | None:
-    """8 of '8', 'gpu:8', 'gpu:a100:8' and '4-8'; None of anything else."""
+    """Return 8 for '8', 'gpu:8', 'gpu:a100:8' and '4-8', and None for anything else."""
     match = re.search(r"(?:^|[:-])(\d+)$", text or "")
     return int(match[1]) if match else None
 
 
 def _read_launcher_option(words: list[str], name: str) -> int | None:
-    """The integer value of torchrun's --NAME, in its spellings with dashes or underscores, with '=' or a space."""
+    """Return the integer value of torchrun's --NAME.
+
+    The name may be spelled with dashes or underscores, and followed by '=' or a space.
+    """
     for i, word in enumerate(words):
         option, _, value = word.replace("_", "-").partition("=")
         if option == f"--{name}":
@@ -115,22 +133,35 @@ def _read_launcher_option(words: list[str], name: str) -> int | None:
 
 @dataclass
 class _Shell:
-    """The assignments read so far. Values are the shell's strings; an array is kept quoted for `shlex.split`."""
+    """The assignments read so far.
+
+    Values are the shell's strings. An array is kept quoted for `shlex.split`. `dropped` has the
+    names of unset variables whose words disappear.
+    """
 
     source: str
     variables: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
 
     def find_training_command(self, text: str) -> list[str]:
-        """Words of the first command that starts a training script, launcher included; else of an assignment that holds one."""
+        """Return the words of the first command that starts a training script.
+
+        The launcher is included. If there is no such command, an assignment that contains one is
+        used.
+
+        Raises:
+            ConfigError: The script starts no training script, or a quote is not closed.
+        """
         in_assignment: list[str] = []
         for statement in self._split_statements(text):
             rest = statement
+            # Several assignments may precede a command on the same line, as in A=1 B=2 command.
             while match := ASSIGNMENT.match(rest):
                 value, rest = self._read_assigned_value(rest[match.end() :])
                 self.variables[match[1]] = (
                     self.variables.get(match[1], "") + " " if match[2] else ""
                 ) + value
+                # BigScience's scripts build their command in CMD. It has priority over others.
                 if not in_assignment or match[1] == "CMD":
                     in_assignment = _find_training_words([value]) or in_assignment
             words = self._split_words(rest)
@@ -142,16 +173,22 @@ class _Shell:
                 return command
         if not in_assignment:
             raise ConfigError(
-                f"{self.source} starts no training script: expected a command with pretrain_gpt.py and its arguments."
+                f"{self.source} starts no training script: expected a command with pretrain_gpt.py "
+                "and its arguments."
             )
         return in_assignment
 
     def _split_statements(self, text: str) -> Iterator[str]:
-        """Commands between newlines and semicolons, continuations joined, comments and here-documents left out."""
+        """Yield the commands between newlines and semicolons.
+
+        Continuation lines are joined. Comments and here-documents are left out.
+        """
+        # The shell joins continuation lines before it looks at quotes and operators.
         text = text.replace("\\\n", " ")
         start = i = 0
         quote, depth, heredoc = "", 0, ""
         while i <= len(text):
+            # A newline after the end closes the last statement.
             char = text[i] if i < len(text) else "\n"
             if quote:
                 if char == "\\" and quote == '"':
@@ -160,7 +197,8 @@ class _Shell:
                     quote = ""
                 elif i == len(text):
                     raise ConfigError(
-                        f"{self.source}: a {quote} is not closed; the statement begins with {text[start : start + 40]!r}."
+                        f"{self.source}: a {quote} is not closed; the statement begins "
+                        f"with {text[start : start + 40]!r}."
                     )
             elif char in "'\"":
                 quote = char
@@ -168,6 +206,7 @@ class _Shell:
                 i += 1
             elif char == "#" and (i == 0 or text[i - 1] in " \t\n;("):
                 end = text.find("\n", i)
+                # The comment is removed and `i` stays, so the text after it is read next.
                 text = text[:i] + (text[end:] if end >= 0 else "")
                 continue
             elif char in "()":
@@ -179,10 +218,12 @@ class _Shell:
                 start = i = i + 2
                 continue
             elif char == "\n" or (char == ";" and not depth):
+                # Within parentheses a newline does not end the statement (arrays, subshells).
                 if not depth or i == len(text):
                     yield text[start:i].strip()
                     start = i + 1
                 if char == "\n" and heredoc:
+                    # The here-document starts on the next line and ends with its word.
                     end_line = re.compile(rf"^\s*{heredoc}\s*$", re.MULTILINE).search(text, i)
                     start = i = end_line.end() if end_line else len(text)
                     heredoc = ""
@@ -190,7 +231,7 @@ class _Shell:
             i += 1
 
     def _read_assigned_value(self, text: str) -> tuple[str, str]:
-        """(value, what follows it) of the text after 'NAME='."""
+        """Return (value, text after it) for the text after 'NAME='."""
         if text.startswith("("):
             inside, _, rest = text[1:].rpartition(")")
             return " ".join(shlex.quote(word) for word in self._split_words(inside)), rest
@@ -198,19 +239,24 @@ class _Shell:
         return self._remove_quotes(text[:end]), text[end:].lstrip()
 
     def _split_words(self, text: str) -> list[str]:
-        """The words that the shell would make of `text`, up to a pipe, redirection or other operator."""
+        """Split `text` into words as the shell does, up to a pipe, redirection or operator."""
         words: list[str] = []
         while text := text.lstrip():
             if text[0] in OPERATORS or re.match(r"\d+[<>]", text):
                 break
             end = _find_end_of_word(text)
+            # After a flag, an unset variable stays as written. If it disappeared, the next flag
+            # would be read as the value.
             after_flag = bool(words) and words[-1].startswith("--") and "=" not in words[-1]
             words += self._expand_word(text[:end], after_flag)
             text = text[end:]
         return words
 
     def _expand_word(self, raw: str, after_flag: bool) -> list[str]:
-        """One raw word expanded; an unquoted variable alone splits into words, and into none where it is unset."""
+        """Return the words of one raw word after expansion.
+
+        An unquoted variable on its own splits into words. It gives none if it is unset.
+        """
         match = VARIABLE.fullmatch(raw.strip('"'))
         name = match and (match[1] or match[2])
         if match and (match[3] or not raw.startswith('"')):
@@ -225,10 +271,14 @@ class _Shell:
         try:
             return shlex.split(value)
         except ValueError:
+            # Unbalanced quotes in a value. The shell splits at blanks and leaves the quotes.
             return value.split()
 
     def _remove_quotes(self, raw: str) -> str:
-        """One raw word with its quotes removed and its variables expanded, but for those in single quotes."""
+        """Return a raw word without its quotes and with its variables expanded.
+
+        Variables in single quotes are not expanded.
+        """
         parts = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[^'\"]+", raw, re.DOTALL)
         return "".join(
             part[1:-1] if part[0] == "'" else self._expand_variables(part.strip('"'))
@@ -238,6 +288,7 @@ class _Shell:
     def _expand_variables(self, text: str) -> str:
         def get_value(match: re.Match[str]) -> str:
             if match[0].startswith("\\"):
+                # A backslash makes the next character literal, so "\$VAR" is no variable.
                 return match[0][1:]
             name, default = match[1] or match[2], match[4]
             return self.variables.get(name, match[0] if default is None else default)
@@ -246,7 +297,7 @@ class _Shell:
 
 
 def _find_end_of_word(text: str) -> int:
-    """Index of the first blank or operator of `text` outside quotes, backticks and $( )."""
+    """Return the index of the first blank or operator outside quotes, backticks and $( )."""
     i, quote, depth = 0, "", 0
     while i < len(text):
         char = text[i]
@@ -267,7 +318,10 @@ def _find_end_of_word(text: str) -> int:
 
 
 def _find_training_words(words: list[str]) -> list[str]:
-    """`words` if they start a training script; a word that is itself a command line, as after bash -c, is taken apart."""
+    """Return `words` if they start a training script, and an empty list otherwise.
+
+    A word that is itself a command line, as after bash -c, is split and returned.
+    """
     for word in words:
         if TRAINING_SCRIPT.search(word):
             return words

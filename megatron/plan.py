@@ -1,7 +1,8 @@
-"""From what was asked to what will run: every derived number, and everything that is wrong with it.
+"""Every number that is derived from the configuration, and everything that is wrong with it.
 
-Invariant: a plan is a function of the configuration, the number of processes and the position in the data; it needs no process
-group and no device, and it always comes back whole: failures are collected in `errors`, all of them, not raised one by one.
+Invariant: a plan is a function of the configuration, the number of processes and the position in
+the data. It needs no process group and no device. It is always returned complete: all failures are
+collected in `errors` and none is raised.
 """
 
 from dataclasses import dataclass
@@ -45,11 +46,12 @@ from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that follows from the configuration and the world. Where `errors` is not empty, numbers may be stand-ins.
+    """Everything that follows from the configuration and the number of processes.
 
-    `parameters` and `stage_parameters` count the padded vocabulary, as published numbers do; `stage_parameters` are those of one
-    rank, by pipeline rank. `train_iters` and `train_samples` are the end by iterations or samples; --train-tokens may come
-    first.
+    If `errors` is not empty, numbers may be placeholders. `parameters` and `stage_parameters` count
+    the padded vocabulary, as in published numbers. `stage_parameters` are those of one rank, by
+    pipeline rank. `train_iters` and `train_samples` are the end by iterations or samples.
+    --train-tokens may end the run earlier.
     """
 
     config: Config
@@ -82,46 +84,59 @@ class Plan:
 
     @property
     def num_query_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key and value heads."""
         return self.shape.query_groups
 
     @property
     def pipeline_size(self) -> int:
-        """Pipeline ranks of a replica."""
+        """Number of pipeline ranks of a replica."""
         return len(self.stage_parameters)
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Transformer layers of each stage, virtual ones apart."""
+        """Number of transformer layers of each stage. Virtual stages are counted separately."""
         return tuple(len(stage.layers) for stage in self.stages)
 
     @property
     def stages_per_rank(self) -> int:
-        """Virtual stages of each pipeline rank; 1 where stages are not interleaved."""
+        """Virtual stages of each pipeline rank. It is 1 if stages are not interleaved."""
+        # If partitioning failed, one placeholder stage is shared by all ranks.
         return max(1, len(self.stages) // self.pipeline_size)
 
     def choose_pipeline_schedule(self, batch_size: int) -> PipelineSchedule:
-        """How a global batch of `batch_size` samples runs through the stages. Raises LayoutError as `get_num_microbatches`."""
+        """Choose how a global batch of `batch_size` samples runs through the stages.
+
+        Raises:
+            LayoutError: See `get_num_microbatches`.
+        """
         return choose_schedule(
             self.get_num_microbatches(batch_size), self.pipeline_size, self.stages_per_rank
         )
 
     def get_num_microbatches(self, batch_size: int) -> int:
-        """Microbatches that each data-parallel rank takes for a global batch of `batch_size` samples.
+        """Return the microbatches of one data-parallel rank for a global batch.
 
-        Raises LayoutError where that is no whole number.
+        Args:
+            batch_size: Global batch size in samples.
+
+        Raises:
+            LayoutError: The batch cannot be divided evenly.
         """
         micro = self.config.batch.micro_batch_size
         share = micro * self.data_parallel_size
         if batch_size % share:
             raise LayoutError(
-                f"batch size {batch_size} must be divisible by micro-batch size {micro} x data-parallel size "
-                f"{self.data_parallel_size} = {share}; change the batch sizes or the number of processes."
+                f"batch size {batch_size} must be divisible by micro-batch size {micro} x "
+                f"data-parallel size {self.data_parallel_size} = {share}; change the batch sizes "
+                "or the number of processes."
             )
         return batch_size // share
 
     def get_seq_length(self, iteration: int) -> int:
-        """Tokens of a training sample in `iteration` (1-based); evaluation always has the full length."""
+        """Return the tokens of a training sample in `iteration` (1-based).
+
+        Evaluation always uses the full length.
+        """
         return (
             self.config.model.seq_length
             if self.curriculum is None
@@ -129,7 +144,7 @@ class Plan:
         )
 
     def forecast(self) -> Forecast:
-        """The counters and the learning rate at any iteration of an undisturbed run."""
+        """Return a forecast of counters and learning rate for a run without interruptions."""
         seq_length = self.config.model.seq_length
         return Forecast(
             self.batch_size, self.lr_schedule, seq_length, self.curriculum, self.skip_ranges
@@ -150,14 +165,26 @@ def resolve(
     consumed_tokens: int = 0,
     iteration: int = 0,
 ) -> Plan:
-    """The plan of `config` on `world_size` processes. Raises nothing for the user's mistakes: see `Plan.errors`.
+    """Derive the plan of `config` on `world_size` processes.
 
-    `origin`: where each dotted field came from (`LoadedConfig.origin`), for the messages. `consumed_samples`: the position that
-    the run starts from, with `consumed_tokens` and `iteration`; batch sizes that lie behind it need not fit, and the end is
-    counted from there: a run whose batch size changes trains its samples all the same. None: not known, as when a command line
-    with --load is planned away from its checkpoints (see `check_batch_sizes`).
+    Nothing is raised for the user's mistakes. They are in `Plan.errors`.
+
+    Args:
+        config: The configuration as it was asked for.
+        world_size: Number of processes.
+        origin: Where each dotted field came from (`LoadedConfig.origin`), for the messages.
+        consumed_samples: The position from which the run starts, with `consumed_tokens` and
+            `iteration`. Batch sizes before it need not fit. The end is counted from it, so a run
+            whose batch size changes still trains all its samples. None means that the position is
+            not known, as for a plan of --load without access to the checkpoints. See
+            `check_batch_sizes`.
+        consumed_tokens: Tokens before the start.
+        iteration: Iterations before the start.
     """
+    # The plan keeps the configuration as it was asked for. The clamped one is for deriving only.
     asked = config
+    # Sizes below 1 are reported by `check_rules`. They are clamped here, so that the rest of the
+    # plan can be derived and its errors are reported in the same run.
     errors, warnings = check_rules(asked, origin or {})
     report = PlanReport(clamp_sizes(ConfigWithOrigin(asked, origin or {})), errors, warnings)
     config = report.config
@@ -167,17 +194,22 @@ def resolve(
     )
 
     grid_fits = check_grid(world_size, report)
+    # At least 1, so that the numbers below exist even if the grid does not fit.
     data_parallel_size = max(1, world_size // (tensor * pipeline))
 
+    # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
+    # vocabulary size of 0 means that it could not be determined.
     vocab_size = report.attempt(lambda: _find_vocab_size(report), 0)
     padded = (
         report.attempt(lambda: _pad_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
     )
     shape = ModelShape(config.model, vocab_size, padded)
     check_tensor_parallel(shape, report)
+    # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
     stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
 
+    # If the batch sizes make no schedule, a constant size is the placeholder.
     stand_in: BatchSizeSchedule = ConstantBatchSize(
         config.batch.global_batch_size or data_parallel_size
     )
@@ -185,11 +217,14 @@ def resolve(
     batch_size = report.attempt(
         lambda: _build_batch_size(report, data_parallel_size, at_known_position), stand_in
     )
+    # On a grid that does not fit, the data-parallel size is a placeholder. An error about batch
+    # sizes would only mislead.
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
     train_iters, train_samples = _find_train_end(
         batch_size, iteration, consumed_samples or 0, consumed_tokens, report
     )
+    # After the end of training, because the default end of the decay is the end of the run.
     lr_schedule = report.attempt(
         lambda: _build_lr_schedule(config, batch_size.final, train_iters, train_samples),
         LRSchedule(0.0, 0.0, "constant", 0, 1),
@@ -221,12 +256,14 @@ def resolve(
         lr_schedule=lr_schedule,
         curriculum=curriculum,
         skip_ranges=skip_ranges,
+        # Several rules may report the same mistake. `dict.fromkeys` removes duplicates in order.
         errors=tuple(dict.fromkeys(report.errors)),
         warnings=tuple(dict.fromkeys(report.warnings)),
     )
 
 
 def _find_vocab_size(report: PlanReport) -> int:
+    """Return the number of real token ids, and add a warning to the report if there is one."""
     size, warning = find_vocab_size(report.config.tokenizer)
     if warning:
         report.warnings.append(warning)
@@ -234,6 +271,8 @@ def _find_vocab_size(report: PlanReport) -> int:
 
 
 def _pad_vocab_size(config: Config, vocab_size: int) -> int:
+    """Return the size of the vocabulary with its padding."""
+    # Every tensor-parallel rank must get the same number of rows.
     tokenizer, tensor = config.tokenizer, config.parallel.tensor_model_parallel_size
     return compute_padded_vocab_size(
         vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to
@@ -243,40 +282,56 @@ def _pad_vocab_size(config: Config, vocab_size: int) -> int:
 def _build_batch_size(
     report: PlanReport, data_parallel_size: int, at_known_position: bool
 ) -> BatchSizeSchedule:
+    """Build the schedule of batch sizes: steps, a ramp-up, or a constant size.
+
+    Raises:
+        ConfigError: The flags make no schedule.
+    """
     batch = report.config.batch
     if batch.step_batch_size_schedule is not None:
         entries = batch.step_batch_size_schedule
+        # Without the position it is not known whether the run resumes a checkpoint whose bare
+        # thresholds were samples. The plan assumes so and warns.
         spelled = bare_thresholds_as_samples(entries)
         if not at_known_position and spelled != step_entries(entries):
             report.warnings.append(
-                f"{report.describe('batch.step_batch_size_schedule')} names no unit. It is planned as "
-                f"'{' '.join(spelled)}', as a resume of a run that was trained so reads it; a start is refused."
+                f"{report.describe('batch.step_batch_size_schedule')} names no unit. It is planned "
+                f"as '{' '.join(spelled)}', as a resume of a run that was trained so reads it; a "
+                "start is refused."
             )
             entries = spelled
         steps = parse_step_schedule(entries, report.config.model.seq_length)
         if batch.global_batch_size not in (None, steps.final):
             report.errors.append(
-                f"{report.describe('batch.global_batch_size')} contradicts {report.describe('batch.step_batch_size_schedule')}, which "
-                f"ends with {steps.final}; leave --global-batch-size out."
+                f"{report.describe('batch.global_batch_size')} "
+                f"contradicts {report.describe('batch.step_batch_size_schedule')}, which ends "
+                f"with {steps.final}; leave --global-batch-size out."
             )
         return steps
     if batch.rampup_batch_size is None:
         return ConstantBatchSize(
+            # The smallest global batch is one microbatch for each data-parallel rank.
             batch.micro_batch_size * data_parallel_size
             if batch.global_batch_size is None
             else batch.global_batch_size
         )
     if batch.global_batch_size is None:
         raise ConfigError(
-            f"{report.describe('batch.rampup_batch_size')} needs --global-batch-size, the size that it ends with."
+            f"{report.describe('batch.rampup_batch_size')} needs --global-batch-size, the size "
+            "that it ends with."
         )
     return RampupBatchSize(*batch.rampup_batch_size, batch.global_batch_size)
 
 
 def build_curriculum(config: Config) -> Curriculum | None:
-    """The schedule that the flags describe; None where they describe none, or not all of it (`config.rules` says so).
+    """Build the curriculum that the flags describe.
 
-    Raises ConfigError where the numbers make no schedule.
+    Returns:
+        The curriculum, or None if the flags describe none or only a part of one. `config.rules`
+        reports the latter.
+
+    Raises:
+        ConfigError: The numbers make no schedule.
     """
     asked = config.curriculum
     style = asked.curriculum_schedule_type
@@ -285,6 +340,7 @@ def build_curriculum(config: Config) -> Curriculum | None:
         if asked.curriculum_max_difficulty is None
         else asked.curriculum_max_difficulty
     )
+    # This style lists its lengths. The others compute them from minimum, maximum and steps.
     if style == "fixed_discrete" and asked.curriculum_difficulties:
         lengths = asked.curriculum_difficulties
         return Curriculum(
@@ -319,10 +375,14 @@ def _find_train_end(
     consumed_tokens: int,
     report: PlanReport,
 ) -> tuple[int, int]:
-    """(iterations, samples) of the whole run, counted on from its position; (0, 0) where none are asked for."""
+    """Return (iterations, samples) of the complete run, or (0, 0) if it has no end.
+
+    Both are counted from the run's current position.
+    """
     batch, seq_length = report.config.batch, report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
+        # A run that is resumed at or after its end has no iteration left.
         ahead = max(0, iterations - iteration)
         return iterations, count_samples_of_iterations(
             schedule, ahead, seq_length, consumed_samples, consumed_tokens
@@ -330,9 +390,11 @@ def _find_train_end(
     iterations = iteration + count_iterations_for_samples(
         schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens
     )
+    # Fewer samples than one batch would end the run before its first step.
     if iterations < 1:
         report.errors.append(
-            f"{report.describe('batch.train_samples')} makes no whole batch; give at least the first one's {schedule.get_size(0, 0)}."
+            f"{report.describe('batch.train_samples')} makes no whole batch; give at least the "
+            f"first one's {schedule.get_size(0, 0)}."
         )
     return iterations, batch.train_samples
 
@@ -340,7 +402,10 @@ def _find_train_end(
 def _build_lr_schedule(
     config: Config, global_batch_size: int, train_iters: int, train_samples: int
 ) -> LRSchedule:
-    """Iterations count as `global_batch_size` (the final one) samples each, as in Megatron-LM."""
+    """Build the learning-rate schedule, which counts in samples.
+
+    An iteration counts as `global_batch_size` samples, the final size, as in Megatron-LM.
+    """
     optimizer, batch = config.optimizer, config.batch
 
     def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
@@ -352,12 +417,16 @@ def _build_lr_schedule(
             else iterations * global_batch_size
         )
 
+    # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
     whole = train_samples if batch.train_samples is not None else train_iters * global_batch_size
     decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
+    # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
     decay = max(1, whole) if decay is None else decay
+    # --lr-warmup-samples 0 is the same as leaving it out.
     warmup: float = (
         convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
     )
+    # A fraction has priority. `config.rules` reports it if a number is given as well.
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     return LRSchedule(
@@ -375,12 +444,14 @@ def _build_lr_schedule(
 
 
 def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:
+    """Return the merged ranges to skip. Warn if they reach the end of training."""
     none: tuple[SkipRange, ...] = ()
     ranges = report.attempt(
         lambda: parse_ranges(report.config.batch.skip_train_iteration_range), none
     )
     if ranges and ranges[-1][1] >= train_iters > 0:
         report.warnings.append(
-            f"{report.describe('batch.skip_train_iteration_range')} reaches the end of training at iteration {train_iters}."
+            f"{report.describe('batch.skip_train_iteration_range')} reaches the end of training at "
+            f"iteration {train_iters}."
         )
     return ranges

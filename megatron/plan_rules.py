@@ -1,6 +1,9 @@
-"""Rules that need the number of processes or derived numbers; those that the configuration alone can fail are in `config.rules`.
+"""Rules that need the number of processes or derived numbers.
 
-Invariant: a rule raises nothing; it adds what it found to the report, so that all failures come out together.
+Rules that need only the configuration are in `config.rules`.
+
+Invariant: a rule raises nothing. It adds its findings to the report, so that all failures are
+reported together.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +23,16 @@ from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 
 T = TypeVar("T")
 
+# The attention kernels on GPUs are fastest for head sizes that are multiples of this.
 HEAD_DIM_MULTIPLE = 64
 USUAL_HIDDEN_PER_LAYER = (32, 256)
-IDLE_WORTH_SAYING = 1 / 3  # a pipeline has about that with twice as many microbatches as stages
+# A pipeline idles for about this share with twice as many microbatches as stages.
+IDLE_WORTH_SAYING = 1 / 3
 
 
 @dataclass
 class PlanReport:
-    """Collects what is wrong with a configuration, `asked`, as far as it can be derived from."""
+    """Collector of everything that is wrong with the configuration `asked`."""
 
     asked: ConfigWithOrigin
     errors: list[str] = field(default_factory=list)
@@ -35,23 +40,31 @@ class PlanReport:
 
     @property
     def config(self) -> Config:
+        """The configuration that the rules read."""
         return self.asked.config
 
     def describe(self, name: str, derived: int | None = None) -> str:
-        """Flag, value and origin of the field with dotted `name`; `derived` is what an absent value amounts to."""
+        """Return flag, value and origin of a field.
+
+        Args:
+            name: Dotted name of the field.
+            derived: The value that applies if the field is not given.
+        """
         if derived is not None and self.asked[name] is None:
             return f"{all_fields()[name].flag} {derived} (by default)"
         return self.asked.describe(name)
 
     def attempt(self, make: Callable[[], T], otherwise: T) -> T:
-        """`make()`, or `otherwise` with the failure noted."""
+        """Return `make()`. If it fails, note the failure and return `otherwise`."""
         try:
             return make()
         except MegatronError as failure:
+            # An error may list several mistakes, one on each line.
             self.errors.extend(str(failure).splitlines())
             return otherwise
 
 
+# Fields that divide or are divided by others. A value below 1 would end in a ZeroDivisionError.
 COUNTS = (
     "model.num_layers",
     "model.hidden_size",
@@ -76,38 +89,51 @@ COUNTS = (
 
 
 def clamp_sizes(asked: ConfigWithOrigin) -> ConfigWithOrigin:
-    """`asked` with each size below 1 replaced by 1, so that numbers can be derived; `config.rules` reports such sizes."""
+    """Return `asked` with each size below 1 replaced by 1, so that numbers can be derived.
+
+    `config.rules` reports such sizes.
+    """
     config = asked.config
     for name in COUNTS:
         group, leaf = name.split(".")
+        # None is a size that is derived from others, so it needs no limit.
         if asked[name] is not None and asked[name] < 1:
             config = replace(config, **{group: replace(getattr(config, group), **{leaf: 1})})
     return ConfigWithOrigin(config, asked.origin)
 
 
 def format_alternatives(options: Sequence[object]) -> str:
-    """'1, 2 or 4'."""
+    """Format a list of alternatives, as in '1, 2 or 4'."""
     words = [str(option) for option in options]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def check_grid(world_size: int, report: PlanReport) -> bool:
-    """Whether tensor x pipeline parallel size divides the number of processes."""
+    """Return whether tensor x pipeline parallel size divides the number of processes."""
     parallel = report.config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    asked = f"{report.describe('parallel.tensor_model_parallel_size')} x {report.describe('parallel.pipeline_model_parallel_size')}"
+    asked = (
+        f"{report.describe('parallel.tensor_model_parallel_size')} "
+        f"x {report.describe('parallel.pipeline_model_parallel_size')}"
+    )
     replica = tensor * pipeline
     if world_size < 1 or world_size % replica:
+        # The next smaller and the next larger number of processes that fit.
         fits = [n * replica for n in (world_size // replica, world_size // replica + 1) if n > 0]
         report.errors.append(
-            f"{asked} = {replica} must divide the number of processes, {world_size}; start {format_alternatives(fits)} processes."
+            f"{asked} = {replica} must divide the number of processes, {world_size}; "
+            f"start {format_alternatives(fits)} processes."
         )
         return False
     return True
 
 
 def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
-    """Each tensor-parallel rank gets whole heads, whole query groups, and equal parts of the MLP and of a cut sequence."""
+    """Check that tensor-parallel ranks get equal parts.
+
+    Each rank must get complete heads, complete query groups, and equal parts of the MLP and of a
+    sharded sequence.
+    """
     model, tensor = report.config.model, report.config.parallel.tensor_model_parallel_size
     heads, groups, ffn = model.num_attention_heads, shape.query_groups, shape.ffn_hidden_size
     possible = [n for n in range(1, groups + 1) if heads % n == groups % n == ffn % n == 0]
@@ -116,10 +142,12 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
         ("num_query_groups", groups),
         ("ffn_hidden_size", ffn),
     ):
+        # Without grouped queries the groups are the heads. One message about them is enough.
         follows_heads = name == "num_query_groups" and model.num_query_groups is None
         if number % tensor and not follows_heads:
             report.errors.append(
-                f"{report.describe('parallel.tensor_model_parallel_size')} must divide {report.describe(f'model.{name}', number)}; "
+                f"{report.describe('parallel.tensor_model_parallel_size')} must "
+                f"divide {report.describe(f'model.{name}', number)}; "
                 f"use {format_alternatives(possible)}."
             )
     if report.config.recompute.partition_activations and tensor == 1:
@@ -134,8 +162,9 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
         )
     elif model.seq_length % tensor:
         report.errors.append(
-            f"{report.describe('parallel.tensor_model_parallel_size')} must divide {report.describe('model.seq_length')}, which "
-            f"--sequence-parallel cuts over the tensor-parallel ranks; use a multiple of {tensor}, or no --sequence-parallel."
+            f"{report.describe('parallel.tensor_model_parallel_size')} must "
+            f"divide {report.describe('model.seq_length')}, which --sequence-parallel cuts over "
+            f"the tensor-parallel ranks; use a multiple of {tensor}, or no --sequence-parallel."
         )
 
 
@@ -145,12 +174,16 @@ def check_batch_sizes(
     consumed_samples: int | None,
     report: PlanReport,
 ) -> None:
-    """Every batch size that is still to come must be divisible by micro-batch size x data-parallel size.
+    """Check that every batch size still to come fits the ranks.
 
-    Where the position is not known (`consumed_samples` None) and the very first size does not fit, the run cannot have begun on
-    this number of processes: it is taken for a resume, and what does not fit is a warning, as long as the final size does.
+    A size must be divisible by micro-batch size x data-parallel size.
+
+    The position may be unknown (`consumed_samples` is None). If the very first size does not fit
+    then, the run cannot have started on this number of processes. It is assumed to be a resume.
+    Sizes that do not fit are a warning in this case, provided that the final size fits.
     """
     config = report.config
+    # Every data-parallel rank must get the same number of complete microbatches.
     share = config.batch.micro_batch_size * data_parallel_size
     seq_length, start = config.model.seq_length, consumed_samples or 0
     sizes = list(schedule.iterate_upcoming(start, start * seq_length, seq_length))
@@ -158,8 +191,12 @@ def check_batch_sizes(
     if not bad:
         return
     resumed = consumed_samples is None and bad[0] == sizes[0] and schedule.final % share == 0
-    rule = f"must be divisible by {report.describe('batch.micro_batch_size')} x data-parallel size {data_parallel_size} = {share}"
+    rule = (
+        f"must be divisible by {report.describe('batch.micro_batch_size')} x data-parallel "
+        f"size {data_parallel_size} = {share}"
+    )
     if isinstance(schedule, ConstantBatchSize):
+        # The largest size below and the smallest size above that fit.
         low = bad[0] // share * share
         fits = format_alternatives([n for n in (low, low + share) if n > 0])
         report.errors.append(f"{report.describe('batch.global_batch_size')} {rule}; use {fits}.")
@@ -169,14 +206,17 @@ def check_batch_sizes(
         if config.batch.rampup_batch_size
         else "batch.step_batch_size_schedule"
     )
+    # One message about the first size is enough. A ramp-up may have hundreds of sizes.
     first = f"{report.describe(name)}: batch size {bad[0]} {rule}"
     if resumed:
         report.warnings.append(
-            f"{first}; this can only be a resume past batch size {bad[-1]}: a start from the first sample would be refused."
+            f"{first}; this can only be a resume past batch size {bad[-1]}: a start from the first "
+            "sample would be refused."
         )
     else:
         report.errors.append(
-            f"{first}; it is the first of the coming sizes that is not. Choose sizes that are multiples of {share}."
+            f"{first}; it is the first of the coming sizes that is not. Choose sizes that are "
+            f"multiples of {share}."
         )
 
 
@@ -187,9 +227,17 @@ def check_curriculum(
     consumed_tokens: int,
     report: PlanReport,
 ) -> None:
-    """What curriculum learning needs beside it: an end and a decay by tokens, one batch size, lengths that the model can take.
+    """Check the settings that curriculum learning needs.
 
-    `ahead`: the iterations that are still to come, as far as samples or iterations end them; lengths that lie behind do not matter.
+    These are an end and a decay by tokens, one batch size, and lengths that the model supports.
+
+    Args:
+        curriculum: The curriculum, or None without one.
+        schedule: The batch sizes.
+        ahead: The iterations still to come, if samples or iterations end the run. Lengths before
+            them do not matter.
+        consumed_tokens: Tokens before the start.
+        report: Receives the findings.
     """
     if curriculum is None:
         return
@@ -197,9 +245,12 @@ def check_curriculum(
     report.warnings += curriculum.list_warnings()
     if config.batch.rampup_batch_size or config.batch.step_batch_size_schedule:
         report.errors.append(
-            "curriculum learning changes the tokens of a batch already: leave out --rampup-batch-size and "
-            "--step-batch-size-schedule beside it; tools/to_curriculum.py says what else changes."
+            "curriculum learning changes the tokens of a batch already: leave out "
+            "--rampup-batch-size and --step-batch-size-schedule beside it; tools/to_curriculum.py "
+            "says what else changes."
         )
+    # The number of tokens in an iteration changes with the length. Iterations and samples are
+    # therefore no measure of progress.
     missing = [
         flag
         for flag, value in (
@@ -212,7 +263,8 @@ def check_curriculum(
         report.errors.append(f"curriculum learning counts in tokens: give {' and '.join(missing)}.")
     if curriculum.max_difficulty > config.model.seq_length:
         report.errors.append(
-            f"curriculum learning: max_difficulty {curriculum.max_difficulty} must not exceed {report.describe('model.seq_length')}."
+            f"curriculum learning: max_difficulty {curriculum.max_difficulty} must not "
+            f"exceed {report.describe('model.seq_length')}."
         )
     if not ahead:
         return
@@ -224,16 +276,17 @@ def check_curriculum(
 
 
 def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: PlanReport) -> None:
-    """--sequence-parallel cuts each length that will be trained."""
+    """Check that --sequence-parallel can divide each length that will be trained."""
     tensor = report.config.parallel.tensor_model_parallel_size
     if not report.config.parallel.sequence_parallel or tensor == 1:
         return
     for iteration, length in curriculum.iterate_stages(ahead[0], ahead[-1]):
         if length % tensor:
             report.errors.append(
-                f"--sequence-parallel with curriculum learning: {report.describe('parallel.tensor_model_parallel_size')} must divide "
-                f"every sequence length, but iteration {iteration} has {length}; make the lengths and their steps multiples of "
-                f"{tensor}."
+                "--sequence-parallel with curriculum "
+                f"learning: {report.describe('parallel.tensor_model_parallel_size')} must divide "
+                f"every sequence length, but iteration {iteration} has {length}; make the lengths "
+                f"and their steps multiples of {tensor}."
             )
             return
 
@@ -241,33 +294,45 @@ def _check_cut_sequences(curriculum: Curriculum, ahead: range, report: PlanRepor
 def _warn_of_curriculum_end(
     curriculum: Curriculum, batch_size: int, ahead: range, tokens: int, report: PlanReport
 ) -> None:
-    """Tokens are to end the run, at the full length. `tokens`: those that are left, of batches of `batch_size` samples."""
+    """Warn if tokens do not end the run, or if it ends before the full length.
+
+    Args:
+        curriculum: The curriculum.
+        batch_size: Samples of each batch.
+        ahead: The iterations still to come.
+        tokens: Tokens still to come.
+        report: Receives the findings.
+    """
     batch, full = report.config.batch, report.config.model.seq_length
+    # The number of iterations until the tokens are reached depends on the lengths in between.
     end = curriculum.find_iteration_reaching(tokens, batch_size, ahead[0], ahead[-1])
     if end is None:
         length_flag = (
             "batch.train_samples" if batch.train_samples is not None else "batch.train_iters"
         )
         report.warnings.append(
-            f"curriculum learning: {report.describe(length_flag)} ends the run before {report.describe('batch.train_tokens')}, since "
-            "short sequences make fewer tokens; give twice as much, and the tokens decide."
+            f"curriculum learning: {report.describe(length_flag)} ends the run "
+            f"before {report.describe('batch.train_tokens')}, since short sequences make fewer "
+            "tokens; give twice as much, and the tokens decide."
         )
     last = curriculum.get_seq_length(ahead[-1] if end is None else max(end, ahead[0]))
     if last < full:
         report.warnings.append(
-            f"curriculum learning: it ends at sequences of {last} tokens and never reaches {report.describe('model.seq_length')}."
+            f"curriculum learning: it ends at sequences of {last} tokens and never "
+            f"reaches {report.describe('model.seq_length')}."
         )
 
 
 def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
-    """Shapes that train but are likely slow or a slip."""
+    """Warn of shapes that can be trained but are likely slow or a mistake."""
     model = report.config.model
     h, layers = model.hidden_size, model.num_layers
     head, width = shape.head_dim, report.describe("model.hidden_size")
     if head % HEAD_DIM_MULTIPLE:
         report.warnings.append(
-            f"head size {head} (--kv-channels, or {width} / {report.describe('model.num_attention_heads')}) is not a "
-            f"multiple of {HEAD_DIM_MULTIPLE}: attention runs slower on GPUs."
+            f"head size {head} (--kv-channels, or {width} "
+            f"/ {report.describe('model.num_attention_heads')}) is not a multiple "
+            f"of {HEAD_DIM_MULTIPLE}: attention runs slower on GPUs."
         )
     if (
         model.ffn_hidden_size is not None
@@ -275,19 +340,23 @@ def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
         and model.ffn_hidden_size != 4 * h
     ):
         report.warnings.append(
-            f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value left over from another model makes a "
-            "lopsided network of quite another size (a 104B run was 58B): check the number of parameters."
+            f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "
+            "left over from another model makes a lopsided network of quite another size (a 104B "
+            "run was 58B): check the number of parameters."
         )
     if model.ffn_hidden_size is None and model.glu_activation is not None:
         report.warnings.append(
-            f"{report.describe('model.glu_activation')} without --ffn-hidden-size takes 4 x hidden size in each of three matrices, "
-            f"half as much again as a plain MLP; --ffn-hidden-size {round(h / 24) * 64 or 64} (8/3 x hidden size) equals that."
+            f"{report.describe('model.glu_activation')} without --ffn-hidden-size takes 4 x hidden "
+            "size in each of three matrices, half as much again as a plain MLP; "
+            f"--ffn-hidden-size {round(h / 24) * 64 or 64} (8/3 x hidden size) equals that."
         )
+    # The bounds are wide. They find a digit too many or too few, and not unusual designs.
     low, high = USUAL_HIDDEN_PER_LAYER
     if not low <= h / layers <= high:
         report.warnings.append(
-            f"{width} / {report.describe('model.num_layers')} = {h / layers:.0f} is an unusual ratio of "
-            f"width to depth: {low} to {high} is common, large published models have 100 to 205."
+            f"{width} / {report.describe('model.num_layers')} = {h / layers:.0f} is an unusual "
+            f"ratio of width to depth: {low} to {high} is common, large published models have 100 "
+            "to 205."
         )
 
 
@@ -297,20 +366,27 @@ def warn_of_pipeline(
     data_parallel_size: int,
     report: PlanReport,
 ) -> None:
-    """Uneven stages, microbatches too few to fill the pipeline or in no number that interleaving takes, ZeRO at a high price."""
+    """Warn of pipelines that are slow.
+
+    Stages may be uneven, and microbatches too few to fill the pipeline. Their number may not suit
+    interleaving. ZeRO stages 2 and 3 communicate for every microbatch.
+    """
     parallel = report.config.parallel
     ranks = parallel.pipeline_model_parallel_size
     if ranks == 1 or len(stages) == 1:
         return
     layers = [len(stage.layers) for stage in stages]
+    # With "embedding" in the method, stages are uneven on purpose.
     if len(set(layers)) > 1 and "embedding" not in (parallel.pp_partition_method or ""):
         report.warnings.append(
-            f"{report.describe('model.num_layers')} over {report.describe('parallel.pipeline_model_parallel_size')} stages is uneven "
+            f"{report.describe('model.num_layers')} "
+            f"over {report.describe('parallel.pipeline_model_parallel_size')} stages is uneven "
             f"({' '.join(map(str, layers))}): the largest stage sets the pace."
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None and len(stages) == ranks:
         report.warnings.append(
-            f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')} has no effect: those are all layers of a rank."
+            f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')} has no effect: "
+            "those are all layers of a rank."
         )
     share = report.config.batch.micro_batch_size * data_parallel_size
     sizes = [
@@ -322,18 +398,28 @@ def warn_of_pipeline(
         [(size, choose_schedule(size // share, ranks, len(stages) // ranks)) for size in sizes],
         report,
     )
+    # ZeRO stage 1 communicates once a step. Higher stages do so for every microbatch, and there are
+    # many in a pipeline.
     if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
         what = (
             "gathers the parameters anew" if parallel.zero_stage == 3 else "reduces the gradients"
         )
         report.warnings.append(
-            f"{report.describe('parallel.zero_stage')} with {report.describe('parallel.pipeline_model_parallel_size')} {what} for every "
-            f"microbatch, {sizes[-1] // share} times a step at batch size {sizes[-1]}; --zero-stage 1 communicates once."
+            f"{report.describe('parallel.zero_stage')} "
+            f"with {report.describe('parallel.pipeline_model_parallel_size')} {what} for every "
+            f"microbatch, {sizes[-1] // share} times a step at batch size {sizes[-1]}; "
+            "--zero-stage 1 communicates once."
         )
 
 
 def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: PlanReport) -> None:
-    """`by_size`: the batch sizes in samples that the run passes through, in order, each with its schedule."""
+    """Warn of schedules that idle for long or need much memory.
+
+    Args:
+        by_size: The batch sizes in samples of the run, in order, each with its schedule.
+        report: Receives the findings.
+    """
+    # Batch sizes usually grow, so the first size that idles is usually the worst one.
     idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > IDLE_WORTH_SAYING]
     if idle:
         (first, schedule), (final, last) = idle[0], by_size[-1]
@@ -346,20 +432,24 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
             else ""
         )
         report.warnings.append(f"{schedule.describe(first)}{later}{advice}.")
+    # Looped BFS is chosen where interleaved 1F1B is impossible. Its memory may exceed the device's.
     broken = [(size, schedule) for size, schedule in by_size if schedule.name == "looped BFS"]
     if broken:
         size, schedule = broken[0]
         ranks, rounds = schedule.ranks, schedule.microbatches // schedule.ranks
         report.warnings.append(
-            f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')}: the {schedule.microbatches} microbatches of batch "
-            f"size {size} do not divide into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B wants: looped BFS runs "
-            f"them, and keeps the activations of all; batch sizes that make a multiple of {ranks} microbatches are free of that."
+            f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')}: "
+            f"the {schedule.microbatches} microbatches of batch size {size} do not divide "
+            f"into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B wants: looped BFS "
+            "runs them, and keeps the activations of all; batch sizes that make a multiple "
+            f"of {ranks} microbatches are free of that."
         )
 
 
 def warn_of_files(report: PlanReport) -> None:
-    """Files that only the training machine need have."""
+    """Warn of files that are not on this machine. Only the training machine needs them."""
     parallel, data = report.config.parallel, report.config.data
+    # With several data sets the list alternates between weight and prefix.
     prefixes = data.data_path[1::2] if len(data.data_path) > 1 else data.data_path
     for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():
@@ -372,5 +462,6 @@ def warn_of_files(report: PlanReport) -> None:
         and not Path(parallel.deepspeed_config).is_file()
     ):
         report.warnings.append(
-            f"{report.describe('parallel.deepspeed_config')} is not there: what it sets (curriculum, precision) is not in this plan."
+            f"{report.describe('parallel.deepspeed_config')} is not there: what it sets "
+            "(curriculum, precision) is not in this plan."
         )

@@ -1,9 +1,11 @@
-"""Standard output and error that do not end the process when nobody can write to them.
+"""Standard output and standard error that do not end the process when they cannot be written.
 
-Invariant: a write to either never raises. A full disk under the log, or a reader of the pipe that went away, is reported once on
-the other stream. Each further line is attempted again. When writing works again, the stream reports how many lines it lost.
+Invariant: a write to either stream never raises. If the disk of the log is full, or the reader of
+the pipe has ended, this is reported once on the other stream. Each further line is attempted again.
+When writing works again, the stream reports how many lines were lost.
 
-Python's own streams keep what they could not write, raise at the next line, and end the interpreter with exit code 120.
+Python's own streams keep the lines that could not be written, and raise at the next line. At exit,
+they end the interpreter with exit code 120.
 """
 
 import contextlib
@@ -17,27 +19,38 @@ _LINE_BYTES = 1 << 16
 
 
 class _EnduringOutput(io.RawIOBase):
-    """The raw end of a stream. `other` is the descriptor on which its failure is reported."""
+    """Raw stream that never raises in `write`."""
 
     def __init__(self, descriptor: int, name: str, other: int) -> None:
+        """Create a stream.
+
+        Args:
+            descriptor: Where its bytes are written.
+            name: Its name, for messages.
+            other: The descriptor on which a failure is reported.
+        """
         self._descriptor, self._name, self._other = descriptor, name, other
         self._error: OSError | None = None
-        """Why the last attempt failed; None: it did not."""
+        """The error of the last attempt. None if it succeeded."""
         self._lost_lines = 0
         self._torn = False
         """The last byte that was written is not the end of a line."""
 
     def writable(self) -> bool:
+        """Return True, because `io.BufferedWriter` demands it."""
         return True
 
     def fileno(self) -> int:
+        """Return the descriptor, which subprocesses and `faulthandler` need."""
         return self._descriptor
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal. Progress bars depend on it."""
         return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or count its lines as lost. Returns its length in any case."""
+        """Write all of `data`, or count its lines as lost. Return its length in both cases."""
+        # A smaller number would make `io.BufferedWriter` keep the rest and raise later.
         block = bytes(data)
         try:
             if self._error is not None:
@@ -53,20 +66,36 @@ class _EnduringOutput(io.RawIOBase):
         return len(block)
 
     def _account(self, error: OSError) -> bytes:
+        """Return the line that reports how many lines were lost."""
+        # Without this, the report would continue a line that was written in part.
         end_of_line = "\n" if self._torn else ""
-        lost = f"warning: {self._lost_lines} lines of {self._name} were lost before this one ({error.strerror})"
+        lost = (
+            f"warning: {self._lost_lines} lines of {self._name} were lost before this one "
+            f"({error.strerror})"
+        )
         return f"{end_of_line}{lost}\n".encode()
 
     def _report(self, error: OSError) -> None:
-        """Write to the descriptor itself: the other stream may be the one that is reporting."""
-        line = f"warning: {self._name} cannot be written ({error.strerror}); the program goes on and attempts each line again\n"
-        with contextlib.suppress(
-            OSError
-        ):  # both go to the same full disk; the account will follow when there is room
+        """Report a failure on the descriptor of the other stream.
+
+        It does not use the other stream object, which may be reporting its own failure.
+        """
+        line = (
+            f"warning: {self._name} cannot be written ({error.strerror}); "
+            "the program goes on and attempts each line again\n"
+        )
+        # Both streams may go to the same full disk. The number of lost lines is then reported when
+        # there is space again.
+        with contextlib.suppress(OSError):
             os.write(self._other, line.encode())
 
     def _write_all(self, block: bytes) -> None:
-        """Raises OSError: the rest of the block could not be written."""
+        """Write all bytes of a block.
+
+        Raises:
+            OSError: If the rest of the block could not be written.
+        """
+        # `os.write` may take a part only, for example into a pipe that is almost full.
         left = memoryview(block)
         while left:
             written = os.write(self._descriptor, left)
@@ -75,10 +104,13 @@ class _EnduringOutput(io.RawIOBase):
 
 
 def protect_standard_streams() -> None:
-    """Put streams that never raise in place of sys.stdout and sys.stderr. Call it first of all in a program.
+    """Replace `sys.stdout` and `sys.stderr` with streams that never raise.
 
-    A stream that is closed, or that is no file descriptor (in a test), stays as it is.
+    Call it first in a program. A stream stays as it is if it is closed, or if it has no file
+    descriptor, as in a test.
     """
+    # If the other stream is not replaced, its usual descriptor number is used for the report. A
+    # failure there is ignored.
     output, error = _descriptor(sys.stdout), _descriptor(sys.stderr)
     if output is not None:
         sys.stdout = _protected(
@@ -91,7 +123,7 @@ def protect_standard_streams() -> None:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-    """Return None for a stream that needs no protection, or has it."""
+    """Return the descriptor of a stream, or None if it cannot be protected or already is."""
     if stream is None or isinstance(
         getattr(getattr(stream, "buffer", None), "raw", None), _EnduringOutput
     ):
@@ -103,8 +135,10 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 
 def _protected(stream: TextIO, raw: _EnduringOutput) -> TextIO:
+    """Return a text stream over `raw` with the encoding of `stream`."""
+    # Text that was printed before must come before the text of the new stream.
     with contextlib.suppress(OSError):
-        stream.flush()  # what was printed before keeps its place
+        stream.flush()
     buffered = io.BufferedWriter(raw, _LINE_BYTES)
     return io.TextIOWrapper(
         buffered, encoding=stream.encoding, errors=stream.errors, line_buffering=True

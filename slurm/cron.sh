@@ -1,10 +1,12 @@
-# A cron made of Slurm jobs, for sites that have no other. To be sourced by cron-hourly.slurm and cron-daily.slurm:
+# A cron made of Slurm jobs, for sites that have no other. cron-hourly.slurm and cron-daily.slurm
+# source this file.
 #
 #     cron NAME SECONDS OTHER OTHER_SECONDS
 #
-# runs each *.slurm of $CRON/cron.NAME as a job, and comes back in SECONDS. It submits itself before all else, so that nothing that
-# fails later ends it, and looks after OTHER: if that has not run for three of its periods, it says so and submits it.
-# What they say is in $CRON/*.out. $CRON_SECONDS, where it is set, is SECONDS for both (to try it out).
+# This function submits each *.slurm of $CRON/cron.NAME as a job, and runs again after SECONDS. It
+# submits itself first, so that a later failure does not end the cycle. If OTHER has not run for
+# three of its periods, the function prints an ALERT and submits OTHER. The output is in
+# $CRON/*.out. If $CRON_SECONDS is set, it replaces both periods, for a trial.
 
 cron() {
     local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script age
@@ -13,12 +15,14 @@ cron() {
 
     exec >>"$CRON/cron-$name.out" 2>&1
     echo "[$(date '+%Y-%m-%d %H:%M:%S')] cron-$name, job $SLURM_JOB_ID"
-    # Another one that waits already is the one that comes back.
+    # If another one is pending already, it continues the cycle. A second one would run everything
+    # twice.
     if [[ -z $(squeue --noheader --me --name="cron-$name" --states=PENDING) ]]; then
         sbatch --output="$CRON/%x.out" --begin="now+$seconds" "slurm/cron-$name.slurm"
     fi
     date +%s >"$CRON/cron.$name.last-run"
 
+    # A site may clear its queue. Then only the other cron can submit this one again.
     if [[ -d $CRON/cron.$other ]]; then
         age=$(($(date +%s) - $(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)))
         if ((age > 3 * other_seconds)) && [[ -z $(squeue --noheader --me --name="cron-$other") ]]; then
@@ -28,6 +32,7 @@ cron() {
     fi
 
     for script in "$CRON/cron.$name"/*.slurm; do
+        # Without a match bash leaves the pattern itself in $script.
         [[ -e $script ]] || { echo "nothing to run in $CRON/cron.$name"; break; }
         sbatch --output="$CRON/%x.out" "$script" || echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: $script could not be submitted"
     done

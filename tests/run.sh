@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Sets the environment up and runs the tests: `bash tests/run.sh [--full] [pytest's arguments]`.
-# --full runs the long suites whole; without it they run as a fixed subset.
+# Set up the environment and run the tests.
+#
+#     bash tests/run.sh [--full] [arguments of pytest]
+#
+# --full runs the long suites completely. Without it a fixed subset of them runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup_env.sh
@@ -16,7 +19,8 @@ for argument in "$@"; do
     fi
 done
 
-# The tests start several processes at a time: one thread each keeps them from fighting over the cores.
+# The tests start several processes at a time. With one thread each they do not compete for cores.
 export OMP_NUM_THREADS=1
 say "running the tests"
+# bash 4.3 and older report an empty array as unset under `set -u`, hence the `+` expansions.
 exec python -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -1,4 +1,4 @@
-"""Print docs/flags.md: every flag of pretrain_gpt.py, and what becomes of other systems' flags.
+"""Print docs/flags.md, with every flag of pretrain_gpt.py and the flags of other systems.
 
 python tools/flags.py > docs/flags.md
 """
@@ -17,22 +17,30 @@ from megatron.config.ranges import RANGES
 
 INTRODUCTION = """# Command-line flags
 
-Made by `python tools/flags.py > docs/flags.md` from the configuration's dataclasses and the compatibility table; a test keeps it
+Made by `python tools/flags.py > docs/flags.md` from the configuration's dataclasses and the \
+compatibility table; a test keeps it
 current.
 
-Flags may be spelled with hyphens or underscores, and values attached (`--train_samples=6_000_000`). Of a flag given twice the last
-wins; flags win over the YAML file that `--config FILE` names, which nests the groups below: `model: {hidden_size: 384}`. Booleans
-are bare flags, each with a `--no-` form (`--fp16`, `--no-fp16`); `--fp16=True` and `--fp16=False` are read, too. `None` unsets a
+Flags may be spelled with hyphens or underscores, and values attached \
+(`--train_samples=6_000_000`). Of a flag given twice the last
+wins; flags win over the YAML file that `--config FILE` names, which nests the groups below: \
+`model: {hidden_size: 384}`. Booleans
+are bare flags, each with a `--no-` form (`--fp16`, `--no-fp16`); `--fp16=True` and \
+`--fp16=False` are read, too. `None` unsets a
 value.
 
-Ranges are in mathematical notation: `[0, 1)` holds 0 but not 1. A whole number without one must be at least 1, any other number
-finite. What may not go together is checked at the start, and all that is wrong is reported at once."""
+Ranges are in mathematical notation: `[0, 1)` holds 0 but not 1. A whole number without one must \
+be at least 1, any other number
+finite. What may not go together is checked at the start, and all that is wrong is reported at \
+once."""
 
 OTHERS = """## Flags of other systems
 
-A flag of theirs that is in no table below has its name and its meaning here, or is unknown, which is an error.
+A flag of theirs that is in no table below has its name and its meaning here, or is unknown, \
+which is an error.
 
-- A *renamed* flag works, and a warning says the new name once. Of a flag that is listed with single values, those mean what is said
+- A *renamed* flag works, and a warning says the new name once. Of a flag that is listed with \
+single values, those mean what is said
   here; its other values are those of the flag here, or errors.
 - A *harmless* flag changes no number: it warns once, with the reason.
 - Any other is *refused*, with the reason and the way out.
@@ -41,16 +49,18 @@ A bare flag may have `=True` or `=False` attached; switched off, it asks for not
 
 
 def build_page() -> str:
-    """docs/flags.md."""
+    """Return the text of docs/flags.md."""
     lines = [INTRODUCTION]
     for group, cls in list_groups().items():
         about = _describe_group(cls)
-        said = about in lines  # two groups may share a module
+        # Two groups may share a module. Its paragraph is printed once.
+        said = about in lines
         lines += ["", f"## {group}", *([] if said else ["", about]), ""]
         lines += _format_table("flag | value | default | meaning", _list_fields(group))
     lines += ["", OTHERS]
     for system, table in SYSTEMS.items():
-        underscores = system == "fms-fsdp"  # as its users know them
+        # Users of fms-fsdp know its flags with underscores. Both spellings are accepted.
+        underscores = system == "fms-fsdp"
         for kind, title, head in (
             ("renamed", "renamed", "there | here | note"),
             ("harmless", "harmless", "flags | why they have no effect"),
@@ -67,7 +77,7 @@ def build_page() -> str:
 
 
 def _describe_group(cls: type) -> str:
-    """The first paragraph of the text at the head of a group's module."""
+    """Return the first paragraph of the docstring of a group's module."""
     module = inspect.getmodule(cls)
     text = ast.get_docstring(ast.parse(inspect.getsource(module))) if module else None
     return " ".join((text or "").partition("\n\n")[0].split())
@@ -91,6 +101,7 @@ def _format_default(field: Field) -> str:
         return "on" if field.default else "off"
     if field.required:
         return "required"
+    # None means that the value follows from others, and a table cell with None would mislead.
     if field.default is None or field.default == ():
         return ""
     return f"`{field.default:.10g}`" if isinstance(field.default, float) else f"`{field.default}`"
@@ -104,7 +115,7 @@ def _list_renamed(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
 
 
 def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
-    """One line for each reason, in the order in which they first come up."""
+    """Yield one row per reason, in the order in which the reasons first appear."""
     reasons = {row.reason: [other for other in rows if other.reason == row.reason] for row in rows}
     for reason, others in reasons.items():
         flags = [
@@ -117,6 +128,7 @@ def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
 
 def _format_foreign_flag(row: Row, underscores: bool) -> str:
     flag = "--" + row.flag[2:].replace("-", "_") if underscores else row.flag
+    # A row without values is the fallback for a flag that also has rows for single values.
     if not row.only and any(other.only for other in compat_rows(row.flag)):
         return f"`{flag}` with other values"
     joined = "=" if underscores else " "
@@ -127,6 +139,7 @@ def _format_foreign_flag(row: Row, underscores: bool) -> str:
 def _format_table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
     yield f"| {head} |"
     yield "|" + "---|" * len(head.split(" | "))
+    # A bare `|` would start a new column of the Markdown table.
     for cells in rows:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,11 +1,14 @@
-"""`tail -f` of a run's log over a Hugging Face Hub, where tools/hub_sync.py keeps it in parts.
+"""Follow a run's log over a Hugging Face Hub, like `tail -f`.
 
-    python tools/follow_log.py org/tr8-104B-logs                          the last 10 lines of logs/main_log.txt, then what is new
+    python tools/follow_log.py org/tr8-104B-logs        the last 10 lines of logs/main_log.txt
     python tools/follow_log.py org/tr8-104B-logs logs/other.txt --lines 100 --every 300
 
-The log goes to stdout, all else to stderr. A Hub that does not answer is told and asked again, for ever. A log that was cut by a
-rollback is told, and followed from there. A public repository needs no token; else HF_TOKEN or `hf auth login`.
-Exit code: 0 when stdout is closed; 2 on an error; 130 by Ctrl-C.
+tools/hub_sync.py stores the log there in parts. The log goes to standard output, and everything
+else goes to standard error. If the Hub does not answer, a message is printed and the tool keeps
+asking. If a rollback cut the log, a message is printed and the tool follows it from there. A public
+repository needs no token. Others need HF_TOKEN or `hf auth login`.
+
+Exit code 0 means that standard output was closed. Exit code 2 means an error, and 130 means Ctrl-C.
 """
 
 import os
@@ -24,19 +27,22 @@ from megatron.operations.hub import Hub, HubUnavailable
 
 @dataclass(frozen=True)
 class FollowLog:
+    """The command line."""
+
     repo: tyro.conf.Positional[str]
     """ORGANISATION/NAME of the repository."""
     path: tyro.conf.Positional[str] = "logs/main_log.txt"
-    """The log, as it is named in the folder that is synced."""
+    """The log, by its name in the folder that is synced."""
     lines: int = 10
-    """How many of its last lines to begin with."""
+    """How many of its last lines to print first."""
     every: float = 60.0
-    """Seconds between two looks."""
+    """Seconds between two requests."""
     timeout: float = 60.0
-    """Seconds for which the Hub may be silent within one request."""
+    """Seconds without an answer after which one request fails."""
 
 
 def warn(line: str) -> None:
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -46,7 +52,12 @@ def follow(
     out: BinaryIO,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Until stdout is closed or the Hub refuses. Raises OperationsError."""
+    """Print the log until standard output is closed or the Hub refuses.
+
+    Raises:
+        OperationsError: The Hub refuses the request.
+        BrokenPipeError: Standard output was closed.
+    """
     silent = False
     while True:
         try:
@@ -62,11 +73,13 @@ def follow(
             if news.cut is not None:
                 warn(news.cut)
             out.write(news.data)
+            # Without a flush the lines would stay in the buffer until the next ones arrive.
             out.flush()
         sleep(every_seconds)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Follow the log that `argv` names and return the exit code."""
     given = tyro.cli(FollowLog, args=argv, description=__doc__)
     try:
         if given.lines < 0 or given.every <= 0 or given.timeout <= 0:
@@ -76,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
         hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=False)
         follow(Follower(hub, given.path, given.lines), given.every, sys.stdout.buffer)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or the interpreter fails at its last flush
+        # The interpreter flushes standard output when it exits. On the closed pipe that would fail
+        # with a second error, so the descriptor is redirected.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except MegatronError as error:
         warn(f"error: {error}")
         return 2

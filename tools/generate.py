@@ -1,4 +1,7 @@
-"""Let a checkpoint continue a text: python tools/generate.py --load DIR --prompt "Once upon a time"."""
+"""Continue a text with a checkpoint's model.
+
+python tools/generate.py --load DIR --prompt "Once upon a time"
+"""
 
 import sys
 from dataclasses import dataclass, replace
@@ -17,33 +20,37 @@ from megatron.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class GenerateArguments:
+    """The command line."""
+
     load: str
-    """Folder of checkpoints."""
+    """Folder of the run's checkpoints."""
     prompt: str
     """The text to continue."""
     max_new_tokens: int = 60
-    """Tokens to add; the end-of-document token ends earlier."""
+    """Tokens to add. The end-of-document token ends the text earlier."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits. 0 always takes the most likely token."""
     top_k: int = 40
-    """Draw among the k likeliest tokens; 0: among all."""
+    """Sample from the k most likely tokens. 0 samples from all."""
     seed: int = 1234
-    """Seed of the draw."""
+    """Seed of the sampling."""
     iteration: int | None = None
-    """Which checkpoint. Default: the one that `latest` names."""
+    """Iteration of the checkpoint. Default: the one that `latest` names."""
     vocab_file: str | None = None
-    """Tokenizer files, where those of the run have moved."""
+    """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
-    """Tokenizer files, where those of the run have moved."""
+    """Merges file, if the run's has moved."""
 
 
 def generate(arguments: GenerateArguments) -> str:
-    """The prompt and its continuation.
+    """Return the prompt and its continuation.
 
     Raises:
-        CheckpointError: nothing to load. ConfigError: the prompt is empty.
+        CheckpointError: There is no checkpoint to load.
+        ConfigError: The prompt is empty.
     """
     root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
+    # The run may be active and remove this checkpoint while it is loaded.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
         checkpoint = open_checkpoint(root, iteration)
         model = load_model(checkpoint)
@@ -57,9 +64,12 @@ def generate(arguments: GenerateArguments) -> str:
     ids = tokenizer.encode(arguments.prompt)
     if not ids:
         raise ConfigError("--prompt is empty; give some text to continue")
+    # A generator of its own makes the text depend only on the seed.
     generator = torch.Generator().manual_seed(arguments.seed)
     with torch.no_grad():
         for _ in range(arguments.max_new_tokens):
+            # The model has seen no positions after `seq_length`, so only the last tokens are given
+            # to it.
             window = torch.tensor([ids[-config.model.seq_length :]])
             token = draw(
                 model.compute_logits(window)[0, -1],
@@ -74,7 +84,8 @@ def generate(arguments: GenerateArguments) -> str:
 
 
 def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One id from logits [v]."""
+    """Sample one token id from logits [v]."""
+    # Division by 0 would make every probability NaN.
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature
@@ -84,6 +95,7 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the continuation that `argv` asks for and return the exit code."""
     arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
     try:
         print(generate(arguments))

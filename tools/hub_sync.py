@@ -1,19 +1,26 @@
-"""Keeps a Hugging Face Hub repository in step with a run's TensorBoard events, emissions and logs; pushes checkpoints.
+r"""Keep a Hugging Face Hub repository in sync with a run's events, emissions, logs and checkpoints.
 
-    python tools/hub_sync.py --repo org/tr8-104B-logs --folder LOGS --patterns 'tensorboard/**' 'codecarbon/*.csv' 'logs/**'
-    python tools/hub_sync.py ... --watch 3600                        go on for ever, for a daemon; without it once, for cron
-    python tools/hub_sync.py ... --checkpoints RUN --every 1500      also finished checkpoints, each to a branch global_stepN
-    python tools/hub_sync.py ... --dry-run                           what would be sent and deleted
+    python tools/hub_sync.py --repo org/tr8-104B-logs --folder LOGS \
+        --patterns 'tensorboard/**' 'codecarbon/*.csv' 'logs/**'
+    python tools/hub_sync.py ... --watch 3600      sync every hour, for a daemon; once without it
+    python tools/hub_sync.py ... --checkpoints RUN --every 1500
+                                                   push checkpoints to branches global_stepN, too
+    python tools/hub_sync.py ... --dry-run         print what would be sent and deleted
 
-Only what differs is sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at most 1 MiB, whose joined contents
-are the log; tools/follow_log.py follows them. What was sent from here and deleted here is deleted there, if a pattern covers it.
-Links are followed as long as they stay in --folder or --checkpoints, each of which may be a link itself. What leads out of it is
-not sent, nor is what is no regular file (a FIFO, a socket, a device).
-The token is HF_TOKEN, or that of `hf auth login`; HF_ENDPOINT names another Hub.
+Only differences are sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at
+most 1 MiB, whose joined contents are the log. tools/follow_log.py follows them. A file that was
+sent from here and then deleted here is deleted on the Hub, if a pattern covers it.
 
-Exit code: 0 in step, or another sync of this folder is at work, which does the work; 1 in step but for what was left out (a pattern
-that matches nothing, a file that cannot be read or lies elsewhere); 2 an error that a person must fix; 3 the Hub did not answer in
-time: nothing is lost, the next sync goes on.
+Links are followed as long as they stay in --folder or --checkpoints. Each of these may be a link
+itself. Links that lead out are not sent. Files that are not regular (a FIFO, a socket, a device)
+are not sent either. The token is HF_TOKEN, or that of `hf auth login`. HF_ENDPOINT names another
+Hub.
+
+- Exit code 0: in sync. Or another sync of this folder is running and does the work.
+- Exit code 1: in sync except for what was left out. A pattern matched nothing, or a file cannot be
+  read or lies elsewhere.
+- Exit code 2: an error that a person must fix.
+- Exit code 3: the Hub did not answer in time. Nothing is lost, and the next sync continues.
 """
 
 import sys
@@ -40,42 +47,51 @@ from megatron.standard_streams import protect_standard_streams
 
 @dataclass(frozen=True)
 class HubSync:
+    """The command line."""
+
     repo: str
     """ORGANISATION/NAME of the repository."""
     folder: Path
     """The folder whose files are synced, under the same names."""
     patterns: tuple[str, ...] = ()
-    """Which files, relative to --folder, as in a shell: ** goes into folders, too; a leading dot must be written. Quote them."""
+    """Files to sync, relative to --folder, as shell patterns. ** also matches folders. A leading
+    dot must be written. Quote the patterns."""
     checkpoints: Path | None = None
-    """A run's --save folder, whose finished checkpoints are pushed, too."""
+    """A run's --save folder. Its finished checkpoints are pushed as well."""
     every: int = 1
-    """Of these only iterations that this number divides."""
+    """Push only checkpoints whose iteration is a multiple of this number."""
     create: bool = False
-    """Make the repository if there is none of this name."""
+    """Create the repository if none has this name."""
     private: bool = True
-    """Whether a repository that --create makes is private."""
+    """Whether a repository made by --create is private."""
     watch: float | None = None
-    """Sync again after so many seconds, for ever, whatever the Hub says after the first time."""
+    """Seconds between syncs. After the first sync the tool continues permanently, whatever the Hub
+    answers."""
     state: Path | None = None
-    """File that remembers what was sent. Default: in the folder .hub_sync of --folder."""
+    """File that records what was sent. Default: in the folder .hub_sync of --folder."""
     patience: float = 300.0
-    """Seconds for which a Hub that does not answer is asked again."""
+    """Seconds to keep asking a Hub that does not answer."""
     timeout: float = 120.0
-    """Seconds for which the Hub may be silent within one request."""
+    """Seconds without an answer after which one request fails."""
     dry_run: bool = False
     """Only list what would be sent and deleted."""
 
 
 def say(line: str) -> None:
+    """Print a line to standard output."""
+    # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
+    # hours.
     print(line, flush=True)
 
 
 def warn(line: str) -> None:
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def sync(given: HubSync) -> int:
-    """Once; returns the exit code."""
+    """Sync once and return the exit code."""
+    # The wall clock may be adjusted during a long sync.
     began = time.monotonic()
     state = given.state or get_default_state_path(given.folder, given.repo)
     if not given.folder.is_dir():
@@ -87,6 +103,7 @@ def sync(given: HubSync) -> int:
     request = SyncRequest(
         given.folder, given.patterns, state, given.create, given.private, given.dry_run
     )
+    # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
         outcome = (
             FolderSync(request, hub, patience, say=say, warn=warn).run()
@@ -94,6 +111,7 @@ def sync(given: HubSync) -> int:
             else SyncResult()
         )
         if given.checkpoints is not None:
+            # Checkpoints are large, so they come after the logs that people watch.
             outcome.left_out += push_checkpoints(
                 given.checkpoints,
                 given.every,
@@ -111,14 +129,16 @@ def sync(given: HubSync) -> int:
             else "all there"
         )
         say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
+    # Files that were left out are a success for the others, and cron should report them anyway.
     return 1 if outcome.left_out else 0
 
 
 def try_sync(given: HubSync) -> int:
-    """Once, with what goes wrong told; returns the exit code."""
+    """Sync once, report errors, and return the exit code."""
     try:
         return sync(given)
     except SyncInProgress as busy:
+        # Cron starts a sync every hour, and one sync may take longer. That is no failure.
         warn(str(busy))
         return 0
     except HubUnavailable as trouble:
@@ -132,6 +152,11 @@ def try_sync(given: HubSync) -> int:
 
 
 def check(given: HubSync) -> None:
+    """Check the values of the command line.
+
+    Raises:
+        ConfigError: A value is out of range, or there is nothing to sync.
+    """
     if not given.patterns and given.checkpoints is None:
         raise ConfigError("nothing to sync; give --patterns, --checkpoints, or both")
     if given.every < 1:
@@ -141,6 +166,7 @@ def check(given: HubSync) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return the exit code."""
     given = tyro.cli(HubSync, args=argv, description=__doc__)
     try:
         check(given)
@@ -150,12 +176,15 @@ def main(argv: list[str] | None = None) -> int:
     code = try_sync(given)
     while given.watch is not None and code != 2:
         time.sleep(given.watch)
-        code = min(try_sync(given), 1)  # a token that expires may be replaced while we watch
+        # Only the first sync may end the tool. An error later may pass without a restart, for
+        # example when an expired token is replaced.
+        code = min(try_sync(given), 1)
     return code
 
 
 if __name__ == "__main__":
-    protect_standard_streams()  # a full disk under the output must not end --watch
+    # A full disk under the output must not end --watch.
+    protect_standard_streams()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -1,14 +1,16 @@
-"""What is in a checkpoint, whether it is whole, and where it differs from another one.
+"""Show what a checkpoint holds, verify it, or compare it with another one.
 
-    python tools/inspect_checkpoint.py runs/a                              the checkpoint that the pointers name, and the folder
-    python tools/inspect_checkpoint.py runs/a/global_step300 --parameters  norm, range, mean, NaN of every tensor
-    python tools/inspect_checkpoint.py runs/a --iteration 300 --verify     read all, list all damage and NaN
-    python tools/inspect_checkpoint.py runs/a --compare runs/b             configuration, state, tensors bit by bit
-    python tools/inspect_checkpoint.py runs/a --config > run.yaml          the resolved configuration
+    python tools/inspect_checkpoint.py runs/a                 the latest checkpoint and the folder
+    python tools/inspect_checkpoint.py runs/a/global_step300 --parameters    norm, range, mean, NaN
+    python tools/inspect_checkpoint.py runs/a --iteration 300 --verify       all damage and NaN
+    python tools/inspect_checkpoint.py runs/a --compare runs/b     bit by bit, and the configuration
+    python tools/inspect_checkpoint.py runs/a --config > run.yaml  the resolved configuration
 
-Takes no lease and writes nothing: the run may be alive. Holds one tensor in memory, or two for --compare.
-Exit code: 0; 1 if --verify finds damage or a number that is not finite, or --compare a tensor that
-is not bit-equal; 2 on an error.
+The tool takes no lease and writes nothing, so the run may be active. It holds one tensor in memory,
+or two with --compare.
+
+Exit code 0 means success. Exit code 1 means that --verify found damage or a number that is not
+finite, or that --compare found a tensor that is not bit-equal. Exit code 2 means an error.
 """
 
 import json
@@ -49,22 +51,25 @@ from megatron.model.shape import ModelShape
 from megatron.schedule.lr import LRSchedule
 from megatron.training.state import TrainState
 
-_ITEM = 4  # bytes of an fp32
+_ITEM = 4
+"""Bytes of an fp32 number. Checkpoints store every tensor in fp32."""
 
 
 @dataclass(frozen=True)
 class InspectCheckpointArguments:
+    """The command line."""
+
     path: tyro.conf.Positional[str]
-    """A run's folder, one of its checkpoints, or one that was set aside or copied."""
+    """A run's folder, one of its checkpoints, or a checkpoint that was set aside or copied."""
     iteration: int | None = None
-    """Which checkpoint of the run's folder. Default: the one that `latest` names."""
+    """Iteration of the checkpoint in the run's folder. Default: the one that `latest` names."""
     parameters: bool = False
-    """Statistics of every tensor; those of numbers that are not finite are counted and left out."""
+    """Print statistics of every tensor. Numbers that are not finite are counted and left out."""
     verify: bool = False
-    """Read every file; check digests, that boxes tile each tensor exactly once, that safetensors
-    finds what the index says, and that every number is finite."""
+    """Read every file. Check the digests, that the shards tile each tensor exactly once, that
+    safetensors finds what the index lists, and that every number is finite."""
     compare: str | None = None
-    """Another checkpoint, or run's folder (the checkpoint that its pointers name)."""
+    """Another checkpoint, or a run's folder, which means the checkpoint that its pointers name."""
     config: bool = False
     """Print the configuration, defaults included, as YAML."""
     json: bool = False
@@ -73,7 +78,7 @@ class InspectCheckpointArguments:
 
 @dataclass(frozen=True)
 class InspectionReport:
-    """The record for --json, the lines for people."""
+    """A report as a record for --json and as lines for people."""
 
     record: dict[str, Any]
     lines: Sequence[str]
@@ -81,20 +86,26 @@ class InspectionReport:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the report that `argv` asks for and return the exit code."""
     given = tyro.cli(InspectCheckpointArguments, args=argv, description=__doc__)
     try:
+        # Each flag selects another report, and a JSON output can hold only one of them.
         if sum((given.parameters, given.verify, given.compare is not None, given.config)) > 1:
             raise ConfigError(
-                "--parameters, --verify, --compare and --config are different reports; ask for one at a time"
+                "--parameters, --verify, --compare and --config are different reports; ask "
+                "for one at a time"
             )
         folder, root = find_checkpoint(Path(given.path), given.iteration)
         other = None if given.compare is None else find_checkpoint(Path(given.compare), None)[0]
         with (
+            # A run that is active may remove or replace a checkpoint while it is read. Without this
+            # guard such a change would be reported as damage.
             ensure_undisturbed(folder),
             nullcontext() if other is None else ensure_undisturbed(other),
         ):
             report = build_report(given, folder, root, other)
     except (MegatronError, OSError) as error:
+        # Damage is found at the first file that is read. `--verify` reads all files.
         message = (
             f"{error}; --verify lists all damage" if isinstance(error, DamagedError) else str(error)
         )
@@ -102,9 +113,9 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"error": message}, indent=1))
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return 2
-    record = json.loads(
-        json.dumps(report.record), parse_constant=lambda name: None
-    )  # JSON knows no NaN and no infinity
+    # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
+    # Reading the text back with `parse_constant` turns them into null.
+    record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
     print(json.dumps(record, indent=1) if given.json else "\n".join(report.lines))
     return report.code
 
@@ -112,12 +123,21 @@ def main(argv: list[str] | None = None) -> int:
 def build_report(
     given: InspectCheckpointArguments, folder: Path, root: Path | None, other: Path | None
 ) -> InspectionReport:
-    """What was asked for of a checkpoint's folder; `root`: the run's, where that was given; `other`: to compare it with.
+    """Build the report that was asked for.
+
+    Args:
+        given: The command line.
+        folder: The checkpoint's folder.
+        root: The run's folder, if the path on the command line was one.
+        other: The folder of the checkpoint to compare with.
 
     Raises:
-        DamagedError: what it needs is damaged; never of --verify. CheckpointError: of another format, or it cannot be read.
+        DamagedError: A needed file is damaged. `--verify` reports damage instead of raising.
+        CheckpointError: The checkpoint has another format or cannot be read.
     """
     if given.verify:
+        # Verification opens the files itself. `open_folder` would raise at the first damage, and
+        # the report must list all of it.
         checked = verify(folder)
         code = 1 if checked.damage or checked.not_finite else 0
         return InspectionReport(
@@ -161,19 +181,22 @@ def build_report(
 
 
 def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | None]:
-    """(the checkpoint's folder, the run's where that is what was given).
+    """Return the checkpoint's folder, and the run's folder if `path` is one.
 
     Raises:
-        CheckpointError: there is no such checkpoint. ConfigError: an iteration is named twice.
+        CheckpointError: There is no such checkpoint.
+        ConfigError: The iteration is given twice.
     """
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not there; give a run's folder (--save) or one of its checkpoints"
         )
+    # A copy of a checkpoint may have any name. Its manifest identifies it then.
     itself = path.name.startswith("global_step") or (path / MANIFEST).is_file()
     if itself and iteration is not None:
         raise ConfigError(
-            f"--iteration {iteration} goes with a run's folder, and {path} is one checkpoint; leave one of them out"
+            f"--iteration {iteration} goes with a run's folder, and {path} is one checkpoint; "
+            "leave one of them out"
         )
     if itself:
         return path, None
@@ -182,6 +205,7 @@ def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | Non
         raise CheckpointError(
             f"--iteration {iteration}: {path} has no such checkpoint; there are: {there}"
         )
+    # A save that replaces this iteration may have moved the checkpoint aside for the moment.
     return find_stored_folder(*locate_checkpoint(path, iteration)), path
 
 
@@ -189,12 +213,14 @@ def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | Non
 
 
 def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """
+    """Return counters, sizes and model shape of a checkpoint as plain data.
+
     Raises:
-        DamagedError: the index is missing or altered.
+        DamagedError: The index is missing or altered.
     """
     with add_folder_to_errors(checkpoint.folder):
         manifest, tensors = checkpoint.manifest, checkpoint.read_index().tensors
+    # Keys are `kind/name`, where kind is `weight`, `exp_avg` or `exp_avg_sq`.
     kinds: Counter[str] = Counter()
     for key, tensor in tensors.items():
         kinds[key.partition("/")[0]] += _ITEM * math.prod(tensor["shape"])
@@ -205,6 +231,7 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             for name in ("iteration", "version", "format", "layout", "state", "optimizer")
         },
         "learning_rate": _compute_learning_rate(manifest),
+        # The weights alone count as parameters. Moments have the same number of elements each.
         "parameters": kinds["weight"] // _ITEM,
         "tensors": len(tensors),
         "bytes_by_kind": kinds,
@@ -212,12 +239,17 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": manifest.bytes + (checkpoint.folder / MANIFEST).stat().st_size,
     }
     try:
+        # A configuration that this version cannot read must not hide the rest of the report.
         config = checkpoint.read_config()
     except CheckpointError as error:
         return found | {"model": None, "problem": str(error)}
+    # The configuration does not hold the vocabulary size. The stored embedding [v, h] does, without
+    # padding.
     embedding = tensors.get("weight/embedding.word.weight")
     vocab_size = embedding["shape"][0] if embedding else 0
+    # Unset fields get their defaults from the shape, so that the report shows the sizes in use.
     shape = ModelShape(config.model, vocab_size, vocab_size)
+    # These fields may be unset in the configuration. The model has them in any case.
     derived = {
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.query_groups,
@@ -227,7 +259,7 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _compute_learning_rate(manifest: Manifest) -> float | None:
-    """The next step's; None where the state has no schedule."""
+    """Return the next step's learning rate, or None if the state has no schedule."""
     try:
         state = TrainState.from_json(manifest.state)
     except CheckpointError:
@@ -238,19 +270,24 @@ def _compute_learning_rate(manifest: Manifest) -> float | None:
 
 
 def format_overview(found: Mapping[str, Any]) -> list[str]:
-    """`summarise_checkpoint` for people."""
+    """Format the result of `summarise_checkpoint` for people."""
     state, optimizer, rate = found["state"], found["optimizer"], found["learning_rate"]
-    clock = f"clock at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens of applied steps"
+    clock = (
+        f"clock at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens "
+        "of applied steps"
+    )
     rows = [
         ("checkpoint", found["path"]),
         ("iteration", f"{found['iteration']:,}"),
         (
             "written by",
-            f"version {found['version'] or '?'}, format {found['format']}, {found['layout'] or 'layout not said'}",
+            f"version {found['version'] or '?'}, format {found['format']}, "
+            f"{found['layout'] or 'layout not said'}",
         ),
         (
             "consumed",
-            f"{_count(state, 'consumed_samples')} samples, {_count(state, 'consumed_tokens')} tokens",
+            f"{_count(state, 'consumed_samples')} samples, {_count(state, 'consumed_tokens')} "
+            "tokens",
         ),
         ("learning rate", clock if rate is None else f"{rate:.4g} at the next step; {clock}"),
     ]
@@ -281,7 +318,8 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
     rows.append(
         (
             "files",
-            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in all, {found['tensors']:,} tensors",
+            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in all, "
+            f"{found['tensors']:,} tensors",
         )
     )
     if found["model"] is None:
@@ -296,7 +334,10 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
 
 
 def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
-    """What else a run's folder holds. Other checkpoints are only looked at by their manifests."""
+    """Return the pointers, checkpoints, leftovers and lease of a run's folder.
+
+    Only the manifests of the other checkpoints are read.
+    """
     try:
         pointer = read_pointer(root)
         pointed, remark = (
@@ -310,20 +351,25 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
         try:
             size = read_manifest(folder).bytes
         except CheckpointError as error:
-            if not folder.exists():  # removed by the run meanwhile
+            # The run removed the checkpoint after it was listed. That is no problem to report.
+            if not folder.exists():
                 continue
             problem = str(error)
         marks = {"pointed_to": iteration == pointed, "shown": folder == shown, "problem": problem}
         checkpoints.append({"name": folder.name, "iteration": iteration, "bytes": size, **marks})
     finished, holder, lease = {entry["name"] for entry in checkpoints}, read_holder(root), None
     if holder is not None:
+        # Clocks of hosts differ, so the heartbeat may lie in the future by this host's clock.
         sign = {"silent_seconds": max(0.0, get_heartbeat_age(root)), "alive": is_alive(holder)}
         lease = {**vars(holder), "holder": holder.describe(), **sign}
+    # Folders with a suffix are the remains of a save or a deletion, or they were set aside as
+    # damaged.
     leftovers = sorted(
         e.name
         for e in root.iterdir()
         if e.name.startswith("global_step") and e.name not in finished
     )
+    # The second pointer is for scripts made for Megatron-LM.
     pointers = [root / LATEST, root / LATEST_ITERATION]
     return {
         "path": str(root),
@@ -339,7 +385,7 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
 
 
 def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
-    """`describe_run_folder` for people."""
+    """Format the result of `describe_run_folder` for people."""
     rows = [("folder", folder["path"])]
     rows += [
         (name, "not there" if text is None else text) for name, text in folder["pointers"].items()
@@ -372,7 +418,7 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
 
 
 def format_statistics(rows: Sequence[TensorStatistics]) -> list[str]:
-    """A table, and how many tensors hold numbers that are not finite."""
+    """Format a table of tensors, and count the tensors with numbers that are not finite."""
     head = ("parameter", "kind", "shape", "norm", "min", "max", "mean", "nan", "inf")
     table = [
         (
@@ -395,8 +441,10 @@ def format_statistics(rows: Sequence[TensorStatistics]) -> list[str]:
 
 
 def format_comparison(found: CheckpointComparison) -> list[str]:
-    """All differences; of the tensors that are equal, how many."""
+    """Format all differences, and count the tensors that are equal."""
     lines = []
+    # Configuration and state come first, since a difference there often explains those of the
+    # tensors.
     for title, entries in (("configuration", found.config), ("state", found.state)):
         lines += [
             "",
@@ -409,6 +457,7 @@ def format_comparison(found: CheckpointComparison) -> list[str]:
         f"{entry.tensor} is {format_shape(entry.first)} and {format_shape(entry.second)}"
         for entry in found.shapes
     ]
+    # Equal tensors are only counted, because a checkpoint has thousands of them.
     unequal = [row for row in found.tensors if not row.bit_equal]
     if unequal:
         head = ("tensor", "different", "max absolute", "relative")
@@ -419,12 +468,13 @@ def format_comparison(found: CheckpointComparison) -> list[str]:
         lines += [*align_columns([head, *rows], left=1), ""]
     return [
         *lines,
-        f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} tensors of both are equal bit by bit",
+        f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} tensors of both are "
+        "equal bit by bit",
     ]
 
 
 def format_verification(folder: Path, found: Verification) -> list[str]:
-    """All damage, or that there is none; tensors with numbers that are not finite; the notes."""
+    """Format all damage, the tensors with numbers that are not finite, and the notes."""
     notes = [f"note: {note}" for note in found.notes]
     if found.not_finite:
         head = "not finite, so that no run can go on from it:"
@@ -447,14 +497,14 @@ def format_verification(folder: Path, found: Verification) -> list[str]:
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines; the first `left` columns begin, the others end at the same place."""
+    """Return one line per row, with the first `left` columns left-aligned and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [f"<{width}" if at < left else f">{width}" for at, width in enumerate(widths)]
     return ["  ".join(map(format, row, sides)).rstrip() for row in rows]
 
 
 def format_gigabytes(size: int) -> str:
-    """In bytes where it is small."""
+    """Format a size in GB, or in bytes if it is small."""
     return f"{size / 1e9:,.3f} GB" if size >= 1e6 else f"{size:,} bytes"
 
 

@@ -1,6 +1,9 @@
-"""Say what is in an indexed data set, and what is suspicious: separators, empty documents, ids beyond the vocabulary.
+r"""Report what an indexed data set holds and what is suspicious in it.
 
-python tools/inspect_dataset.py data/corpus_text_document --vocab-file vocab.json --merge-file merges.txt --strict
+    python tools/inspect_dataset.py data/corpus_text_document --vocab-file vocab.json \
+        --merge-file merges.txt --strict
+
+Suspicious are missing separators, empty documents and ids outside of the vocabulary.
 """
 
 import json
@@ -18,13 +21,15 @@ from megatron.tokenizer import build_tokenizer, list_special_token_ids
 
 @dataclass(frozen=True)
 class InspectDatasetArguments:
+    """The command line."""
+
     prefix: tyro.conf.Positional[str]
-    """Data set, by its path without .bin and .idx."""
+    """Path of the data set without .bin and .idx."""
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
         default_factory=TokenizerFlags
     )
     strict: bool = False
-    """Exit with 1 where problems are found."""
+    """Exit with 1 if problems are found."""
     json: bool = False
     """Print JSON."""
     plot: str | None = None
@@ -32,8 +37,10 @@ class InspectDatasetArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the report that `argv` asks for and return the exit code."""
     given = tyro.cli(InspectDatasetArguments, args=argv, description=__doc__)
     try:
+        # Without tokenizer flags the tool checks only what the files themselves show.
         named = given.tokenizer != TokenizerFlags()
         tokenizer = build_tokenizer(given.tokenizer.make_config()) if named else None
         found = inspect_dataset(
@@ -48,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(asdict(found), indent=1) if given.json else report(found))
+    # A suspicion that may be harmless must not stop a pipeline of scripts.
     return 1 if given.strict and any(problem.sure for problem in found.problems) else 0
 
 

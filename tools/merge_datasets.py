@@ -1,6 +1,9 @@
-"""Put several indexed data sets end to end.
+r"""Concatenate several indexed data sets.
 
-python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all_text_document
+    python tools/merge_datasets.py --input data/a_text_document data/b_text_document \
+        --output-prefix data/all_text_document
+
+The result is a new data set. The inputs stay as they are.
 """
 
 import sys
@@ -12,7 +15,7 @@ from megatron.preprocess.merge import merge_datasets
 
 
 def merge(input: tuple[str, ...], output_prefix: str) -> int:
-    """Put several indexed data sets end to end.
+    """Concatenate several indexed data sets.
 
     Args:
         input: Data sets in the order of the output, each by its path without .bin and .idx.
@@ -28,6 +31,7 @@ def merge(input: tuple[str, ...], output_prefix: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Merge the data sets that `argv` names and return the exit code."""
     return tyro.cli(merge, args=argv)
 
 

@@ -1,9 +1,12 @@
-"""Are this job's nodes good? Each rank multiplies matrices, fills memory, writes to disk; then all reduce together.
+"""Check the nodes of a job. Each rank multiplies matrices, fills memory and writes to disk.
 
     srun python tools/node_check.py --disk /scratch
 
-One line for each rank names the host and its numbers. Exit code: 0; 1 where this rank, or the all-reduce, is bad. What
-`tools/slurm_element.py --check-nodes` runs before each training.
+All ranks then run one all-reduce together. One line for each rank names the host and its numbers.
+`tools/slurm_element.py --check-nodes` runs this check before each training.
+
+Exit code 0 means that this rank and the all-reduce are good. Exit code 1 means that one of them is
+not.
 """
 
 import os
@@ -20,14 +23,19 @@ from megatron.operations.node_report import NodeLimits, NodeReport, write
 
 @dataclass(frozen=True)
 class NodeCheckArguments(NodeLimits):
+    """The command line."""
+
     report: Path | None = None
-    """Write each rank's findings here, as JSON; on a file system that all nodes share."""
+    """Folder for each rank's findings as JSON, on a file system that all nodes share."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Check this rank's node and return the exit code."""
     options = tyro.cli(NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__)
     last: list[NodeReport] = []
 
+    # Findings are kept as they arrive. A check that hangs later still reports what it measured
+    # before.
     def tell(report: NodeReport) -> None:
         last[:] = [report]
         if options.report is not None:
@@ -36,12 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     def give_up() -> None:
         said = last[-1].format_line() if last else "nothing was found out"
         print(f"{said}; not done after {options.seconds:g} s", flush=True)
-        os._exit(1)  # what hangs in a driver cannot be ended otherwise
+        # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
+        # process.
+        os._exit(1)
 
     watch = threading.Timer(options.seconds, give_up)
+    # The timer must not keep the process alive after a check that passed.
     watch.daemon = True
     watch.start()
-    from megatron.operations.node_probe import probe  # imports torch, which may be what hangs
+    # This imports torch, which may hang on a bad node. So the timer is started first.
+    from megatron.operations.node_probe import probe
 
     try:
         report = probe(options, tell)

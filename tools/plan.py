@@ -1,10 +1,13 @@
-"""What a training command would do, before any machine is taken: size, grid, batches, end, memory, FLOPs, errors and warnings.
+"""Report what a training command would do before any machine is allocated.
 
     python tools/plan.py --world-size 384 --at 12695 31214 -- <arguments of pretrain_gpt.py>
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
 
-A script is read as text, never run. Exit code: 0, or 2 if the plan has errors.
+The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
+warnings. A script is read as text and never run.
+
+Exit code 0 means that the plan has no errors. Exit code 2 means that it has some.
 """
 
 import json
@@ -30,26 +33,33 @@ from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
 
 SHOWN_SIZES = 8
+"""A ramp-up with more batch sizes than this is shortened in the report."""
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """All other arguments are pretrain_gpt.py's, with or without '--' before them; a .slurm, .sh or .yaml file may come first."""
+    """The arguments of this tool. All others belong to pretrain_gpt.py.
+
+    The training arguments may follow '--' or be mixed with these. A .slurm, .sh or .yaml file may
+    come first.
+    """
 
     world_size: int | None = None
-    """Number of processes (devices). Default: what the script or launcher asks for, else one replica of the model."""
+    """Number of processes (devices). Default: what the script or launcher asks for, otherwise one
+    replica of the model."""
     at: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ITER ...")] = field(default=())
-    """Iterations whose state is forecast: samples, tokens, batch size, and learning rate as the iteration's log line shows it."""
+    """Iterations to forecast. For each one the report has samples, tokens, batch size and the
+    learning rate of the iteration's log line."""
     consumed_samples: int | None = None
-    """Position of the resume that is planned: batch sizes of a ramp that lie behind it need not fit. Default: the start of
-    training, or unknown where the command has --load."""
+    """Consumed samples at the resume that is planned. Batch sizes of a ramp-up before this position
+    need not fit the grid. Default: the start of training, or unknown if the command has --load."""
     json: bool = False
     """Print JSON instead of text."""
 
 
 @dataclass(frozen=True)
 class CommandSource:
-    """The training arguments, the world that comes with them, and remarks on how they were read."""
+    """The training arguments, the world size found with them, and remarks on how they were read."""
 
     arguments: tuple[str, ...]
     world_size: int | None
@@ -57,13 +67,15 @@ class CommandSource:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan of `argv` (default: the command line). Returns the exit code."""
+    """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
     options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
     try:
         return _plan(options, training)
     except MegatronError as failure:
         if options.json:
+            # Programs read this output. They find the same keys whether or not the command line can
+            # be planned.
             empty: dict[str, Any] = {
                 "parameters": None,
                 "data_parallel_size": None,
@@ -71,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
                 "at": [],
                 "warnings": [],
             }
+            # A ConfigError with several problems lists them one per line after a headline.
             head, *listed = str(failure).split("\n  - ")
             print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
         print(f"error: {failure}", file=sys.stderr)
@@ -87,12 +100,15 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
             1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         )
         warnings.append(
-            f"--world-size is not given: planned for one replica of the model, {world_size} processes."
+            f"--world-size is not given: planned for one replica of the model, {world_size} "
+            "processes."
         )
+    # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
     if position is None and loaded.config.checkpoint.load is None:
         position = 0
     plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position)
+    # Iteration 0 is the state before the first step, so it may be forecast.
     late = [iteration for iteration in options.at if not 0 <= iteration <= plan.train_iters]
     if late:
         warnings.append(
@@ -102,6 +118,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     refused = list_unsupported(plan)
     if refused:
         warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(refused)}.")
+    # Two stages of planning may report the same warning. A dict keeps the order and drops
+    # repetitions.
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
         print(json.dumps(build_json(plan, at, warnings), indent=1))
@@ -111,7 +129,11 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(this tool's own arguments, the training command's): by name, or by '--'."""
+    """Split a command line into this tool's own arguments and the training command's.
+
+    Arguments are recognised by name. Everything after '--' belongs to the training command.
+    """
+    # tyro would refuse the training flags, so each word is assigned here.
     end = argv.index("--") if "--" in argv else len(argv)
     own: list[str] = []
     training: list[str] = []
@@ -122,10 +144,12 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
         if name in ("--json", "--no-json", "--help", "-h"):
             own.append(word)
         elif name in ("--world-size", "--consumed-samples"):
+            # The value is attached with '=', or it is the next word.
             own += [word] if "=" in word else [word, *words[:1]]
             words = words if "=" in word else words[1:]
         elif name == "--at":
             values = word.partition("=")[2].replace(",", " ").split()
+            # `--at` takes any number of values. The first word that is no number ends them.
             while words and re.fullmatch(r"\d[\d_]*", words[0]):
                 values.append(words.pop(0))
             own += ["--at", *values]
@@ -135,26 +159,29 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read_source(training: list[str]) -> CommandSource:
-    """Find the arguments of pretrain_gpt.py in a command line, or in the script or YAML file that it begins with.
+    """Find the arguments of pretrain_gpt.py in a command line, a script or a YAML file.
 
-    Raises ConfigError where the file cannot be read or has no training command.
+    Raises:
+        ConfigError: The file cannot be read or has no training command.
     """
     first = Path(training[0]) if training and not training[0].startswith("-") else None
     if first is not None and first.suffix in (".yaml", ".yml"):
         return CommandSource(("--config", *training), None)
+    # Anything that is no file with a known suffix is part of the training command itself.
     if first is None or first.suffix not in (".slurm", ".sh", ".sbatch", ".bash"):
         return _build_source(parse_command(training), ())
     return _build_source(read_launch_script(first), tuple(training[1:]))
 
 
 def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSource:
+    # Variables without a value stay as text, so the user must see which they are.
     unset = ", ".join(f"${name}" for name in command.unresolved)
     warnings = (f"left as written, for nothing here sets them: {unset}.",) if unset else ()
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
 def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict[str, Any]:
-    """The plan as plain data; memory in bytes, FLOPs in units."""
+    """Return the plan as plain data, with memory in bytes and FLOPs in units."""
     tokens = plan.config.model.seq_length
     shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
     return {
@@ -186,10 +213,15 @@ def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict
 
 
 def list_first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
-    """The first batch size that the grid can take, and the final one, each with its pipeline schedule; none where none fits."""
+    """Return the first and the final batch size that fit the grid, each with its pipeline schedule.
+
+    The list is empty if no batch size fits.
+    """
     share = plan.config.batch.micro_batch_size * plan.data_parallel_size
     sizes = plan.batch_size.iterate_upcoming(0, 0, plan.config.model.seq_length)
+    # A ramp-up may start at a size that this grid cannot take, which is among the plan's errors.
     fitting = [size for size in sizes if share > 0 and size % share == 0]
+    # `dict.fromkeys` drops the second entry if the first size is also the final one.
     return [
         (size, plan.choose_pipeline_schedule(size))
         for size in dict.fromkeys([*fitting[:1], *fitting[-1:]])
@@ -197,7 +229,11 @@ def list_first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
 
 
 def get_recomputed_share(plan: Plan) -> Fraction:
-    """Share of the layers that are recomputed; one that cannot be read is among the plan's errors."""
+    """Return the share of the layers that are recomputed.
+
+    An invalid share is already among the plan's errors. All layers are assumed then, so that the
+    rest of the plan can be reported.
+    """
     try:
         return plan.config.recompute.recomputed_part
     except (ValueError, ZeroDivisionError):
@@ -205,13 +241,17 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 
 
 def estimate_memory(plan: Plan) -> dict[str, Any]:
-    """Bytes: the rule by part over the whole model, and on the pipeline rank that needs most, with an estimate of its activations.
+    """Estimate memory in bytes for the model and for the pipeline rank that needs most.
 
-    "activations" are as configured; the other estimates are what they would be with all kept, and with all layers recomputed.
+    The parameter memory follows a rule of bytes per parameter, listed by part. "activations" are as
+    configured. The other entries estimate them with everything kept, and with all layers
+    recomputed.
     """
     share, config = get_recomputed_share(plan), plan.config
     ranks = range(plan.pipeline_size)
     parts = [_compute_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
+    # The first pipeline ranks hold more microbatches in flight, and the last one holds the logits.
+    # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
     whole = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
@@ -242,7 +282,9 @@ def _compute_parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMem
 
 
 def _choose_final_schedule(plan: Plan) -> PipelineSchedule:
-    """At the final batch size, rounded down where that does not fit the grid."""
+    """Return the schedule at the final batch size, rounded down if that does not fit the grid."""
+    # A plan with errors may have a size of 0. The errors are reported, and this estimate must not
+    # fail.
     share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
     return choose_schedule(
         max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank
@@ -252,8 +294,13 @@ def _choose_final_schedule(plan: Plan) -> PipelineSchedule:
 def estimate_activations(
     plan: Plan, pipeline_rank: int, recomputed: Fraction, *, scores_kept: bool = False
 ) -> int:
-    """Estimate in bytes for one rank: all microbatches in flight, a layer at work where layers are recomputed, and the logits."""
+    """Estimate the activation memory of one rank in bytes.
+
+    It counts all microbatches in flight, one layer being recomputed, and the logits. Layers that
+    are recomputed keep only their input.
+    """
     parallel, micro = plan.config.parallel, plan.config.batch.micro_batch_size
+    # A plan with errors may have a size of 0 here as well.
     tensor = max(1, parallel.tensor_model_parallel_size)
     sharing = {
         "sequence_parallel": parallel.sequence_parallel,
@@ -265,28 +312,36 @@ def estimate_activations(
         (len(stage.layers), flops.count_recomputed_layers(stage.layers, recomputed))
         for stage in stages
     ]
+    # With virtual stages a rank has several stages, and a microbatch visits each of them.
     visits = [
         flops.estimate_stage_activation_bytes(
             plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
         )
         for layers, again in counts
     ]
+    # The stages of a rank may differ, so the mean of its visits is multiplied by the number in
+    # flight.
     kept = (
         _choose_final_schedule(plan).count_in_flight(pipeline_rank)
         * sum(visits)
         // max(1, len(visits))
     )
+    # While one layer is recomputed, its full activations exist next to the stored inputs.
     if any(again for _, again in counts):
         kept += flops.estimate_stage_activation_bytes(
             plan.shape, micro, tensor, layers=1, **sharing
         )
+    # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
         kept += flops.estimate_logits_bytes(plan.shape, micro, tensor)
     return kept
 
 
 def compute_flops(plan: Plan) -> dict[str, int]:
-    """FLOPs at the full sequence length and the final batch size; see megatron/model/flops.py for the two conventions."""
+    """Return FLOPs at the full sequence length and the final batch size.
+
+    megatron/model/flops.py describes the two conventions.
+    """
     shape, recompute = plan.shape, get_recomputed_share(plan)
     per_token = flops.count_model_flops_per_token(shape)
     return {
@@ -295,13 +350,14 @@ def compute_flops(plan: Plan) -> dict[str, int]:
         "hardware_per_iteration": flops.count_iteration_flops(
             shape, plan.batch_size.final, recompute=recompute
         ),
+        # A run that ends by tokens may have fewer of them than samples x length.
         "model_whole_run": per_token
         * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
     }
 
 
 def format_plan(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> list[str]:
-    """The plan for people, a line an entry."""
+    """Format the plan for people, one line per entry."""
     lines = [
         *_format_model(plan),
         *_format_training(plan),
@@ -311,14 +367,17 @@ def format_plan(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> lis
     if at:
         lines += [
             "",
-            f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} {'learning rate':>14}",
+            f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} "
+            f"{'learning rate':>14}",
         ]
     lines += [
-        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} {p.global_batch_size:>6} {p.seq_length:>7} "
+        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} "
+        f"{p.global_batch_size:>6} {p.seq_length:>7} "
         f"{p.lr:>14.3E}"
         for p in at
     ]
     lines += ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
+    # Errors come last, so that they are at the end of the terminal's output.
     lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
     return lines
 
@@ -332,28 +391,32 @@ def _format_model(plan: Plan) -> list[str]:
     return [
         _format_row(
             "parameters",
-            f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} ({plan.vocab_size:,} real)",
+            f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} "
+            f"({plan.vocab_size:,} real)",
         ),
         _format_row(
             "  on a rank",
-            f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), before ZeRO",
+            f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), "
+            "before ZeRO",
         ),
         _format_row(
             "grid",
             f"{plan.world_size} processes = {parallel.tensor_model_parallel_size} tensor x "
-            f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} data; ZeRO {parallel.zero_stage}",
+            f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
+            f"data; ZeRO {parallel.zero_stage}",
         ),
         *_format_pipeline(plan),
         _format_row(
             "attention",
-            f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, {plan.num_query_groups} key/value groups",
+            f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, "
+            f"{plan.num_query_groups} key/value groups",
         ),
         _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
     ]
 
 
 def _format_pipeline(plan: Plan) -> list[str]:
-    """Nothing for a single stage."""
+    """Format the stages of the pipeline. Return no line for a single stage."""
     if plan.pipeline_size == 1:
         return []
     each = (
@@ -373,7 +436,7 @@ def _format_pipeline(plan: Plan) -> list[str]:
 
 
 def _collapse_runs(texts: Iterable[str]) -> str:
-    """'5, 10 x 6, 5'."""
+    """Join texts and count repetitions, as in '5, 10 x 6, 5'."""
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return ", ".join(text if length == 1 else f"{length} x {text}" for text, length in runs)
 
@@ -385,6 +448,7 @@ def _format_training(plan: Plan) -> list[str]:
         f"{size} ({size / share:g})" for size in plan.batch_size.iterate_upcoming(0, 0, seq_length)
     ]
     if len(sizes) > SHOWN_SIZES:
+        # A ramp-up can have hundreds of sizes.
         sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
     lines = [
         _format_row("batch (microbatches)", ", ".join(sizes)),
@@ -412,7 +476,8 @@ def _format_training(plan: Plan) -> list[str]:
     lines.append(
         _format_row(
             "learning rate",
-            f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} samples, decay to {end}",
+            f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} "
+            f"samples, decay to {end}",
         )
     )
     return lines
@@ -420,6 +485,7 @@ def _format_training(plan: Plan) -> list[str]:
 
 def _format_memory(plan: Plan) -> list[str]:
     memory_bytes = estimate_memory(plan)
+    # The figures of a rank are those of the rank that needs most.
     where = (
         f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
         if plan.pipeline_size > 1
@@ -444,8 +510,12 @@ def _format_memory(plan: Plan) -> list[str]:
     else:
         note = f"{scores:,.2f} without a flash kernel, {again:,.2f} recomputed"
     if plan.pipeline_size > 1:
+        # The number in flight explains why an early stage needs more memory than a late one.
         visits = _choose_final_schedule(plan).count_in_flight(memory_bytes["pipeline_rank"])
-        note += f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} in flight"
+        note += (
+            f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} "
+            "in flight"
+        )
     return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
 
 
@@ -467,7 +537,8 @@ def _format_flops(plan: Plan) -> list[str]:
         ),
         _format_row(
             "FLOPs of the run",
-            f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted as full)",
+            f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted "
+            "as full)",
         ),
     ]
 

@@ -1,7 +1,8 @@
-"""Draws a run's loss curve: training loss, validation losses, learning rate.
+"""Draw a run's loss curve with training loss, validation losses and learning rate.
 
-Reads a metrics file (JSON lines) or a log with Megatron's lines, and writes a PNG (or what the output's suffix says). A run that
-was resumed or rolled back is one curve, without the parts that were lost.
+The source is a metrics file (JSON lines) or a log with Megatron's lines. The output is a PNG, or
+the format that its suffix names. A run that was resumed or rolled back gives one curve. Iterations
+that were trained again appear once.
 """
 
 import math
@@ -31,40 +32,52 @@ class PlotLoss:
     source: Annotated[Path, tyro.conf.Positional]
     """metrics.jsonl of a run, or its log."""
     output: Path = Path("loss.png")
-    """Picture to write."""
+    """The picture to write."""
     title: str | None = None
-    """Line above the picture. Default: the source's path."""
+    """Title of the picture. Default: the source's path."""
     unigram_entropy: float | None = None
-    """Draw a horizontal line here: what a model that knows the tokens' frequencies only would reach, in nats."""
+    """Draw a horizontal line at this loss, in nats. It is the loss of a model that knows only the
+    tokens' frequencies."""
 
 
 @dataclass
 class Curves:
-    """(iterations, values) of each quantity; validation by the set's name."""
+    """The points (iterations, values) of each quantity.
+
+    Validation losses are keyed by the set's name.
+    """
 
     train: Points = field(default_factory=lambda: ([], []))
     learning_rate: Points = field(default_factory=lambda: ([], []))
     validation: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, loss: float | None, learning_rate: float | None) -> None:
+        """Append the values of one iteration. None adds no point."""
         for points, value in ((self.train, loss), (self.learning_rate, learning_rate)):
             if value is not None:
                 points[0].append(iteration)
                 points[1].append(value)
 
     def add_validation(self, name: str, iteration: int, loss: float) -> None:
+        """Append one validation loss."""
         points = self.validation.setdefault(name, ([], []))
         points[0].append(iteration)
         points[1].append(loss)
 
 
 def read_curves(source: Path) -> Curves:
-    """Curves of a metrics file or a log. Raises DataError where the file is absent or has no loss in it."""
+    """Read the curves from a metrics file or a log.
+
+    Raises:
+        DataError: The file does not exist or has no loss in it.
+    """
     if not source.is_file():
         raise DataError(
-            f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or its log"
+            f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or "
+            "its log"
         )
     curves = _read_metrics_curves(source) if source.suffix == ".jsonl" else _read_log_curves(source)
+    # An empty picture would look like a run that has not started.
     if not curves.train[0] and not curves.validation:
         raise DataError(
             f"{source} holds neither metrics (it would end in .jsonl) nor log lines with a loss"
@@ -73,7 +86,9 @@ def read_curves(source: Path) -> Curves:
 
 
 def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | None = None) -> None:
-    """Write the picture: losses above, learning rate below, on one axis of iterations."""
+    """Write the picture, with the losses at the top and the learning rate at the bottom."""
+    # matplotlib is an optional dependency. `Figure` without pyplot needs no display and keeps no
+    # global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -82,6 +97,7 @@ def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | N
     loss.set_title(title, fontsize=11)
     rate.plot(*curves.learning_rate, color="tab:gray", linewidth=1.2)
     rate.set(ylabel="learning rate", xlabel="iteration", ylim=(0, None))
+    # Learning rates are near 1e-4. Plain labels would be a row of zeros.
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
@@ -91,8 +107,12 @@ def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | N
 
 
 def insert_gaps(iterations: list[int], values: list[float]) -> Points:
-    """With a NaN where iterations are missing (a skipped range), so that no line is drawn over what was not trained."""
+    """Insert a NaN where iterations are missing, as in a skipped range.
+
+    matplotlib then draws no line over iterations that were not trained.
+    """
     steps = [later - earlier for earlier, later in pairwise(iterations)]
+    # Logs have one line per --log-interval, so the usual distance is found from the data.
     usual = Counter(steps).most_common(1)[0][0] if steps else 1
     found: Points = ([], [])
     for iteration, value, step in zip(iterations, values, [usual, *steps], strict=True):
@@ -108,6 +128,7 @@ def _draw_losses(axes: "Axes", curves: Curves, unigram_entropy: float | None) ->
     axes.plot(
         *insert_gaps(*curves.train), color="tab:blue", linewidth=1.0, alpha=0.8, label="training"
     )
+    # C0 is the colour of the training loss.
     for number, (name, points) in enumerate(curves.validation.items()):
         axes.plot(
             *points, color=f"C{number + 1}", marker="o", markersize=4, linewidth=1.5, label=name
@@ -134,10 +155,15 @@ def _read_metrics_curves(source: Path) -> Curves:
 
 
 def _read_log_curves(source: Path) -> Curves:
-    """Each iteration's last line counts; those of a lost run go when an earlier one follows them."""
+    """Read the curves from a log. The last line of each iteration counts.
+
+    An earlier iteration after a later one means that the run was resumed or rolled back. The later
+    points belong to work that was lost, and they are removed.
+    """
     train: dict[int, dict[str, int | float]] = {}
     validation: dict[tuple[int, str], float] = {}
     last = 0
+    # Logs of crashed runs may contain bytes that are not UTF-8.
     with source.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if (step := parse_log_line(line)) is not None:
@@ -148,6 +174,7 @@ def _read_log_curves(source: Path) -> Curves:
                     }
                     validation = {key: old for key, old in validation.items() if key[0] < first}
                 train[first] = step
+                # The next line with an iteration up to this one means a resume or a rollback.
                 last = first
             elif (point := parse_validation_log_line(line)) is not None:
                 validation[int(point["iteration"]), str(point["name"])] = float(point["lm_loss"])
@@ -160,6 +187,7 @@ def _read_log_curves(source: Path) -> Curves:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the picture that `argv` asks for and return the exit code."""
     options = tyro.cli(PlotLoss, args=argv)
     try:
         draw(

@@ -1,9 +1,13 @@
-"""Take a run back to one of its checkpoints: pointers, checkpoints, TensorBoard, metrics, emissions and log together.
+r"""Roll a run back to one of its checkpoints.
 
-    python tools/rollback.py RUN_FOLDER --to 8400 --skip 8401-8800 --reason "loss spike" --main-log main_log.txt
+    python tools/rollback.py RUN_FOLDER --to 8400 --skip 8401-8800 --reason "loss spike" \
+        --main-log main_log.txt
 
-Later checkpoints and what is cut off are kept under RUN_FOLDER/rolled-back/. Nothing may be training there. Cut off, the same
-command goes on. Exit code: 0, or 2 if it may not be done.
+Pointers, checkpoints, TensorBoard, metrics, emissions and log are rolled back together. Later
+checkpoints and the parts that are cut off are kept in RUN_FOLDER/rolled-back/. The run must not be
+training. After an interruption the same command continues the rollback.
+
+Exit code 0 means success. Exit code 2 means that the rollback is not allowed or failed.
 """
 
 import os
@@ -21,16 +25,20 @@ from megatron.operations.rollback_plan import RollbackRequest
 
 @dataclass(frozen=True)
 class RollbackArguments:
+    """The command line."""
+
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER")]
-    """The run's --save."""
+    """The run's --save folder."""
     request: tyro.conf.OmitArgPrefixes[RollbackRequest]
     dry_run: bool = False
-    """Print all that would be done, and change nothing."""
+    """Print all that would be done and change nothing."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Roll back the run that `argv` names and return the exit code."""
     given = tyro.cli(RollbackArguments, args=argv, description=__doc__)
     try:
+        # An interrupted rollback is finished by the same command, perhaps from another folder.
         run = Path(os.path.realpath(given.run_folder))
         roll_back(
             run,

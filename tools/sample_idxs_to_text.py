@@ -1,10 +1,11 @@
-"""Print the text that training saw, or will see, at given samples or iterations.
+"""Print the text of training samples, given by sample or by iteration.
 
     python tools/sample_idxs_to_text.py --samples 0-3 17 -- --config run.yaml
     python tools/sample_idxs_to_text.py --iterations 8401-8402 --checkpoint checkpoints/my-run
 
-The arguments after '--' are the run's own. Where they --load a checkpoint, or with --checkpoint, the order of samples is the
-recorded one, with all changes of seed, mixture and length on the way.
+The arguments after '--' are the run's own. With --checkpoint, or if the run has a checkpoint to
+--load, the order of samples is the recorded one. It has all changes of seed, mixture and length
+that happened during the run.
 """
 
 import re
@@ -32,31 +33,32 @@ from megatron.training.resume import read_bare_thresholds
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Which samples; all arguments after '--' are the run's own."""
+    """The samples to print. All arguments after '--' are the run's own."""
 
     samples: tuple[str, ...] = field(default=())
-    """Samples by their place in training, from 0: single ones (17) or inclusive ranges (0-3)."""
+    """Samples by their position in training, from 0. Single ones (17) or inclusive ranges (0-3)."""
     iterations: tuple[str, ...] = field(default=())
     """Iterations, from 1: single ones or inclusive ranges."""
     checkpoint: str | None = None
-    """Folder of the run's checkpoints, or one global_stepN in it: takes configuration and order of samples from there."""
+    """Folder of the run's checkpoints, or one global_stepN in it. Configuration and order of
+    samples are read from there."""
     world_size: int | None = None
-    """Number of processes of the run; needed only where no global batch size is set."""
+    """Number of processes of the run. It is only needed if no global batch size is set."""
 
 
 @dataclass(frozen=True)
 class SampleRange:
-    """A stretch of training samples and what is said of it."""
+    """A range of training samples and a remark to print with them."""
 
     first: int
     last: int
     seq_length: int
-    """Tokens of a sample that were used: fewer than --seq-length under a curriculum."""
+    """Tokens of a sample that were used. A curriculum uses fewer than --seq-length."""
     remark: str = ""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the text of `argv` (default: the command line). Returns the exit code."""
+    """Print the text that `argv` (default: the command line) asks for and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     end = words.index("--") if "--" in words else len(words)
     options = tyro.cli(
@@ -72,16 +74,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[str]:
-    """The output, sample by sample. Raises MegatronError."""
+    """Yield the output, sample by sample.
+
+    Raises:
+        MegatronError: The run or its data cannot be read, or a sample does not exist.
+    """
     if not options.samples and not options.iterations:
         raise ConfigError("nothing is asked for; give --samples 0-3 17 or --iterations 8401-8402.")
     config, checkpoint = read_run(options.checkpoint, arguments)
+    # Old checkpoints counted bare thresholds in samples. The same reading is needed to find the
+    # same samples.
     config, notes = read_bare_thresholds(config, checkpoint)
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
     if options.iterations and config.batch.global_batch_size is None and options.world_size is None:
         raise ConfigError(
-            "without --global-batch-size the batch depends on the number of processes; give --world-size."
+            "without --global-batch-size the batch depends on the number of processes; give "
+            "--world-size."
         )
     parallel = config.parallel
     plan = resolve(
@@ -103,11 +112,12 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
 
 
 def read_run(checkpoint: str | None, arguments: list[str]) -> tuple[Config, Checkpoint | None]:
-    """The run's configuration, and the checkpoint that records its order, if there is one."""
+    """Return the run's configuration, and the checkpoint that records its order, if one exists."""
     if checkpoint is None:
         config = load_config(arguments, prog="pretrain_gpt.py").config
         return config, find_start(config.checkpoint).checkpoint
     opened = open_checkpoint(*locate_checkpoint(Path(checkpoint)))
+    # The arguments override the checkpoint's configuration. Data files may have moved, for example.
     config = load_config(
         ["--config", str(opened.folder / "config.yaml"), *arguments], prog="pretrain_gpt.py"
     ).config
@@ -115,11 +125,16 @@ def read_run(checkpoint: str | None, arguments: list[str]) -> tuple[Config, Chec
 
 
 def parse_numbers(flag: str, words: tuple[str, ...], lowest: int) -> list[tuple[int, int]]:
-    """[(17, 17), (0, 3)] for 17 0-3. Raises ConfigError for anything else."""
+    """Parse `17 0-3` into [(17, 17), (0, 3)].
+
+    Raises:
+        ConfigError: A word is neither a number nor a range, or a number is below `lowest`.
+    """
     ranges = []
     for word in words:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.replace("_", ""))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        # A word that does not match gives the range (0, -1), which fails here as well.
         if not lowest <= first <= last:
             raise ConfigError(
                 f"{flag} {word} must be a number from {lowest} on, or a range as in 8401-8402."
@@ -131,17 +146,25 @@ def parse_numbers(flag: str, words: tuple[str, ...], lowest: int) -> list[tuple[
 def find_samples_of_iterations(
     plan: Plan, checkpoint: Checkpoint | None, ranges: list[tuple[int, int]]
 ) -> list[SampleRange]:
-    """The samples of iterations, by the plan's batch sizes. Raises DataError where the run's were others."""
+    """Return the samples of iterations, computed from the plan's batch sizes.
+
+    Raises:
+        DataError: The run used other batch sizes.
+    """
     if not ranges:
         return []
     forecast = plan.forecast()
     if checkpoint is not None:
+        # A change of batch size during the run shifts all later samples. Then the arithmetic here
+        # would print the wrong text without an error.
         (then,) = forecast.predict([checkpoint.iteration])
         recorded = checkpoint.state["consumed_samples"]
         if then.consumed_samples != recorded:
             raise DataError(
-                f"by this configuration {then.consumed_samples} samples are consumed after iteration {checkpoint.iteration}, but "
-                f"{checkpoint.folder} records {recorded}: the batch size changed in mid-run. Take the consumed samples from "
+                f"by this configuration {then.consumed_samples} samples are consumed after "
+                f"iteration {checkpoint.iteration}, but "
+                f"{checkpoint.folder} records {recorded}: the batch size changed in mid-run. "
+                "Take the consumed samples from "
                 "the log and give --samples."
             )
     iterations = sorted(
@@ -153,14 +176,16 @@ def find_samples_of_iterations(
             progress.consumed_samples - progress.global_batch_size,
             progress.consumed_samples - 1,
             progress.seq_length,
-            f" (iteration {iteration}{', skipped: not trained on' if find_range(plan.skip_ranges, iteration) else ''})",
+            f" (iteration {iteration}"
+            f"{', skipped: not trained on' if find_range(plan.skip_ranges, iteration) else ''}"
+            ")",
         )
         for iteration, progress in ends.items()
     ]
 
 
 def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
-    """The order of the run's training samples."""
+    """Return the order of the run's training samples."""
     config = plan.config
     sources = build_sources(
         config.data,
@@ -172,22 +197,32 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
         batch_slice=BatchSlice(1),
     )
     if sources.train is None:
+        # Without a number of samples no order of samples is defined.
         raise ConfigError("the run trains on no sample: give --train-iters or --train-samples.")
+    # `--finetune` starts a new order of samples, so the recorded one does not apply.
     if checkpoint is not None and checkpoint.state.get("data") and not config.checkpoint.finetune:
         sources.load(checkpoint.state["data"])
+    # Notes go to standard error, so that the output holds text only.
     for note in sources.take_notes():
         print(f"note: {note}", file=sys.stderr)
     return sources.train.history
 
 
 def describe(wanted: SampleRange, history: History, tokenizer: Tokenizer) -> Iterator[str]:
-    """A heading and the text of each sample. Raises DataError past the last one."""
+    """Yield a heading and the text of each sample.
+
+    Raises:
+        DataError: A sample lies after the last one of the run.
+    """
     if wanted.last >= history.end:
         raise DataError(
-            f"sample {wanted.last} is not among the {history.end} of this run; the last is {history.end - 1}."
+            f"sample {wanted.last} is not among the {history.end} of this run; the last is "
+            f"{history.end - 1}."
         )
+    # A sample has one more token than the sequence, which is the label of the last position.
     out = np.empty((1, wanted.seq_length + 1), np.int64)
     for sample in range(wanted.first, wanted.last + 1):
+        # The history maps a position in training to a data set and a number in it.
         history.read(np.array([sample], np.int64), out)
         dataset, number = history.locate(sample)
         (first, offset), (last, _) = (

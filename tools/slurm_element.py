@@ -1,22 +1,31 @@
-"""Runs one element of a Slurm job array: checks, trains, and does what follows from how it ended.
+r"""Run one array task of a Slurm job array. Check nodes, train, and act on how the training ended.
 
-    python tools/slurm_element.py --save $CHECKPOINTS --main-log $LOGS/main_log.txt -- pretrain_gpt.py $ARGUMENTS
+    python tools/slurm_element.py --save $CHECKPOINTS --main-log $LOGS/main_log.txt \
+        -- pretrain_gpt.py $ARGUMENTS
 
-In a job script with one task for each device. The training is started by srun, and writes to the main log. Then:
+The tool belongs in a job script with one task for each device. It starts the training by srun, and
+the training writes to the main log. What follows depends on how the training ended.
 
-- stopped by --exit-duration-in-mins or a signal: saved; the next element goes on
-- training is complete, or the kill switch is there: pending elements are cancelled
-- ended by Slurm before it could save (scancel, a preemption): nothing; Slurm, or you, decide whether it comes back
-- an error that the training explains (a wrong flag, NaNs in a row, no room for checkpoints): alert, pending elements are cancelled;
-  so where this element cannot run, or more than half of its nodes fail the check
-- an I/O error of a host's own (EIO, a stale mount, a full local disk): alert, this element is requeued, it and the pending ones
-  without that host
-- a crash (a killed rank, a lost node): this element is requeued, and goes on from the newest checkpoint
-- --check-nodes found a bad host: alert, this element is requeued, it and the pending ones without that host
-- so many starts in a row that trained nothing: alert, pending elements are cancelled
+- Stopped by --exit-duration-in-mins or a signal: the run was saved, and the next array task
+  continues it.
+- The training is complete, or the kill switch exists: pending array tasks are cancelled.
+- Slurm ended it before it could save (scancel, a preemption): nothing follows. Slurm or the
+  operator decides whether it is started again.
+- The training explains the error (a wrong flag, NaNs in a row, no room for checkpoints): an alert
+  is sent, and pending array tasks are cancelled. The same holds if this array task cannot run, or
+  if more than half of its nodes fail the check.
+- An I/O error of one host (EIO, a stale mount, a full local disk): an alert is sent, and this array
+  task is requeued. It and the pending ones exclude that host.
+- A crash (a killed rank, a lost node): this array task is requeued and resumes from the newest
+  checkpoint.
+- --check-nodes found a bad host: an alert is sent, and this array task is requeued. It and the
+  pending ones exclude that host.
+- Several starts in a row trained nothing: an alert is sent, and pending array tasks are cancelled.
 
-Alerts go to the main log and where ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK say. Exit code: 0 in order, 1 crashed, bad nodes,
-or ended by Slurm, 2 a person is needed, 3 a loop of crashes.
+Alerts go to the main log and to the outlets in ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK.
+
+Exit code 0 means that the training ended in order. Exit code 1 means a crash, bad nodes, or an end
+by Slurm. Exit code 2 means that a person is needed, and 3 a loop of crashes.
 """
 
 import sys
@@ -34,23 +43,27 @@ from megatron.standard_streams import protect_standard_streams
 
 @dataclass(frozen=True)
 class SlurmElementArguments:
+    """The options before '--'."""
+
     save: Path
     """The run's --save folder."""
     main_log: Path
-    """All elements append to it."""
+    """The run's log. All array tasks append to it."""
     kill_switch: Path | None = None
-    """The file of --kill-switch-path: while it is there, nothing starts."""
+    """The file of --kill-switch-path. Nothing starts while it exists."""
     max_failed_starts: int = 3
     """Starts in a row that train nothing, after which the array ends."""
     check_nodes: bool = False
-    """Probe every node first: see tools/node_check.py."""
+    """Check every node first. See tools/node_check.py."""
     limits: tyro.conf.OmitArgPrefixes[NodeLimits] = field(default_factory=NodeLimits)
     srun: tuple[str, ...] = ()
     """More options of srun, as in --srun=--cpu-bind=none."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the array task and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    # Everything after '--' is the training command. tyro would refuse its flags.
     own, command = (
         (words[: words.index("--")], words[words.index("--") + 1 :])
         if "--" in words
@@ -66,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
 
+    # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:
         for trouble in deliver(
             [Alert("element", text)], Outlets(main_log=options.main_log)
@@ -88,9 +102,11 @@ def main(argv: list[str] | None = None) -> int:
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # Slurm records this code. The actions themselves are done already.
     return EXIT_CODES[outcome]
 
 
 if __name__ == "__main__":
-    protect_standard_streams()  # a full disk under the output must not keep the array from what follows
+    # A full disk under the output must not stop the actions that follow the training.
+    protect_standard_streams()
     sys.exit(main())

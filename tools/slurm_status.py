@@ -1,12 +1,20 @@
-"""Tells in a run's main log how its jobs stand, and alerts: for cron, every hour.
+r"""Write the state of a run's jobs into its main log and raise alerts.
 
-    python tools/slurm_status.py --job-name tr8-104B --main-log $LOGS/main_log.txt --run $CHECKPOINTS
+    python tools/slurm_status.py --job-name tr8-104B --main-log $LOGS/main_log.txt \
+        --run $CHECKPOINTS
 
-One PULSE line: running for, waiting for the previous array element or on a dependency, scheduled to start in. An ALERT line where
-nothing runs or is scheduled, the log stopped growing, the loss is not finite, throughput dropped, or the newest checkpoint is too
-old; RECOVERED when that ends. Alerts are also sent by mail or webhook where --mail-to and --webhook, or ALERT_MAIL_TO, ALERT_SMTP
-and ALERT_WEBHOOK, say so; what could not be sent is sent by the next call. Exit code: 0 all is well, 1 an alert is due, 2 something
-could not be looked at or told.
+Run it from cron, every hour. Each call writes one PULSE line. It gives how long the job has been
+running, what it is waiting for (the previous array task or a dependency), or when it is scheduled
+to start.
+
+An ALERT line is written if nothing runs or is scheduled, the log stopped growing, the loss is not
+finite, throughput dropped, or the newest checkpoint is too old. A RECOVERED line follows when that
+ends. Alerts are also sent by mail or webhook if --mail-to and --webhook are given, or
+ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK are set. An alert that could not be sent is sent by the
+next call.
+
+Exit code 0 means that all is well, and 1 that an alert is due. Exit code 2 means that something
+could not be checked or sent.
 """
 
 import sys
@@ -22,17 +30,20 @@ from megatron.operations.status import StatusLimits, WatchedRun, check_run
 
 @dataclass(frozen=True)
 class SlurmStatusArguments:
+    """The command line."""
+
     job_name: str
     """As in #SBATCH --job-name."""
     outlets: tyro.conf.OmitArgPrefixes[Outlets]
     run: Path | None = None
-    """The run's --save folder: alerts when no checkpoint was saved there for too long."""
+    """The run's --save folder. An alert is due if no checkpoint was saved there for too long."""
     user: str | None = None
-    """Whose jobs. Default: the current user's."""
+    """Owner of the jobs. Default: the current user."""
     limits: tyro.conf.OmitArgPrefixes[StatusLimits] = field(default_factory=StatusLimits)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Check the run, deliver the alerts, and return the exit code."""
     given = tyro.cli(SlurmStatusArguments, args=argv, description=__doc__)
     try:
         found = check_run(
@@ -41,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # Slurm may not answer. Then there is nothing to report about the jobs, only the trouble.
     pulses = [] if found.pulse is None else [found.pulse]
     told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=pulses)
     return told.report(found.troubles, alert=bool(found.alerts))

@@ -1,19 +1,24 @@
-"""From batch-size ramp-up to curriculum learning: which flags of an old command line change, and how.
+"""Translate a command line from batch-size ramp-up to curriculum learning.
 
     python tools/to_curriculum.py --train-tokens 300_000_000_000 -- <arguments of pretrain_gpt.py>
     python tools/to_curriculum.py train/my-run/my-run.slurm
 
-The arithmetic is that of the BigScience 104B run (S: --seq-length, B: the final --global-batch-size):
+The arithmetic is that of the BigScience 104B run. S is --seq-length, and B is the final
+--global-batch-size.
 
     --train-tokens           --train-samples x S, unless given here
-    --train-samples          twice the old one, so that the tokens end the run; more where the tokens need it
-    --lr-decay-tokens        --lr-decay-samples x S; without that flag the decay ends with the run: --train-tokens
+    --train-samples          twice the old one, so that the tokens end the run;
+                             more if the tokens need it
+    --lr-decay-tokens        --lr-decay-samples x S; without that flag the decay ends
+                             with the run: --train-tokens
     --curriculum-total-step  --train-tokens / B / S / 2: half of the iterations at the full length
     --curriculum-min-difficulty 64, --curriculum-difficulty-step 8; lengths end at S
     --lr-warmup-*            stays in samples; a fraction becomes the samples that it was
 
-A run by --train-iters keeps its iterations (doubled, too). A script is read as text, never run. Exit code: 0, or 2 where the old
-or the new command line has errors.
+A run by --train-iters keeps iterations as its unit, and their number is doubled as well. A script
+is read as text and never run.
+
+Exit code 0 means success. Exit code 2 means that the old or the new command line has errors.
 """
 
 import json
@@ -34,29 +39,39 @@ from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import parse_command, read_launch_script
 from megatron.plan import Plan, resolve
 
-NO_END = 10**15  # iterations
+NO_END = 10**15
+"""A number of iterations that no run reaches."""
 
 
 @dataclass(frozen=True)
 class CurriculumArguments:
-    """All other arguments, after '--', are the old command line of pretrain_gpt.py; or a .slurm, .sh or .yaml file comes first."""
+    """The arguments of this tool. The old command line of pretrain_gpt.py follows '--'.
+
+    A .slurm, .sh or .yaml file may be given instead of '--' and the arguments.
+    """
 
     train_tokens: int | None = None
-    """Tokens to train. Default: the old --train-tokens, else as many as the old samples have at the full length. The 104B run took
-    300B, fewer than its 300M samples of 2048 tokens."""
+    """Tokens to train. Default: the old --train-tokens, otherwise the old samples at the full
+    length. The 104B run took 300B tokens, fewer than its 300M samples of 2048 tokens."""
     min_difficulty: int = 64
-    """Sequence length to begin with. Shorter is more stable at first; a large model, or other data, may need more than 64: watch
-    the validation loss of the first hundreds of iterations. A multiple of 8."""
+    """Initial sequence length, a multiple of 8. A shorter one is more stable at first. A large
+    model or other data may need more than 64. Watch the validation loss of the first hundreds of
+    iterations."""
     total_step: int | None = None
-    """Iterations until the full length. Longer is more stable, too long overfits to short sequences: the validation loss jumps
-    within a few warm-ups. Default: half of the iterations that the tokens make at the full length."""
+    """Iterations until the full length. A longer curriculum is more stable. One that is too long
+    overfits to short sequences, and the validation loss jumps within a few warm-ups. Default: half
+    of the iterations that the tokens make at the full length."""
     difficulty_step: int = 8
-    """Lengths are multiples of it. Smaller grows more evenly; 8 is what Tensor Cores ask for."""
+    """Lengths are multiples of this number. A smaller step grows more evenly. Tensor Cores need a
+    multiple of 8."""
 
 
 @dataclass(frozen=True)
 class CurriculumChange:
-    """What becomes of the old command line: the fields with new values, None or () taking one out."""
+    """The fields of the old command line that change.
+
+    `values` maps each field to its new value. None or () removes the flag.
+    """
 
     old: ConfigWithOrigin
     new: Config
@@ -64,7 +79,7 @@ class CurriculumChange:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what changes for `argv` (default: the command line). Returns the exit code."""
+    """Print what changes for `argv` (default: the command line) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else _find_first_file(argv)
     options = tyro.cli(
@@ -73,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan, origin = read_old(argv[end + 1 :] if "--" in argv else argv[end:])
         change = convert_to_curriculum(plan, origin, options)
+        # Errors of the new plan name the origin of a field. Fields with a new value have no origin
+        # in the old command line any more.
         kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
         new = resolve(change.new, plan.world_size, kept)
         new.raise_on_errors()
@@ -94,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _find_first_file(argv: list[str]) -> int:
-    """Where the old command begins if there is no '--': at a script or YAML file."""
+    """Return the position of the script or YAML file that the old command starts with."""
     files = (
         i
         for i, word in enumerate(argv)
@@ -104,9 +121,13 @@ def _find_first_file(argv: list[str]) -> int:
 
 
 def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
-    """The plan of the old command line on one replica of the model, which says all that matters here; and its fields' origin.
+    """Return the plan of the old command line, and the origin of its fields.
 
-    Raises ConfigError where it cannot be read, has errors, or does not say its batch size.
+    The plan is made for one replica of the model. The translation does not depend on the number of
+    replicas.
+
+    Raises:
+        ConfigError: The command line cannot be read, has errors, or gives no batch size.
     """
     first = Path(words[0]) if words and not words[0].startswith("-") else None
     if first is not None and first.suffix in (".yaml", ".yml"):
@@ -117,14 +138,20 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
         arguments = list(parse_command(words).arguments)
     loaded = load_config(arguments, prog="to_curriculum.py")
     batch, parallel = loaded.config.batch, loaded.config.parallel
+    # Without this flag the batch size follows from the number of processes, and all arithmetic here
+    # depends on it.
     if batch.global_batch_size is None and batch.step_batch_size_schedule is None:
         raise ConfigError(
-            "--global-batch-size is not given, and how many processes there will be is not known here; give it."
+            "--global-batch-size is not given, and how many processes there will be is not "
+            "known here; give it."
         )
     if loaded.config.curriculum.curriculum_schedule_type is not None:
         raise ConfigError(
-            "the command line has a curriculum already (--curriculum-schedule-type); there is nothing to translate."
+            "the command line has a curriculum already (--curriculum-schedule-type); there is "
+            "nothing to translate."
         )
+    # The batch sizes of a ramp-up that fit one replica may not fit more of them. That is checked
+    # again when the new command line is planned.
     replica = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     plan = resolve(loaded.config, replica, loaded.origin)
     plan.raise_on_errors()
@@ -134,9 +161,11 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
 def convert_to_curriculum(
     plan: Plan, origin: dict[str, str], options: CurriculumArguments
 ) -> CurriculumChange:
-    """Work out the new values.
+    """Compute the new values of all fields that change.
 
-    Raises ConfigError for a schedule that cannot count tokens, or sizes that make no curriculum.
+    Raises:
+        ConfigError: The learning-rate schedule cannot count tokens, or the sizes make no
+            curriculum.
     """
     old = ConfigWithOrigin(plan.config, origin)
     batch, optimizer, seq_length = (
@@ -146,7 +175,8 @@ def convert_to_curriculum(
     )
     if optimizer.lr_decay_style == "WSD":
         raise ConfigError(
-            "--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use cosine or linear."
+            "--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use "
+            "cosine or linear."
         )
     if plan.train_samples < 1:
         raise ConfigError(
@@ -155,10 +185,12 @@ def convert_to_curriculum(
     tokens = _choose_first_given(
         options.train_tokens, batch.train_tokens, plan.train_samples * seq_length
     )
+    # At the final batch size, half of the iterations are then spent at the full length.
     total = _choose_first_given(
         options.total_step, max(1, tokens // (2 * plan.batch_size.final * seq_length))
     )
     values: dict[str, Any] = {
+        # The curriculum replaces the ramp-up. Both start training with few tokens per step.
         "batch.rampup_batch_size": None,
         "batch.step_batch_size_schedule": None,
         "batch.global_batch_size": plan.batch_size.final,
@@ -173,7 +205,9 @@ def convert_to_curriculum(
     }
     if optimizer.lr_warmup_fraction is not None:
         values["optimizer.lr_warmup_fraction"] = None
+        # A fraction would now be a share of the decay in tokens, which is another length.
         values |= _compute_warmup(plan)
+    # The length depends on the curriculum, so this comes after all its fields are set.
     values |= _compute_length(plan, _update_config(plan.config, values), tokens)
     return CurriculumChange(old, _update_config(plan.config, values), values)
 
@@ -190,13 +224,18 @@ def _compute_decay_tokens(plan: Plan, tokens: int) -> int:
     optimizer = plan.config.optimizer
     if optimizer.lr_decay_tokens is not None:
         return optimizer.lr_decay_tokens
+    # Without a flag the decay ends with the run, as it did in the old one.
     if optimizer.lr_decay_samples is None and optimizer.lr_decay_iters is None:
         return tokens
     return plan.lr_schedule.decay_steps * plan.config.model.seq_length
 
 
 def _compute_warmup(plan: Plan) -> dict[str, int]:
-    """A fraction was one of the decay in samples, which is gone."""
+    """Return the warm-up that a fraction meant.
+
+    It was a fraction of the decay in samples, and the new command line has no such decay.
+    """
+    # Rounding up keeps the warm-up at least as long as it was.
     samples = math.ceil(plan.lr_schedule.warmup_steps)
     if plan.config.batch.train_samples is not None:
         return {"optimizer.lr_warmup_samples": samples}
@@ -204,7 +243,11 @@ def _compute_warmup(plan: Plan) -> dict[str, int]:
 
 
 def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
-    """Samples or iterations that are no less than what the tokens need."""
+    """Return samples or iterations that are at least what the tokens need.
+
+    Short sequences make the run longer in samples. The tokens must end it, so this bound has to be
+    higher.
+    """
     curriculum = resolve(new, plan.world_size).curriculum
     needed = (
         curriculum.find_iteration_reaching(tokens, plan.batch_size.final, 1, NO_END)
@@ -222,11 +265,15 @@ def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
 
 
 def format_flags(change: CurriculumChange) -> list[str]:
-    """What to take out, change and put in, with where it stands now."""
+    """List the flags to remove, to change and to add, each with its present origin."""
     out, changed, put_in = [], [], []
     for dotted, value in change.values.items():
         before = change.old[dotted]
+        # An unchanged field needs no line. The step is printed anyway, because the user must know
+        # it.
         if before == value:
+            # This field has a default, so it may be unchanged and yet needs to be in the new
+            # command line.
             if dotted == "curriculum.curriculum_difficulty_step":
                 put_in.append(f"  {_format_flag(dotted, value)}")
         elif value is None:
@@ -244,7 +291,7 @@ def _format_flag(dotted: str, value: Any) -> str:
 
 
 def format_deepspeed_block(new: Plan) -> list[str]:
-    """The curriculum as DeepSpeed's JSON has it, for who starts the run there."""
+    """Format the curriculum as a block of DeepSpeed's JSON, for runs that use such a file."""
     curriculum = new.curriculum
     assert curriculum is not None, "the new command line has one"
     block = {
@@ -266,22 +313,27 @@ def format_deepspeed_block(new: Plan) -> list[str]:
 
 
 def list_consequences(old: Plan, new: Plan) -> list[str]:
-    """The numbers that the change comes down to, and what is left to judge."""
+    """List the numbers that follow from the change, and what the user has to decide."""
     assert new.curriculum is not None, "the new command line has one"
     assert new.config.batch.train_tokens is not None, "it was worked out"
     assert new.curriculum.total_curriculum_step is not None, "it is linear"
     batch, tokens = new.batch_size.final, new.config.batch.train_tokens
     end = new.curriculum.find_iteration_reaching(tokens, batch, 1, NO_END) or 0
     stages = list(new.curriculum.iterate_stages(1, new.curriculum.total_curriculum_step))
+    # Mean number of iterations that one length lasts.
     change_every = new.curriculum.total_curriculum_step / len(stages)
     lines = [
-        f"the run ends at iteration {end:,} with {tokens:,} tokens of {end * batch:,} samples; the old one had "
+        f"the run ends at iteration {end:,} with {tokens:,} tokens of {end * batch:,} "
+        "samples; the old one had "
         f"{old.train_iters:,} iterations and {old.train_samples:,} samples",
-        f"there are {len(stages)} lengths from {stages[0][1]} to {stages[-1][1]} tokens; one lasts {change_every:,.0f} iterations",
+        f"there are {len(stages)} lengths from {stages[0][1]} to {stages[-1][1]} tokens; one "
+        f"lasts {change_every:,.0f} iterations",
         *_describe_warmup(old, new),
-        "the training loss is that of the current length: compare by the validation loss, which always has the full one, and "
+        "the training loss is that of the current length: compare by the validation loss, "
+        "which always has the full one, and "
         "evaluate more often (--eval-interval)",
-        "memory is largest at the full length: try --micro-batch-size without the curriculum; it may grow, since the batch size no "
+        "memory is largest at the full length: try --micro-batch-size without the curriculum; "
+        "it may grow, since the batch size no "
         "longer starts small",
     ]
     return [
@@ -291,22 +343,29 @@ def list_consequences(old: Plan, new: Plan) -> list[str]:
 
 
 def _describe_warmup(old: Plan, new: Plan) -> list[str]:
-    """Warm-up by samples is far shorter in steps without a ramp, and in tokens with short sequences."""
+    """Describe how much shorter the warm-up becomes.
+
+    A warm-up in samples takes far fewer steps without a ramp-up, and fewer tokens with short
+    sequences.
+    """
     samples, batch = old.lr_schedule.warmup_steps, new.batch_size.final
     if samples <= 0:
         return []
     steps = math.ceil(samples / batch)
     before = next(p for p in _iterate_progress(old) if p[1] >= samples)[0]
+    # Short sequences make the same samples far fewer tokens.
     (state,) = new.forecast().predict([steps])
     return [
-        f"the warm-up's {samples:,.0f} samples are {steps:,} iterations and {state.consumed_tokens:,} tokens now, instead of "
-        f"{before:,} iterations in the old run; if that is too steep, lengthen it (the 104B run went from 216,320 samples to "
+        f"the warm-up's {samples:,.0f} samples are {steps:,} iterations and "
+        f"{state.consumed_tokens:,} tokens now, instead of "
+        f"{before:,} iterations in the old run; if that is too steep, lengthen it (the 104B "
+        "run went from 216,320 samples to "
         "3,750,000: 375M tokens by a mean length of 100)"
     ]
 
 
 def _iterate_progress(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(iteration, consumed samples), without end."""
+    """Yield (iteration, consumed samples) without end."""
     iteration = samples = 0
     while True:
         yield iteration, samples

@@ -1,6 +1,9 @@
-"""Train a byte-level BPE and write the vocab.json and merges.txt that --vocab-file and --merge-file read.
+r"""Train a byte-level BPE tokenizer and write its vocab.json and merges.txt.
 
-python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 5120 --output-dir tokenizer
+    python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 5120 \
+        --output-dir tokenizer
+
+--vocab-file and --merge-file of the trainer read these files.
 """
 
 import sys
@@ -12,11 +15,12 @@ from megatron.preprocess.bpe_training import train_bpe
 
 
 def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: str = "text") -> int:
-    """Train a byte-level BPE and write the vocab.json and merges.txt that --vocab-file and --merge-file read.
+    """Train a byte-level BPE tokenizer and write its vocab.json and merges.txt.
 
     Args:
         input: Files and globs: .jsonl and .parquet, or any text; .gz and .zst too.
-        vocab_size: Number of ids, the 256 bytes and the end-of-document token (the last id) among them.
+        vocab_size: Number of ids. The 256 bytes and the end-of-document token (the last id) are
+            among them.
         output_dir: Folder for vocab.json and merges.txt.
         json_key: Key (column) that holds the text.
     """
@@ -35,6 +39,7 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train the tokenizer that `argv` asks for and return the exit code."""
     return tyro.cli(train, args=argv)
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Curriculum learning on the quickstart's corpus: what is planned, training, a resume in mid-growth.
+# Curriculum learning on the quickstart's corpus. The script prints the plan, trains, and resumes
+# while the sequence length still grows.
 #
 #     bash examples/quickstart.sh                  # once, for the corpus and the tokenizer
 #     bash examples/curriculum_learning/run.sh     # about a minute on 2 cores
 #
-# What it makes is in quickstart/curriculum (or $QUICKSTART_DIR/curriculum).
+# The results are in quickstart/curriculum (or $QUICKSTART_DIR/curriculum).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/setup_env.sh
@@ -19,10 +20,12 @@ arguments=(
     --vocab-file "$work/tokenizer/vocab.json" --merge-file "$work/tokenizer/merges.txt"
     --save "$run" --load "$run" --tensorboard-dir "$run/tensorboard"
 )
-rm -rf "$run" # a run of its own each time
+# Each call trains a new run. Otherwise the first training command would resume the previous one.
+rm -rf "$run"
 
 say "what will be trained: samples, tokens, sequence length and learning rate after some iterations"
 python tools/plan.py --world-size 1 --at 1 10 25 50 100 123 -- "${arguments[@]}"
+# The interruption is planned, and shows that a resume continues at the same sequence length.
 say "training; the job ends after 40 iterations, while the length still grows"
 python pretrain_gpt.py "${arguments[@]}" --exit-interval 40
 say "the same command goes on, until the tokens are trained"

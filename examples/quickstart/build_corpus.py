@@ -1,8 +1,11 @@
-"""A corpus of real text that every machine has: the sources and documentation of Python's own standard library.
+"""Build a corpus of real text from the sources and documentation of Python's standard library.
 
-Writes JSON lines with the keys `text` and `source`: one document for each source file, and one for each topic of the language
-reference that `pydoc` carries. Invariant: the same Python gives the same file; no text is in it twice. The documents' order is
-mixed by a hash, so that any cut of the file is a fair sample of the whole.
+Every machine with Python has this text. The output has JSON lines with the keys `text` and
+`source`. There is one document for each source file, and one for each topic of the language
+reference that `pydoc` contains.
+
+Invariant: the same Python gives the same file, and no text is in it twice. A hash mixes the order
+of the documents, so any part of the file is a fair sample of all.
 """
 
 import ast
@@ -17,7 +20,8 @@ from pathlib import Path
 
 import tyro
 
-# Installed packages are not the standard library; test suites and codec tables are mostly data, not text.
+# Installed packages are not part of the standard library. Test suites and codec tables are mostly
+# data, not text.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -38,12 +42,14 @@ class BuildCorpus:
     output: Path
     """The .jsonl file to write."""
     max_megabytes: float = 20.0
-    """Stop after so much text."""
+    """Stop after this much text."""
 
 
 def documents(library: Path) -> Iterator[tuple[str, str]]:
-    """(source, text) of each file below `library` and of each documentation topic."""
+    """Yield (source, text) of each file below `library` and of each documentation topic."""
     for folder, names, files in os.walk(library):
+        # Assigning to the slice makes os.walk skip folders. Sorting makes the order the same on all
+        # machines.
         names[:] = sorted(name for name in names if name not in _SKIPPED_FOLDERS)
         for file in sorted(files):
             path = Path(folder, file)
@@ -53,7 +59,8 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
-                continue  # a few old sources declare another encoding
+                # A few old sources declare another encoding.
+                continue
             if source == "pydoc_data/topics.py":
                 yield from topics(source, text)
             else:
@@ -61,7 +68,7 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def topics(source: str, text: str) -> Iterator[tuple[str, str]]:
-    """The language reference, which is stored as one dictionary of texts."""
+    """Yield the topics of the language reference, which are stored as one dictionary of texts."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, topic in ast.literal_eval(node.value).items():
@@ -69,12 +76,14 @@ def topics(source: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def build(options: BuildCorpus) -> tuple[int, int]:
-    """Write the corpus; returns (documents, characters)."""
+    """Write the corpus and return (documents, characters)."""
     unique = {
         hashlib.sha256(text.encode()).hexdigest(): (source, text)
         for source, text in documents(_library())
         if text.strip()
     }
+    # The file gets its name when it is complete. The quickstart keeps a corpus that exists, so a
+    # partial one would stay.
     temporary = options.output.with_name(options.output.name + ".unfinished")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     count = characters = 0
@@ -93,10 +102,12 @@ def _library() -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the corpus and return the exit code."""
     options = tyro.cli(BuildCorpus, args=argv)
     count, characters = build(options)
     print(
-        f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in {options.output}"
+        f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in "
+        f"{options.output}"
     )
     return 0
 

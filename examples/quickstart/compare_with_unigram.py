@@ -1,8 +1,8 @@
-"""Has the model learned more than how often each token occurs?
+"""Check that a model has learned more than how often each token occurs.
 
-Prints the unigram entropy of the validation tokens, -sum p ln p over their own frequencies: no model that ignores context has a
-lower loss on them, however trained. Beside it the run's last validation loss, which must be lower by a margin, or the
-exit code is 1.
+The script prints the unigram entropy of the validation tokens, -sum p ln p over their own
+frequencies. No model that ignores context has a lower loss on them. The run's last validation loss
+is printed next to it. It must be lower by a margin, or the exit code is 1.
 """
 
 import sys
@@ -23,18 +23,19 @@ class CompareWithUnigram:
     """Compare a run's last validation loss with the unigram entropy of its validation tokens."""
 
     dataset: Path
-    """Indexed data set's path without .bin/.idx."""
+    """Path of the indexed data set without .bin/.idx."""
     split: str
     """The run's --split."""
     metrics: Path
     """metrics.jsonl of the run."""
     margin: float = 1.0
-    """Nats by which the loss must be below the entropy."""
+    """The loss must be lower than the entropy by this number of nats."""
 
 
 def unigram_entropy(dataset: IndexedDataset, split: str) -> float:
-    """Entropy in nats of the distribution of the validation documents' tokens."""
+    """Return the entropy of the validation documents' token distribution, in nats."""
     bounds = compute_split_bounds(split, dataset.num_documents)
+    # Bounds count documents. The offsets translate them into indices of the stored sequences.
     first, last = (int(dataset.document_offsets[bound]) for bound in (bounds[1], bounds[2]))
     tokens = np.concatenate([dataset.get(index) for index in range(first, last)])
     _, counts = np.unique(tokens, return_counts=True)
@@ -43,7 +44,11 @@ def unigram_entropy(dataset: IndexedDataset, split: str) -> float:
 
 
 def last_validation_loss(metrics: Path) -> float:
-    """Raises TrainingError where the run made no evaluation of the set that --split gives, `validation`."""
+    """Return the last loss of the validation set that --split gives.
+
+    Raises:
+        TrainingError: The run has not evaluated this set.
+    """
     sets = [record.get("validation", {}) for record in read_metrics(metrics)]
     losses = [losses["validation"] for losses in sets if "validation" in losses]
     if not losses:
@@ -52,6 +57,7 @@ def last_validation_loss(metrics: Path) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print both numbers and return the exit code."""
     options = tyro.cli(CompareWithUnigram, args=argv)
     try:
         entropy = unigram_entropy(IndexedDataset(options.dataset), options.split)

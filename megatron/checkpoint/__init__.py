@@ -1,4 +1,6 @@
-"""Checkpoints that know no layout: boxes of global tensors in safetensors files, an index, a manifest. Nothing in them runs code.
+"""Checkpoints that any parallel layout can load.
 
-See docs/checkpoint_format.md for the files, and `save.py` and `start.py` for what may go wrong with them.
+A checkpoint has slices of global tensors in safetensors files, an index and a manifest. Nothing in
+it can run code. See docs/checkpoint_format.md for the files. See `save.py` and `start.py` for the
+handling of errors.
 """

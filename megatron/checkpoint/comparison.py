@@ -1,6 +1,7 @@
-"""Statistics of a checkpoint's tensors, and where two checkpoints differ. Layouts play no part: tensors are read whole.
+"""Statistics of a checkpoint's tensors, and the differences between two checkpoints.
 
-Every byte is checked against its digest. One tensor is in memory, or two in a comparison, and never a whole checkpoint.
+Global tensors are read, so the parallel layouts do not matter. Every byte is checked against its
+digest. Only one tensor is in memory, or two in a comparison.
 """
 
 import json
@@ -22,15 +23,19 @@ from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.compare import list_config_differences
 from megatron.errors import DamagedError
 
-_ITEM = 4  # bytes of an fp32
+_ITEM = 4
+"""Bytes of an fp32."""
 _PIECE = 1 << 20
-"""Elements that are worked on at a time: all is computed in float64."""
+"""Elements that are processed at a time. Their conversion to float64 needs twice their memory."""
 _KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Of a tensor's finite numbers; `min`, `max` and `mean` are None where there are none."""
+    """Statistics of a tensor's finite numbers.
+
+    `min`, `max` and `mean` are None if the tensor has no finite number.
+    """
 
     name: str
     kind: str
@@ -40,13 +45,14 @@ class TensorStatistics:
     max: float | None
     mean: float | None
     nan: int
-    """How many are NaN."""
+    """Number of elements that are NaN."""
     inf: int
+    """Number of elements that are infinite."""
 
 
 @dataclass(frozen=True)
 class ShapeDifference:
-    """A tensor that two checkpoints have in different shapes."""
+    """A tensor that has different shapes in two checkpoints."""
 
     tensor: str
     first: tuple[int, ...]
@@ -55,34 +61,38 @@ class ShapeDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Between two tensors of one shape."""
+    """The difference between two tensors of the same shape."""
 
     tensor: str
     bit_equal: bool
     different: int
-    """Elements with other bits: 0.0 and -0.0 differ, a NaN equals itself."""
+    """Number of elements with different bits. 0.0 and -0.0 differ, and a NaN equals itself."""
     max_absolute: float
-    """NaN, as `relative`, where one has a number that is not finite and the other has not the same bits there."""
+    """Largest absolute difference.
+
+    NaN, as `relative`, if an element is not finite in one tensor and has other bits in the other.
+    """
     relative: float
-    """The norm of the difference over the larger norm of the two's finite numbers, so at most 2."""
+    """Norm of the difference, divided by the larger of both norms of finite numbers. At most 2."""
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """Of two checkpoints; tensors are called kind/name."""
+    """The differences between two checkpoints. Tensors are named kind/name."""
 
     config: list[str]
-    """A line for each field that differs; so `state`."""
+    """One line for each field of the configuration that differs."""
     state: list[str]
+    """One line for each value of state and optimizer that differs."""
     only_in_first: list[str]
     only_in_second: list[str]
     shapes: list[ShapeDifference]
     tensors: list[TensorDifference]
-    """Of all that both have in one shape, the equal ones too."""
+    """One entry for each tensor that has the same shape in both, even if it is equal."""
 
     @property
     def equal(self) -> bool:
-        """Every tensor of one is in the other, and equal to it bit by bit; configuration and state play no part."""
+        """Whether both have the same tensors, bit by bit. Configuration and state do not matter."""
         return not (self.only_in_first or self.only_in_second or self.shapes) and all(
             row.bit_equal for row in self.tensors
         )
@@ -90,7 +100,10 @@ class CheckpointComparison:
 
 @contextmanager
 def add_folder_to_errors(folder: Path) -> Iterator[None]:
-    """Damage that is found inside names the folder: there may be two."""
+    """Return a context that adds the folder to the message of a DamagedError.
+
+    In a comparison, the message would otherwise not show which checkpoint is damaged.
+    """
     try:
         yield
     except DamagedError as damage:
@@ -101,13 +114,17 @@ def add_folder_to_errors(folder: Path) -> Iterator[None]:
 def _open_tensors(
     checkpoint: Checkpoint,
 ) -> Iterator[tuple[dict[str, Any], Callable[[str], Tensor]]]:
-    """(the index's tensors, a function that reads the one kind/name whole). Both raise DamagedError, which names the folder."""
+    """Return a context with (tensors of the index, function that reads the tensor kind/name).
+
+    Both may raise a DamagedError, which names the folder.
+    """
     with add_folder_to_errors(checkpoint.folder):
         index = checkpoint.read_index()
     with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
         def read(key: str) -> Tensor:
             tensor, stored = torch.empty(index.tensors[key]["shape"]), index.tensors[key]["boxes"]
+            # The slice is the complete tensor, whatever slices are stored.
             with add_folder_to_errors(checkpoint.folder):
                 reader.read_into(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)), stored, key)
             return tensor
@@ -116,7 +133,7 @@ def _open_tensors(
 
 
 def _show_progress(keys: list[str], tensors: Mapping[str, Any], what: str) -> Iterator[str]:
-    """The keys, while a bar on stderr tells people at a terminal how many bytes are through."""
+    """Yield the keys and show a progress bar in bytes on stderr, if it is a terminal."""
     sizes = [_ITEM * math.prod(tensors[key]["shape"]) for key in keys]
     with tqdm(
         total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None, dynamic_ncols=True
@@ -127,10 +144,14 @@ def _show_progress(keys: list[str], tensors: Mapping[str, Any], what: str) -> It
 
 
 def sort_by_parameter(keys: Iterable[str]) -> list[str]:
-    """In order: a parameter's kinds together, weight first; layers by number."""
+    """Return tensor names in a readable order.
+
+    The kinds of one parameter are together, with the weight first. Layers are sorted by number.
+    """
 
     def sort_key(key: str) -> tuple[list[str | int], int]:
         kind, _, name = key.partition("/")
+        # Splitting at a group puts the numbers at the odd positions. As integers, 2 precedes 10.
         words = [int(word) if at % 2 else word for at, word in enumerate(re.split(r"(\d+)", name))]
         return words, _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
@@ -138,10 +159,10 @@ def sort_by_parameter(keys: Iterable[str]) -> list[str]:
 
 
 def compute_statistics(checkpoint: Checkpoint) -> list[TensorStatistics]:
-    """Of every tensor, by parameter.
+    """Return the statistics of every tensor, sorted by parameter.
 
     Raises:
-        DamagedError: a tensor cannot be read as it was written.
+        DamagedError: If a tensor is damaged.
     """
     with _open_tensors(checkpoint) as (tensors, read):
         return [
@@ -151,12 +172,18 @@ def compute_statistics(checkpoint: Checkpoint) -> list[TensorStatistics]:
 
 
 def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
-    """Of the tensor kind/name."""
+    """Return the statistics of one tensor.
+
+    Args:
+        key: Its name as kind/name.
+        tensor: The tensor, of any shape.
+    """
     kind, _, name = key.partition("/")
     squares = total = 0.0
     low, high, count, nans = math.inf, -math.inf, 0, 0
     for piece in tensor.reshape(-1).split(_PIECE):
         nans += int(piece.isnan().sum())
+        # In fp32, the sum of the squares of a large tensor loses small elements or overflows.
         finite = piece[piece.isfinite()].double()
         if finite.numel():
             squares += float(finite.square().sum())
@@ -164,6 +191,7 @@ def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
             count += finite.numel()
     least, most, mean = (low, high, total / count) if count else (None, None, None)
+    # Each element is finite, NaN or infinite, so the third count follows from the others.
     infinite = tensor.numel() - count - nans
     return TensorStatistics(
         name, kind, tuple(tensor.shape), math.sqrt(squares), least, most, mean, nans, infinite
@@ -171,12 +199,15 @@ def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
 
 
 def compare(a: Checkpoint, b: Checkpoint) -> CheckpointComparison:
-    """Configurations, states, and tensors bit by bit.
+    """Compare configurations and states by value, and tensors bit by bit.
 
     Raises:
-        DamagedError: a tensor cannot be read as it was written. CheckpointError: a configuration is not this version's.
+        DamagedError: If a tensor is damaged.
+        CheckpointError: If a configuration has fields that this version does not know.
     """
     config, state = list_config_differences(a.read_config(), b.read_config()), _compare_states(a, b)
+    # Tensors are compared one by one, so that two checkpoints larger than the memory can be
+    # compared.
     with _open_tensors(a) as (here, read), _open_tensors(b) as (there, read_other):
         both = sort_by_parameter(here.keys() & there.keys())
         other = [key for key in both if here[key]["shape"] != there[key]["shape"]]
@@ -196,28 +227,41 @@ def compare(a: Checkpoint, b: Checkpoint) -> CheckpointComparison:
 
 
 def compute_difference(key: str, a: Tensor, b: Tensor) -> TensorDifference:
-    """Between two tensors kind/name of one shape."""
+    """Return the difference between two fp32 tensors of the same shape.
+
+    Args:
+        key: Their name as kind/name.
+        a: The first tensor.
+        b: The second tensor.
+    """
     different, largest, squares, of_a, of_b = 0, 0.0, 0.0, 0.0, 0.0
     for x, y in zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True):
+        # As integers, a NaN equals itself and -0.0 differs from 0.0.
         unequal = x.view(torch.int32) != y.view(torch.int32)
         different += int(unequal.sum())
+        # After the comparison of the bits, which needs the fp32 values.
         x, y = x.double(), y.double()
         of_a += float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
         of_b += float(y.nan_to_num(0.0, 0.0, 0.0).square().sum())
         if unequal.any():
+            # Only elements with different bits. Two equal infinities would give NaN.
             distance = (x - y)[unequal].abs()
             largest = max(largest, float(distance.max())) if distance.isfinite().all() else math.nan
             squares += float(distance.square().sum())
+    # The larger norm, so that the result does not depend on the order of the two. If `squares` is
+    # 0, both norms may be 0 as well.
     norm = math.sqrt(max(of_a, of_b))
     relative = math.nan if math.isnan(largest) else math.sqrt(squares) / norm if squares else 0.0
     return TensorDifference(key, different == 0, different, largest, relative)
 
 
 def _compare_states(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Return a line for each number or text of state and optimizer that differs."""
     x, y = (
         _flatten({"state": checkpoint.state, "optimizer": checkpoint.optimizer})
         for checkpoint in (a, b)
     )
+    # As JSON text, so that 1 and 1.0, or 0 and false, are different.
     shown = {
         name: tuple(json.dumps(side[name]) if name in side else "nothing" for side in (x, y))
         for name in [*x, *y]
@@ -230,6 +274,7 @@ def _compare_states(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return nested JSON as dotted name -> value. An empty mapping stays a value."""
     if not isinstance(value, Mapping) or not value:
         return {name: value}
     return {

@@ -1,7 +1,10 @@
-"""Digests of files: one of the whole, which `xxh128sum` prints too, and one of each block, so that a part can be checked alone.
+"""Digests of files.
 
-xxHash (https://xxhash.com) finds decay and cuts at memory speed. It is no defence against an attacker, and none is needed: nothing
-in a checkpoint can run code.
+A file has one digest of all its bytes, which `xxh128sum` prints as well. It also has one digest of
+each block, so that a part of the file can be checked alone.
+
+xxHash (https://xxhash.com) detects flipped bits and truncation at the speed of memory. It is no
+protection against an attacker. None is needed, because nothing in a checkpoint can run code.
 """
 
 from dataclasses import dataclass
@@ -10,34 +13,37 @@ from pathlib import Path
 import xxhash
 
 BLOCK = 4 << 20
-"""Bytes of a block. A rank that needs a part of a tensor reads the blocks that it lies in."""
+"""Size of a block in bytes. A rank that needs a part of a tensor reads the blocks that hold it."""
 _HEX = 16
+"""Hexadecimal digits of a block's digest."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file must be."""
+    """Size and digests that a file must have."""
 
     bytes: int
     xxh128: str
     blocks: str
-    """xxh3_64 of each block, 16 hexadecimal digits each, joined."""
+    """The xxh3_64 of each block, 16 hexadecimal digits each, joined."""
 
     def block(self, number: int) -> str:
-        """The digest of one block; empty behind the end."""
+        """Return the digest of one block, or an empty text after the end of the file."""
         return self.blocks[_HEX * number : _HEX * (number + 1)]
 
 
 class Digester:
-    """Takes a file's bytes in order."""
+    """Computes the digests of a file from its bytes, which are given in order."""
 
     def __init__(self) -> None:
+        """Create the digester of an empty file."""
         self._whole, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
         self._bytes, self._in_block = 0, 0
         self._blocks: list[str] = []
 
     def update(self, data: bytes | memoryview) -> None:
-        """The next bytes, any number of them."""
+        """Add the next bytes. Their number need not be that of a block."""
+        # As bytes, whatever the type of the elements was, so that `len` is the number of bytes.
         view = memoryview(data).cast("B")
         self._whole.update(view)
         self._bytes += len(view)
@@ -55,25 +61,31 @@ class Digester:
         self._in_block = 0
 
     def digest(self) -> FileDigest:
-        """Of everything so far; the last call."""
+        """Return the digests of all bytes so far. No other method may be called after it."""
+        # The last block is usually shorter than BLOCK.
         if self._in_block:
             self._end_block()
         return FileDigest(self._bytes, self._whole.hexdigest(), "".join(self._blocks))
 
 
 def digest_of_block(data: bytes | memoryview) -> str:
-    """As in `FileDigest.blocks`."""
+    """Return the digest of a block, as it is in `FileDigest.blocks`."""
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def digest_of_text(text: str) -> str:
-    """As `FileDigest.xxh128` of a file that holds the text."""
+    """Return `FileDigest.xxh128` of a file that holds the text in UTF-8."""
     return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
 
 def digest_of_file(path: Path) -> FileDigest:
-    """Reads all of it. OSError where it cannot be read."""
+    """Read a file completely, and return its digests.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
     digester = Digester()
+    # Without Python's buffer, which would copy each block once more. A short read is no problem.
     with open(path, "rb", buffering=0) as file:
         while data := file.read(BLOCK):
             digester.update(data)

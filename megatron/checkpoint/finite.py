@@ -1,8 +1,8 @@
-"""Find numbers that are not finite, before they are stored and after they were loaded.
+"""Search for numbers that are not finite, before they are stored and after they were loaded.
 
-Invariant: no checkpoint is written with NaN or an infinity in it, and no run starts from one. Such
-a state cannot be trained: each step from it is dropped. A checkpoint of it would push good ones out
-of --keep-latest-checkpoints.
+Invariant: no checkpoint with NaN or an infinity is written, and no run starts from one. Such a
+state cannot be trained, because each step from it is dropped. Its checkpoints would push valid ones
+out of --keep-latest-checkpoints.
 """
 
 import math
@@ -19,20 +19,22 @@ from megatron.errors import CheckpointError
 from megatron.parallel.shard import TensorShard
 
 _PIECE = 1 << 22
-"""Elements that are counted at a time: counting needs some bytes for each, and a device may be
-almost full."""
+"""Elements that are counted at a time.
+
+Counting needs some bytes for each element, and the device's memory may be almost full.
+"""
 _SHOWN = 8
-"""Tensors that a message names."""
+"""Number of tensors that a message names."""
 
 
 def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
-    """Return a line for each tensor that holds NaN or an infinity; no line if all numbers are
-    finite.
+    """Return a line for each tensor that holds NaN or an infinity.
 
-    Reads each tensor once. A sum is finite unless an element is not finite or the sum overflows.
-    Elements are counted only where the sum is not finite. All sums are queued on the device before
-    the first one is read.
+    Each tensor is read once. A sum is finite unless an element is not finite or the sum overflows.
+    Elements are counted only if the sum is not finite.
     """
+    # All sums are queued on the device before the first one is read. Reading each sum immediately
+    # would synchronise with the device once for each tensor.
     sums = [chunk.tensor.detach().sum() for chunk in chunks]
     suspects = [
         chunk for chunk, total in zip(chunks, sums, strict=True) if not math.isfinite(float(total))
@@ -40,6 +42,7 @@ def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
     lines = []
     for chunk in suspects:
         nan, inf = count_not_finite(chunk.tensor)
+        # Both are 0 if finite numbers have overflowed in the sum.
         if nan or inf:
             lines.append(
                 f"{chunk.name} ({chunk.kind}): {counts_text(nan, inf)} of "
@@ -49,25 +52,30 @@ def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
 
 
 def gather_not_finite(mine: Sequence[str], ranks: Ranks) -> list[str]:
-    """Return the lines of all ranks, each with its rank and host, on every rank. Long lists are cut
-    off."""
+    """Return the lines of all ranks, each with its rank and host, on every rank.
+
+    At most 8 lines are returned, and a last one that reports that there are more.
+    """
     here = f"rank {ranks.rank} on {os.uname().nodename}"
+    # One line more than is shown, so that "and more" is right even if only this rank has lines.
     everyone = ranks.gather([f"{here}: {line}" for line in mine[: _SHOWN + 1]])
     found = [line for lines in everyone for line in lines]
     return found if len(found) <= _SHOWN else [*found[:_SHOWN], "and more"]
 
 
 def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks) -> None:
-    """Refuse a checkpoint that was loaded, where it holds numbers that are not finite.
+    """Raise if a checkpoint that was loaded holds numbers that are not finite.
 
-    It is not set aside as a damaged one: it is what was written, by a version that did not look.
-    Which older checkpoint to take, and which data to skip from there, is the operator's decision.
+    It is not renamed as a damaged one is, because its bytes are what a version without this check
+    wrote. The operator decides which older checkpoint to take, and which data to skip from there.
 
     Args:
-        mine: Lines of `describe_not_finite` for what this rank has loaded.
+        checkpoint: The checkpoint.
+        mine: Lines of `describe_not_finite` for the tensors that this rank has loaded.
+        ranks: The ranks that load together.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: On every rank, if any rank has such a number.
     """
     records = {"optimizer": checkpoint.optimizer, "state": checkpoint.state}
     scalars = [
@@ -75,6 +83,7 @@ def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks)
         for name, record in records.items()
         for key, value in values_not_finite(record, name)
     ]
+    # The scalars are equal on all ranks, so one rank reports them.
     found = gather_not_finite([*mine, *(scalars if ranks.rank == 0 else ())], ranks)
     if found:
         raise CheckpointError(
@@ -97,7 +106,7 @@ def count_not_finite(tensor: Tensor) -> tuple[int, int]:
 
 
 def counts_text(nan: int, inf: int) -> str:
-    """Return "3 NaN and 1 infinite"."""
+    """Return the counts that are not 0 as text, such as "3 NaN and 1 infinite"."""
     return " and ".join(
         f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count
     )

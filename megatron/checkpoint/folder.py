@@ -1,7 +1,10 @@
 """The names inside a checkpoint folder, and its pointers, which operators may edit by hand.
 
-`latest` (as DeepSpeed writes it) decides; `latest_checkpointed_iteration.txt` (as Megatron writes it) is used where it is missing.
-Only who holds the folder's lease renames or removes anything in it; readers look, and take what they find.
+`latest`, as DeepSpeed writes it, decides. `latest_checkpointed_iteration.txt`, as Megatron-LM
+writes it, is used if `latest` does not exist.
+
+Invariant: only the holder of the folder's lease renames or removes anything in it. Readers change
+nothing and must accept any state that an interrupted writer left.
 """
 
 import contextlib
@@ -23,33 +26,45 @@ REPLACED = ".replaced"
 DELETING = ".deleting"
 DAMAGED = ".damaged"
 STARTED_MARKER = "no_checkpoint_yet"
-"""A run has begun here and has saved nothing so far: what it left may be begun over, by the same command."""
+"""File that exists while a run has started in the folder and has no checkpoint yet.
+
+Nothing can have been lost then, so the same command may start from scratch again.
+"""
 
 
 def step_folder(root: Path, iteration: int) -> Path:
+    """Return the final name of the checkpoint of an iteration."""
     return root / f"global_step{iteration}"
 
 
 def parse_iteration(name: str) -> int | None:
-    """300 for `global_step300`, None for any other name."""
+    """Return 300 for `global_step300`, and None for any other name."""
+    # No leading zeros and at most 15 digits. So each iteration has one name, and `re.ASCII` keeps
+    # out other scripts' digits, which `int` would accept.
     match = re.fullmatch(r"global_step(0|[1-9]\d{0,14})", name, re.ASCII)
     return int(match[1]) if match else None
 
 
 def find_stored_folder(root: Path, iteration: int) -> Path:
-    """Where a checkpoint is: its folder, or the one it was moved to while a save of the same iteration replaces it."""
+    """Return the folder of a checkpoint, whether it exists or not.
+
+    This is the `.replaced` folder if a save of the same iteration was interrupted between its two
+    renames.
+    """
     folder = step_folder(root, iteration)
     replaced = _add_suffix(folder, REPLACED)
     return replaced if not folder.exists() and (replaced / MANIFEST).is_file() else folder
 
 
 def list_saved_iterations(root: Path) -> list[int]:
-    """Iterations with a finished checkpoint, in order."""
+    """Return the iterations that have a finished checkpoint, in ascending order."""
     if not root.is_dir():
         return []
     named = (
         (parse_iteration(entry.name.removesuffix(REPLACED)), entry) for entry in root.iterdir()
     )
+    # The manifest is written last, so a folder without one is not finished. A set, because an
+    # iteration can be on the disk twice, once with the suffix `.replaced`.
     return sorted(
         {
             iteration
@@ -60,23 +75,36 @@ def list_saved_iterations(root: Path) -> list[int]:
 
 
 def point_to(root: Path, iteration: int, confirm: Callable[[], None] = lambda: None) -> None:
-    """Move the pointers, as the last act of a save; `confirm` is asked before each."""
+    """Move the pointers to a checkpoint.
+
+    Args:
+        root: Folder of the checkpoints.
+        iteration: Iteration of a checkpoint that has its final name.
+        confirm: Called before each of the two renames. If it raises, the pointer stays.
+
+    Raises:
+        OSError: If a pointer cannot be written.
+    """
+    # `latest` last, because it decides.
     replace_file(root / LATEST_ITERATION, str(iteration), confirm)
     replace_file(root / LATEST, f"global_step{iteration}", confirm)
 
 
 @dataclass(frozen=True)
 class Pointer:
+    """The checkpoint that the pointer files name."""
+
     iteration: int
     contradiction: str | None
-    """What the other pointer says, where the two differ: somebody edited one of them."""
+    """A note if the two files differ, because somebody edited one of them. Otherwise None."""
 
 
 def read_pointer(root: Path) -> Pointer | None:
-    """What the pointers name; None where there are none.
+    """Return the checkpoint that the pointers name, or None if there is no pointer.
 
     Raises:
-        CheckpointError: one holds something else, or names a checkpoint that is not there.
+        CheckpointError: If the deciding pointer holds anything else, or names a checkpoint that
+            does not exist.
     """
     latest, number = root / LATEST, root / LATEST_ITERATION
     by_number = _read_pointer_text(number)
@@ -91,19 +119,25 @@ def read_pointer(root: Path) -> Pointer | None:
     if iteration is None:
         held = text if text is not None else by_number
         raise CheckpointError(
-            f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are there: {there}"
+            f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are "
+            f"there: {there}"
         )
     if not find_stored_folder(root, iteration).is_dir():
         raise CheckpointError(
-            f"{pointer} names global_step{iteration}, which is not a finished checkpoint; there are: {there}"
+            f"{pointer} names global_step{iteration}, which is not a finished checkpoint; "
+            f"there are: {there}"
         )
     contradiction = None
     if text is not None and by_number is not None and number_iteration != iteration:
-        contradiction = f"{LATEST} says global_step{iteration}, {LATEST_ITERATION} {by_number!r}; {LATEST} decides"
+        contradiction = (
+            f"{LATEST} says global_step{iteration}, {LATEST_ITERATION} {by_number!r}; "
+            f"{LATEST} decides"
+        )
     return Pointer(iteration, contradiction)
 
 
 def _read_pointer_text(path: Path) -> str | None:
+    """Return the text of a pointer file, or None if the file does not exist."""
     if path.is_dir():
         raise CheckpointError(
             f"{path} is a folder; it must be a file that names a checkpoint: remove it"
@@ -112,20 +146,24 @@ def _read_pointer_text(path: Path) -> str | None:
 
 
 def read_pointed_iteration(root: Path) -> int | None:
-    """The iteration that the pointers name; None where there is no pointer.
+    """Return the iteration that the pointers name, or None if there is no pointer.
 
     Raises:
-        CheckpointError: as `read_pointer`.
+        CheckpointError: See `read_pointer`.
     """
     pointer = read_pointer(root)
     return None if pointer is None else pointer.iteration
 
 
 def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, int]:
-    """(run's folder, iteration) for a run's folder or one of its checkpoints; without `iteration` the one pointed to.
+    """Return (folder of the run, iteration) for a path that a user gave.
+
+    Args:
+        path: Folder of a run, or of one of its checkpoints.
+        iteration: The iteration to choose. Default: the one that `path` or the pointers name.
 
     Raises:
-        CheckpointError: neither.
+        CheckpointError: If neither the path nor a pointer names an iteration.
     """
     named = parse_iteration(path.name)
     if named is not None and iteration is None:
@@ -140,26 +178,30 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
 
 
 def has_no_checkpoint_yet(root: Path) -> bool:
-    """Whether what an earlier run left is all that there ever was: it ended before its first checkpoint."""
+    """Return whether earlier runs in this folder ended before their first checkpoint."""
     return (root / STARTED_MARKER).is_file()
 
 
 def mark_started(root: Path) -> None:
-    """See `STARTED_MARKER`."""
+    """Write the file that `STARTED_MARKER` names, when a run starts.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     replace_file(root / STARTED_MARKER, "a run has begun here and not saved a checkpoint yet\n")
 
 
 def unmark_begun(root: Path) -> None:
-    """Remove the mark, once the pointers name a checkpoint.
+    """Remove the file that `STARTED_MARKER` names, after the pointers name a checkpoint.
 
     Raises:
-        OSError: it could not be removed.
+        OSError: If it could not be removed.
     """
     (root / STARTED_MARKER).unlink(missing_ok=True)
 
 
 def list_run_leftovers(root: Path) -> list[str]:
-    """What an earlier run left in a folder that has no pointer."""
+    """Return the names of all files that show that a run was in this folder."""
     if not root.is_dir():
         return []
     names = (entry.name for entry in root.iterdir())
@@ -168,37 +210,44 @@ def list_run_leftovers(root: Path) -> list[str]:
     )
 
 
-# For the holder of the lease
+# Only the holder of the lease may call the functions below. They rename and remove.
 
 
 def put_in_place(fresh: Path, final: Path) -> None:
-    """Give a finished folder its name. One of the same name stays beside it until the pointers are
-    safe: see `remove_interrupted_leftovers`.
+    """Rename a finished folder to its final name.
+
+    A folder that had this name is kept with the suffix `.replaced` until the pointers are safe.
+    `remove_interrupted_leftovers` then removes it.
 
     Raises:
-        OSError: after it, `final` may hold the new folder, or what it held before.
+        OSError: If a rename fails. `final` may then hold the new folder or the earlier one.
     """
     replaced = _add_suffix(final, REPLACED)
     replaces = final.exists()
     if replaces:
+        # A rename cannot replace a folder that is not empty, so the earlier one moves away first.
+        # `find_stored_folder` finds it between the two renames.
         remove(replaced)
         os.rename(final, replaced)
     try:
         os.rename(fresh, final)
     except OSError:
         if replaces:
-            with contextlib.suppress(
-                OSError
-            ):  # readers find it under either name, and `remove_interrupted_leftovers` renames it later
+            # If this fails as well, readers still find the checkpoint under its second name, and
+            # `remove_interrupted_leftovers` renames it later.
+            with contextlib.suppress(OSError):
                 os.rename(replaced, final)
         raise
+    # Otherwise a power failure could bring back the state before the rename, while the pointers
+    # already name the new folder.
     sync_folder(final.parent)
 
 
 def remove_interrupted_leftovers(root: Path) -> list[str]:
-    """Remove what a save, a replacement or a deletion that was cut off has left; no pointer names any of it.
+    """Remove what an interrupted save, replacement or deletion left. No pointer names any of it.
 
-    Returns what went wrong: it takes room, and harms nothing else.
+    Returns:
+        One line for each failure. A failure only leaves disk space in use.
     """
     troubles: list[str] = []
     try:
@@ -215,7 +264,8 @@ def remove_interrupted_leftovers(root: Path) -> list[str]:
                 final = entry.with_name(entry.name.removesuffix(REPLACED))
                 if (final / MANIFEST).is_file():
                     remove(entry)
-                else:  # cut off between the two renames
+                else:
+                    # The save was interrupted between its two renames, so this is the checkpoint.
                     os.rename(entry, final)
                     sync_folder(root)
         except OSError as error:
@@ -224,18 +274,23 @@ def remove_interrupted_leftovers(root: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """A folder that may or may not be there; it loses its name first, so that no half of it can be taken for a checkpoint.
+    """Remove a folder, if it exists.
 
-    Of a symbolic link the link only: what it leads to is somebody's own arrangement.
+    The folder is renamed first, so that a partly removed one is never taken for a checkpoint. If
+    the path is a symbolic link, only the link is removed, because somebody made it on purpose.
+
+    Raises:
+        OSError: If it cannot be renamed or removed completely.
     """
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
-    if not folder.name.endswith(
-        (UNFINISHED, DELETING)
-    ):  # `remove_interrupted_leftovers` gives what is left of a replaced one its name back
+    # A `.replaced` folder is renamed as well. Otherwise `remove_interrupted_leftovers` could give
+    # the rest of it the name of a checkpoint.
+    if not folder.name.endswith((UNFINISHED, DELETING)):
         going, number = _add_suffix(folder, DELETING), 1
-        while going.exists():  # of an earlier one that could not be removed
+        # The name may be taken by a folder that could not be removed earlier.
+        while going.exists():
             number += 1
             going = _add_suffix(folder, f".{number}{DELETING}")
         os.rename(folder, going)
@@ -244,9 +299,16 @@ def remove(folder: Path) -> None:
 
 
 def set_aside(root: Path, iteration: int) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for a good one; returns its new name. No pointer may name it."""
+    """Rename a damaged checkpoint, so that no run starts from it. Return its new path.
+
+    It is not removed, so that people can examine it. No pointer may name it when this is called.
+
+    Raises:
+        OSError: If it cannot be renamed.
+    """
     folder = find_stored_folder(root, iteration)
     aside, number = _add_suffix(step_folder(root, iteration), DAMAGED), 1
+    # A checkpoint of this iteration may have been damaged before.
     while aside.exists():
         number += 1
         aside = _add_suffix(step_folder(root, iteration), f"{DAMAGED}{number}")

@@ -1,8 +1,11 @@
-"""One writer for each folder: a file that says who, and whose time of change is its heartbeat.
+"""The lease of a checkpoint folder, which ensures that a folder has one writer.
 
-A run that starts while another one lives in its folder is refused; one that starts after another was killed takes the folder over:
-at once where the kernel can tell that the process is gone, or Slurm that the job was requeued, else after the heartbeat has not
-moved for STALE_SECONDS by the newcomer's own clock (clocks of different hosts are never compared).
+The lease is a file that names the writer. Its modification time is the writer's heartbeat.
+
+A run that starts while another one is alive in its folder is refused. A run that starts after
+another one was killed takes the folder over. It does so immediately if the kernel shows that the
+process is gone, or Slurm that the job was requeued. Otherwise it waits until the heartbeat has not
+moved for STALE_SECONDS of its own clock. Clocks of different hosts are never compared.
 """
 
 import contextlib
@@ -20,25 +23,33 @@ from megatron.errors import CheckpointError
 
 FILE = "lease.json"
 BEAT_SECONDS = 10.0
+"""Seconds between two heartbeats."""
 STALE_SECONDS = 60.0
+"""Seconds without a heartbeat after which the holder is taken for dead.
+
+Six heartbeats, so that a few late ones do not lose the lease.
+"""
 
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """A process, so that nothing else can be taken for it."""
+    """A process, described so that no other process can be mistaken for it."""
 
     host: str
     boot: str
-    """Of the host, and its namespace of processes: numbers are only comparable where both are the same."""
+    """ID of the host's boot, and its PID namespace. PIDs are comparable only if both are equal."""
     pid: int
     started: str
-    """In clock ticks since the boot."""
+    """Start time of the process in clock ticks since the boot. A PID may be used again."""
     job: str
+    """Slurm's job ID, or empty outside Slurm."""
     restart: int
-    """Slurm's, 0 outside of it."""
+    """Slurm's restart count of the job, or 0 outside Slurm."""
     token: str
+    """Random ID of this acquisition."""
 
     def describe(self) -> str:
+        """Return process, host and job for messages."""
         job = f", job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}"
 
@@ -59,6 +70,8 @@ def _make_own_holder() -> LeaseHolder:
 
 
 def _read_boot_id() -> str:
+    """Return the ID of the boot and the PID namespace. Empty if it cannot be read."""
+    # Containers on one host share the boot ID, but each has its own PIDs. Hence the namespace.
     try:
         return (
             Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -70,9 +83,14 @@ def _read_boot_id() -> str:
 
 
 def _read_start_time(pid: int) -> str | None:
-    """None: no such process, or it is a zombie."""
+    """Return the start time of a process in clock ticks, or None if it has ended.
+
+    A zombie counts as ended, because it writes nothing.
+    """
     try:
-        # The second field is the program's name, in brackets, and may hold anything.
+        # The second field is the name of the program in parentheses, which may hold spaces and
+        # parentheses. Only what follows the last one can be split. Field 0 is then the state
+        # and field 19 the start time, see proc(5).
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
@@ -80,73 +98,94 @@ def _read_start_time(pid: int) -> str | None:
 
 
 class Lease:
-    """Held from `acquire` to `release`; a thread keeps the heartbeat."""
+    """The lease of a folder, held from `acquire` to `release`. A thread keeps the heartbeat."""
 
     def __init__(self, path: Path, holder: LeaseHolder) -> None:
+        """Start the heartbeat of a lease whose file was created. Use `acquire` instead."""
         self._path, self._holder = path, holder
         self.lost: str | None = None
-        """Who has taken the folder over, and what that means; None while it is ours."""
+        """Message that another run has taken the folder over. None while the lease is held."""
         self.busy = False
-        """A thread is writing: it may not end with whoever holds the lease."""
+        """A thread is writing to the folder. It may continue after `release` was called."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_heartbeat, name="lease", daemon=True)
         self._thread.start()
 
     @classmethod
     def acquire(cls, root: Path, say: Callable[[str], None]) -> "Lease":
-        """Become the folder's writer; waits where only time can tell whether another one is alive.
+        """Become the writer of a folder.
+
+        It waits up to STALE_SECONDS if only the heartbeat shows whether another writer is alive.
+
+        Args:
+            root: Folder of the checkpoints.
+            say: Called with messages for people.
 
         Raises:
-            CheckpointError: another run writes to the folder. OSError: the folder cannot be written.
+            CheckpointError: If another run writes to the folder.
+            OSError: If the folder cannot be written.
         """
         path, me = root / FILE, _make_own_holder()
+        # A loop, because several runs may try to take over the same folder. Only creating the file
+        # decides which of them gets it.
         while not _create(path, me):
             other = _read(path)
             if other is None:
+                # The file is garbage, or it was removed after the attempt to create ours.
                 _take_over(path, None)
                 continue
             alive = _is_alive(other, me)
             if alive is None:
                 say(
-                    f"{path} was left by {other.describe()}; waiting up to {STALE_SECONDS:g} s for a sign of life of it "
-                    "before this run takes the folder over"
+                    f"{path} was left by {other.describe()}; waiting up to {STALE_SECONDS:g} s for "
+                    "a sign of life of it before this run takes the folder over"
                 )
                 alive = _watch_heartbeat(path, other)
             if alive:
                 raise CheckpointError(
-                    f"{root} is being written to by {other.describe()}; two runs in one folder would destroy each other's "
-                    "checkpoints: end that one, or give another --save"
+                    f"{root} is being written to by {other.describe()}; two runs in one folder "
+                    "would destroy each other's checkpoints: end that one, or give another --save"
                 )
             say(
-                f"{path} was left by {other.describe()}, which is gone; this run takes the folder over"
+                f"{path} was left by {other.describe()}, which is gone; "
+                "this run takes the folder over"
             )
             _take_over(path, other)
         return cls(path, me)
 
     def confirm(self) -> None:
-        """Still the writer? To be asked before anything in the folder is renamed or removed.
+        """Check that this process is still the writer.
+
+        Call it before anything in the folder is renamed or removed.
 
         Raises:
-            CheckpointError: another run has taken the folder over. OSError: the folder cannot be read or written.
+            CheckpointError: If another run has taken the folder over.
+            OSError: If the folder cannot be read or written.
         """
         other = _read(self._path)
         if other is None:
-            _create(self._path, self._holder)  # an operator removed it
+            # An operator removed the file. If another run creates its own first, ours is not
+            # created, so the file is read again.
+            _create(self._path, self._holder)
             other = _read(self._path)
         if other is not None and other.token != self._holder.token:
             self.lost = (
-                f"{self._path.parent} was taken over by {other.describe()}: this process gave no sign of life for "
-                f"{STALE_SECONDS:g} s; it ends without writing there"
+                f"{self._path.parent} was taken over by {other.describe()}: this process gave no "
+                f"sign of life for {STALE_SECONDS:g} s; it ends without writing there"
             )
             raise CheckpointError(self.lost)
 
     def release(self) -> None:
-        """Let the next one in at once; where a thread is still writing, only when this process has ended. Releasing twice is
-        harmless."""
+        """Stop the heartbeat and remove the file, so that the next run can start immediately.
+
+        If a thread is still writing, the file stays. The next run then takes the folder over when
+        this process has ended. A second call has no effect.
+        """
         self._over.set()
         self._thread.join()
         if self.busy:
             return
+        # Only our own file. Another run may have taken the folder over.
         with contextlib.suppress(OSError):
             other = _read(self._path)
             if other is not None and other.token == self._holder.token:
@@ -155,40 +194,56 @@ class Lease:
     def _keep_heartbeat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             try:
-                self.confirm()  # another run's heartbeat is not ours to keep
-                os.utime(self._path)  # a full disk still takes this
+                # Without this check, the heartbeat would keep another run's lease alive.
+                self.confirm()
+                # Changing the time works on a full disk, where writing the file would fail.
+                os.utime(self._path)
             except CheckpointError:
                 return
             except OSError:
-                continue  # shows at the next save, if it lasts
+                # It may be temporary. If it lasts, the next save reports it.
+                continue
 
 
 def read_holder(root: Path) -> LeaseHolder | None:
-    """Who holds or held the folder; None: nobody, or the file is garbage. For tools."""
+    """Return who holds or held the folder. None if there is no valid file. For tools."""
     return _read(root / FILE)
 
 
 def is_alive(holder: LeaseHolder) -> bool | None:
-    """Whether that process runs; None: cannot be told from here without watching its heartbeat. For tools; never waits."""
+    """Return whether a process is alive, without waiting. For tools.
+
+    None if only its heartbeat could show that, because the process is on another host.
+    """
     return _is_alive(holder, _make_own_holder())
 
 
 def get_heartbeat_age(root: Path) -> float:
-    """Seconds since the heartbeat, by the clock of the file's host. For tools."""
+    """Return the seconds between the last heartbeat and now. For tools.
+
+    The file server's clock gives the first time and this host's clock the second. They may differ.
+    """
     return time.time() - _read_change_time(root / FILE) / 1e9
 
 
 def _create(path: Path, holder: LeaseHolder) -> bool:
-    """False: there is one already."""
+    """Create the lease file. Return False if one exists.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    # The complete text is written under another name and linked. So no reader sees a part of it,
+    # and the link fails if the file exists. A rename would replace another run's file.
     fresh, text = path.with_name(f"{path.name}.{holder.token}"), json.dumps(asdict(holder)) + "\n"
     try:
         fresh.write_text(text)
         try:
-            os.link(fresh, path)  # whole, or not at all
+            os.link(fresh, path)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            with open(path, "x") as file:  # a file system without hard links
+            # This file system has no hard links. Mode "x" fails as well if the file exists.
+            with open(path, "x") as file:
                 file.write(text)
     except FileExistsError:
         return False
@@ -198,9 +253,16 @@ def _create(path: Path, holder: LeaseHolder) -> bool:
 
 
 def _read(path: Path) -> LeaseHolder | None:
+    """Return the holder that the file names. None if it does not exist or is not valid.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
     try:
         record = json.loads(path.read_text())
         holder = LeaseHolder(**record) if isinstance(record, Mapping) else None
+        # A dataclass does not check types. A number instead of a text would fail later, in the
+        # comparison of processes.
         right = holder is not None and all(
             isinstance(getattr(holder, field.name), field.type)  # type: ignore[arg-type]
             for field in fields(LeaseHolder)
@@ -213,29 +275,32 @@ def _read(path: Path) -> LeaseHolder | None:
 
 
 def _is_alive(other: LeaseHolder, me: LeaseHolder) -> bool | None:
-    """None: cannot be told from here."""
+    """Return whether a holder's process is alive. None if that cannot be known from this host."""
     if other.boot and other.boot == me.boot:
         return _read_start_time(other.pid) == other.started
+    # Slurm starts a requeued job only after the earlier start of the same job has ended.
     if me.job and other.job == me.job and other.restart < me.restart:
         return False
     return None
 
 
 def _watch_heartbeat(path: Path, other: LeaseHolder) -> bool:
-    """Watch for a heartbeat."""
+    """Return whether the holder shows a heartbeat within STALE_SECONDS."""
     end, first = time.monotonic() + STALE_SECONDS, _read_change_time(path)
     while time.monotonic() < end:
         time.sleep(min(1.0, STALE_SECONDS / 10))
         holder = _read(path)
         if holder is None:
             return False
+        # Another token means that another run was faster and has taken the folder over.
         if holder.token != other.token or _read_change_time(path) != first:
             return True
     return False
 
 
 def _read_change_time(path: Path) -> int:
-    # Opening makes network file systems ask the server anew.
+    """Return the modification time in nanoseconds. 0 if the file does not exist."""
+    # NFS asks the server again when a file is opened. `os.stat` may answer from the client's cache.
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -244,7 +309,14 @@ def _read_change_time(path: Path) -> int:
 
 
 def _take_over(path: Path, other: LeaseHolder | None) -> None:
-    """Remove a dead run's lease; if somebody else was faster, theirs is put back."""
+    """Remove the lease of a dead run.
+
+    Args:
+        path: The lease file.
+        other: The dead holder. None if the file was not valid.
+    """
+    # A rename is atomic, so only one of several runs gets the file. If it turns out to be the new
+    # lease of a faster run, it is put back.
     gone = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         os.rename(path, gone)

@@ -1,7 +1,11 @@
-"""The lineage of a run: the checkpoints that it came through, each known by its manifest's digest.
+"""The lineage of a run: the checkpoints that it came through, each identified by a digest.
 
-After a rollback, or a fresh start over an old run, a folder holds checkpoints of several lineages, and their iterations do not say
-which is which: a later lineage passes an earlier one. What a run may fall back to, count, or remove is its own ancestors only.
+After a rollback, or a new run over an old one, a folder holds checkpoints of several lineages.
+Their iterations do not show to which lineage they belong. The digests of their manifests do.
+
+Invariant: a run falls back to, counts and removes only checkpoints of its own lineage.
+
+On the disk, the lineage is called "course".
 """
 
 import json
@@ -18,26 +22,32 @@ from megatron.durable import replace_file
 from megatron.errors import CheckpointError, DamagedError
 
 LINEAGE_FILE = "course.json"
-"""A copy of what the newest checkpoint's manifest says of its ancestors, in case that manifest is damaged."""
+"""File with a copy of the newest checkpoint's lineage, in case its manifest is damaged."""
 
 
 @dataclass(frozen=True)
 class LineageEntry:
+    """One checkpoint of a lineage."""
+
     iteration: int
     digest: str
-    """Of its manifest."""
+    """Digest of its manifest."""
     keep: bool
-    """For ever: it was saved for --save-at or --keep-every, if only at the end of a jump over their iteration."""
+    """Retention never removes it, because it was saved for --save-at or --keep-every.
+
+    Its iteration may be a later one, if the run jumped over the one that was asked for.
+    """
     applied: int | None = None
-    """Steps that the run had applied by then. None: checkpoints of format 2 do not say."""
+    """Number of steps that the run had applied. None for checkpoints of format 2."""
 
 
 Lineage = tuple[LineageEntry, ...]
-"""In the order in which they were saved."""
+"""Checkpoints in the order in which they were saved."""
 
 
 def read_lineage(manifest: Manifest) -> Lineage:
-    """That led to a checkpoint, itself last."""
+    """Return the lineage of a checkpoint, with the checkpoint itself last."""
+    # The `*` accepts entries of three values, as format 2 has them.
     return (*(LineageEntry(*entry) for entry in manifest.course), make_entry(manifest))
 
 
@@ -49,7 +59,18 @@ def make_entry(manifest: Manifest) -> LineageEntry:
 
 
 def write_lineage(root: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
-    """Beside the pointers, before they move; `confirm` is asked before it changes."""
+    """Write the lineage of a checkpoint, without itself, to the file next to the pointers.
+
+    Args:
+        root: Folder of the checkpoints.
+        manifest: The manifest of the checkpoint.
+        confirm: Called before the file is replaced. If it raises, the file stays.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    # The iteration shows the reader for which checkpoint the copy is, after a kill between this
+    # write and the pointers.
     record = {"iteration": manifest.iteration, "course": manifest.course}
     replace_file(
         root / LINEAGE_FILE,
@@ -59,7 +80,10 @@ def write_lineage(root: Path, manifest: Manifest, confirm: Callable[[], None]) -
 
 
 def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
-    """Of a checkpoint, without itself; None where nothing whole tells."""
+    """Return the lineage of a checkpoint, without itself.
+
+    None if its manifest is damaged and `LINEAGE_FILE` has no valid copy for it.
+    """
     try:
         return read_lineage(read_manifest(find_stored_folder(root, iteration)))[:-1]
     except DamagedError:
@@ -76,19 +100,20 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
 
 
 def is_entry_on_disk(root: Path, entry: LineageEntry) -> bool:
-    """Return whether the folder of its iteration holds this checkpoint, and not one of another
-    course.
+    """Return whether the folder of its iteration holds this checkpoint and not another one.
 
-    A checkpoint with a damaged manifest is not there: it is left alone.
+    False if the manifest is damaged. Such a checkpoint is neither counted nor removed.
 
     Raises:
-        OSError: its manifest cannot be read.
+        OSError: If the manifest cannot be read.
     """
     try:
         return read_manifest(find_stored_folder(root, entry.iteration)).digest == entry.digest
     except DamagedError:
         return False
     except CheckpointError as error:
+        # An I/O error does not show that the checkpoint is another one. Callers must distinguish
+        # the two, because they remove checkpoints.
         if isinstance(error.__cause__, OSError):
             raise OSError(str(error)) from error
         return False
@@ -99,9 +124,14 @@ def iterate_counting(
 ) -> Iterator[LineageEntry]:
     """Yield the checkpoints that count for --keep-latest-checkpoints, the newest first.
 
-    A checkpoint counts if it is there and a step was applied since the one before it. Else its
-    weights equal those of the one before it, and a run whose every step is dropped would push out
-    all older weights. `there` is called only as far as needed.
+    A checkpoint counts if it exists and a step was applied since the checkpoint before it. If no
+    step was applied, both have the same weights. A run that drops every step would otherwise push
+    out all older weights.
+
+    Args:
+        lineage: Checkpoints in the order in which they were saved.
+        there: Return whether a checkpoint is on the disk. It is called only as often as needed,
+            because it reads a manifest.
     """
     present = filter(there, reversed(lineage))
     newer = next(present, None)
@@ -117,11 +147,15 @@ def select_removable_entries(
     config: CheckpointConfig,
     there: Callable[[LineageEntry], bool] = lambda entry: True,
 ) -> list[LineageEntry]:
-    """Return which of a lineage may go, now that its last one is safe.
+    """Return the checkpoints of a lineage that may be removed when the last one is safe.
 
-    Kept are the last one, the newest --keep-latest-checkpoints that count, and for ever those that
-    were saved for --save-at or --keep-every, or have such an iteration. `there`: whether a
-    checkpoint is on the disk.
+    The last one and the newest --keep-latest-checkpoints that count are kept. Those that were saved
+    for --save-at or --keep-every, or have such an iteration, are kept permanently.
+
+    Args:
+        lineage: Checkpoints in the order in which they were saved.
+        config: The flags of retention.
+        there: Return whether a checkpoint is on the disk.
     """
     if config.keep_latest_checkpoints is None:
         return []
@@ -130,6 +164,7 @@ def select_removable_entries(
         multiple = config.keep_every is not None and entry.iteration % config.keep_every == 0
         return entry.keep or multiple or entry.iteration in config.save_at
 
+    # The last one stays even if it does not count, because the pointers name it.
     newest = {
         *lineage[-1:],
         *islice(iterate_counting(lineage, there), config.keep_latest_checkpoints),

@@ -1,4 +1,8 @@
-"""Loading: a checkpoint's boxes into the live shards of any layout, every byte checked, and whether it fits the run."""
+"""Loading of a checkpoint into the shards of any parallel layout.
+
+Invariants: every byte that is loaded was checked against its digest. A checkpoint that does not fit
+the run is refused before anything is written into the shards.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +31,8 @@ from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import TensorShard
 
-# What may change on resume: it shapes no weight and no function of the weights.
+# Fields that may change on resume, because the shapes of the weights and the function that the
+# model computes do not depend on them.
 _FREE_TO_CHANGE = {
     "hidden_dropout",
     "attention_dropout",
@@ -39,36 +44,45 @@ _FREE_TO_CHANGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint, opened: its small files are read, its tensors are not."""
+    """A finished checkpoint whose small files were read and whose tensors were not."""
 
     folder: Path
     manifest: Manifest
     config_yaml: str
+    """The resolved configuration of the run that wrote it."""
 
     @property
     def iteration(self) -> int:
+        """Iteration after which it was saved."""
         return self.manifest.iteration
 
     @property
     def state(self) -> dict[str, Any]:
-        """TrainState."""
+        """`TrainState` as JSON."""
         return self.manifest.state
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """The optimizer's scalars; None: saved without the optimizer."""
+        """The optimizer's step count and loss scale. None if its state was not saved."""
         return self.manifest.optimizer
 
     def load_into(self, shards: Sequence[TensorShard], model: ModelConfig | None = None) -> None:
-        """Fill live shards, whatever layout wrote the checkpoint; reads only the blocks that they lie in.
+        """Fill the shards of this rank, whatever layout wrote the checkpoint.
 
-        `model`: the architecture of the run; it is compared with the checkpoint's first.
+        Only the blocks that hold these shards are read.
+
+        Args:
+            shards: The shards of this rank. Their tensors are overwritten.
+            model: Architecture of the run. If given, it must fit the checkpoint's.
 
         Raises:
-            CheckpointError: all differences of architecture, names and shapes together, before anything is written.
-            DamagedError: a file is missing, cut off or altered; shards may have been written into.
+            CheckpointError: If the checkpoint does not fit. The message has all differences of
+                architecture, names and shapes. Nothing was written.
+            DamagedError: If a file is missing, cut off or altered. Some of the shards may have been
+                overwritten.
         """
         index = self.read_index()
+        # First, because a partly loaded model must not be trained by accident.
         self._check_fit(shards, index, model)
         with TensorReader(self.folder, collect_digests(self.manifest, index)) as reader:
             for shard in shards:
@@ -77,19 +91,20 @@ class Checkpoint:
                 reader.read_into(shard.tensor, box, index.tensors[tensor]["boxes"], tensor)
 
     def read_index(self) -> TensorIndex:
-        """Where the tensors are.
+        """Return the positions of the stored tensors.
 
         Raises:
-            DamagedError: the file is missing or altered.
+            DamagedError: If the file is missing or altered.
         """
         return read_index(self.folder, self.manifest)
 
     def read_config(self) -> Config:
-        """What the run was asked to do.
+        """Return the configuration of the run that wrote the checkpoint.
 
         Raises:
-            CheckpointError: it has fields that this version does not know.
+            CheckpointError: If it has fields that this version does not know.
         """
+        # The file's digest was checked, so an error here is a difference of versions.
         try:
             return load_yaml(self.config_yaml)
         except ConfigError as error:
@@ -98,20 +113,22 @@ class Checkpoint:
             ) from error
 
     def check_files(self) -> None:
-        """That all files are there, in their sizes.
+        """Check that all files exist and have their sizes. It is cheap, and reads no tensor.
 
         Raises:
-            DamagedError: one is not.
+            DamagedError: If a file is missing or has another size.
         """
         for name, facts in self.manifest.files.items():
             check_size(self.folder, name, facts["bytes"])
 
     def verify(self, name: str) -> None:
-        """Read a file whole and compare it with its digest.
+        """Read one file completely and compare it with its digest.
 
         Raises:
-            DamagedError: it differs, or is missing.
+            DamagedError: If it differs or is missing.
+            OSError: If it cannot be read.
         """
+        # The manifest's digest is in the manifest itself.
         if name == MANIFEST:
             read_manifest(self.folder)
         else:
@@ -125,6 +142,8 @@ class Checkpoint:
     def _check_fit(
         self, shards: Sequence[TensorShard], index: TensorIndex, model: ModelConfig | None
     ) -> None:
+        """Raise CheckpointError with all differences between the checkpoint and the run."""
+        # All problems are collected, so that a user need not fix them one by one.
         problems = []
         if model is not None:
             problems += _compare_models(self.read_config().model, model)
@@ -137,6 +156,7 @@ class Checkpoint:
                     f"{shard.name} is {tuple(stored['shape'])} in it, and {shard.global_shape} here"
                 )
         if problems:
+            # A weight and its two moments give the same line. One is enough, in the same order.
             problems = list(dict.fromkeys(problems))
             raise CheckpointError(
                 f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems)
@@ -144,6 +164,7 @@ class Checkpoint:
 
 
 def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
+    """Return a line for each field of the architecture that differs and must not change."""
     differences = []
     for field in dataclasses.fields(ModelConfig):
         before, now = (_resolve_field(config, field.name) for config in (saved, asked))
@@ -159,7 +180,11 @@ def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
 
 
 def _resolve_field(model: ModelConfig, name: str) -> Any:
-    """A field's value, or what its default stands for: writing the default out changes nothing."""
+    """Return the value of a field, or the value that is derived if the field has its default.
+
+    So a run may write out a value that was left to the default before.
+    """
+    # These values do not depend on the vocabulary size and the padding, so 0 is given for both.
     shape = ModelShape(model, 0, 0)
     derived = {
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -170,24 +195,30 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
 
 
 def open_checkpoint(root: Path, iteration: int) -> Checkpoint:
-    """Read the small files of a finished checkpoint.
+    """Open the checkpoint of an iteration by reading its small files.
+
+    Args:
+        root: Folder of the checkpoints.
+        iteration: Iteration of the checkpoint.
 
     Raises:
-        DamagedError: they are missing or altered; the message names the folder. CheckpointError: of another format, or they cannot
-            be read.
+        DamagedError: If a file is missing or altered. The message names the folder.
+        CheckpointError: If it has another format or cannot be read.
     """
     folder = find_stored_folder(root, iteration)
     checkpoint = open_folder(folder)
+    # Somebody renamed the folder. The pointers and the lineage would mean another checkpoint.
     if checkpoint.iteration != iteration:
         raise DamagedError(
-            f"{folder} is damaged: it is the checkpoint of iteration {checkpoint.iteration}, renamed",
+            f"{folder} is damaged: it is the checkpoint of iteration {checkpoint.iteration}, "
+            "renamed",
             MANIFEST,
         )
     return checkpoint
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """As `open_checkpoint`, for a folder of any name."""
+    """Open a checkpoint in a folder of any name. See `open_checkpoint`."""
     try:
         manifest = read_manifest(folder)
         return Checkpoint(folder, manifest, read_checked_text(folder, CONFIG, manifest))

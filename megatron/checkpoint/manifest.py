@@ -1,7 +1,12 @@
-"""manifest.json: what a checkpoint is, and the digest of everything in it, its own included. The last file that is written.
+"""The files `manifest.json` and `index.json` of a checkpoint, see docs/checkpoint_format.md.
 
-index.json is large and needed only by who reads tensors: where each box of each tensor lies, and the digests of the files' blocks.
-See docs/checkpoint_format.md.
+The manifest describes the checkpoint and has the digest of every file, itself included. It is
+written last. The index has the position of each stored slice of each tensor, and the digests of the
+files' blocks. It is a file of its own because it is large, and only readers of tensors need it.
+
+On the disk, a stored slice is called "box", and the lineage is called "course".
+
+Invariant: no name or number of a file is used before it was checked.
 """
 
 import json
@@ -15,8 +20,12 @@ from megatron.checkpoint.digest import BLOCK, FileDigest, digest_of_file, digest
 from megatron.errors import CheckpointError, DamagedError
 
 FORMAT = 3
-"""Since format 3, the state and the entries of `course` have the number of applied steps."""
+"""Format that is written.
+
+Since format 3, the state and the entries of `course` have the number of applied steps.
+"""
 _READABLE = (2, FORMAT)
+"""The oldest and the newest format that can be read."""
 APPLIED_STEPS = "applied_steps"
 """Key of `Manifest.state` that retention reads."""
 MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
@@ -24,57 +33,69 @@ MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Manifest:
+    """The contents of `manifest.json`."""
+
     iteration: int
     version: str
-    """Of the code that wrote it."""
+    """Version of the code that wrote the checkpoint."""
     layout: str
-    """What wrote it, for people; loading does not look at it."""
+    """Parallel layout of the run that wrote it, for people. Loading ignores it."""
     state: dict[str, Any]
-    """TrainState, the data's fingerprints in it."""
+    """`TrainState` as JSON, with the fingerprints of the data."""
     optimizer: dict[str, Any] | None
-    """The optimizer's scalars; None: saved without the optimizer."""
+    """The optimizer's step count and loss scale. None if its state was not saved."""
     files: dict[str, dict[str, Any]]
-    """name -> {"bytes", "xxh128"} of every other file."""
+    """Name -> {"bytes", "xxh128"} of every other file."""
     course: list[list[Any]]
-    """[iteration, digest, keep, applied steps] of the checkpoints that the run came through before,
-    see `lineage.py`."""
+    """[iteration, digest, keep, applied steps] of each earlier checkpoint of the lineage.
+
+    See `lineage.py`.
+    """
     keep: bool
-    """For ever, see `lineage.LineageEntry`."""
+    """Retention never removes it, see `lineage.LineageEntry`."""
     format: int = FORMAT
     block_bytes: int = BLOCK
 
     def dump_json(self) -> str:
-        """JSON, with its own digest."""
+        """Return the text of the file, which includes the manifest's own digest."""
         return json.dumps({**asdict(self), "digest": self.digest}, indent=1) + "\n"
 
     @property
     def digest(self) -> str:
-        """Of the manifest itself, without this."""
+        """Digest of the manifest without this field. It identifies the checkpoint."""
         return _digest_of(asdict(self))
 
     @property
     def bytes(self) -> int:
-        """Of all other files."""
+        """Total size of all other files."""
         return sum(facts["bytes"] for facts in self.files.values())
 
 
 def _digest_of(record: Mapping[str, Any]) -> str:
+    # Sorted keys, so that the digest does not depend on the order of the fields in the class.
     return digest_of_text(json.dumps(record, sort_keys=True))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
+    """Read and check the manifest of a checkpoint.
+
     Raises:
-        DamagedError: it is missing or altered. CheckpointError: of another format, or it cannot be read.
+        DamagedError: If it is missing or altered.
+        CheckpointError: If it has another format or cannot be read.
     """
     return manifest_of_text(read_text(folder, MANIFEST), folder)
 
 
 def manifest_of_text(text: str, folder: Path) -> Manifest:
-    """Return what `Manifest.dump_json` wrote into `folder`.
+    """Return the manifest whose text `Manifest.dump_json` made.
+
+    Args:
+        text: The text of the file.
+        folder: Folder of the checkpoint, for messages.
 
     Raises:
-        DamagedError: the text is altered. CheckpointError: it is of another format.
+        DamagedError: If the text was altered.
+        CheckpointError: If it has another format.
     """
     try:
         record = json.loads(text)
@@ -82,9 +103,9 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
     except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     agrees = digest == _digest_of(record)
-    if (
-        isinstance(found, int) and found not in _READABLE and (agrees or digest is None)
-    ):  # else a flipped bit may have made the number
+    # The number is only believed if the digest agrees, or if there is none, because every readable
+    # format has one. Otherwise a flipped bit may have changed it, which is damage.
+    if isinstance(found, int) and found not in _READABLE and (agrees or digest is None):
         way_out = (
             "update this installation"
             if found > FORMAT
@@ -96,7 +117,8 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         )
     if not agrees:
         raise DamagedError(
-            f"{MANIFEST} is not what was written: it says {digest} of itself, and is {_digest_of(record)}",
+            f"{MANIFEST} is not what was written: it says {digest} of itself, and is "
+            f"{_digest_of(record)}",
             MANIFEST,
         )
     _check_names(record)
@@ -104,11 +126,15 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
 
 
 def _check_names(record: Mapping[str, Any]) -> None:
-    """Check what leads to files and folders. The digest proves nothing here: whoever writes a manifest can write its digest.
+    """Check the values of a manifest that become names of files and folders.
+
+    The digest is no protection against an attacker, who can write a matching one. Without this
+    check, a name such as `../x` would be read outside the folder.
 
     Raises:
-        DamagedError: a file's name is not plain, or an iteration is no number.
+        DamagedError: If a file's name is not plain, or an iteration is not a number.
     """
+    # `Manifest(**record)` checks no types, so later code relies on these checks.
     files, course = record.get("files"), record.get("course")
     if not isinstance(files, dict) or not isinstance(course, list):
         raise DamagedError(
@@ -117,8 +143,9 @@ def _check_names(record: Mapping[str, Any]) -> None:
     for name, facts in files.items():
         if not is_plain_name(name):
             raise DamagedError(
-                f"{MANIFEST} names the file {name!a}; a checkpoint holds plain file names only, without separators or control "
-                "characters: it was not written by this program, and nothing of it is read",
+                f"{MANIFEST} names the file {name!a}; a checkpoint holds plain file names only, "
+                "without separators or control characters: it was not written by this program, "
+                "and nothing of it is read",
                 MANIFEST,
             )
         if (
@@ -134,49 +161,57 @@ def _check_names(record: Mapping[str, Any]) -> None:
         # Format 2 has three values in an entry, format 3 also the number of applied steps.
         well_formed = isinstance(entry, list) and len(entry) in (3, 4)
         iterations.append(entry[0] if well_formed else None)
+    # An iteration becomes a part of a folder's name.
     for iteration in iterations:
-        if not is_count(iteration):  # it becomes a part of a folder's name
+        if not is_count(iteration):
             raise DamagedError(
                 f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST
             )
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether `name` can only be a file of the folder itself, and prints as one line."""
+    """Return whether `name` can only be a file in the folder itself, and prints as one line."""
     if not isinstance(name, str) or name in ("", ".", "..", MANIFEST):
         return False
     return name.isprintable() and "/" not in name and "\\" not in name
 
 
 def is_count(value: object) -> bool:
-    """Return whether `value` is a number that counts something."""
+    """Return whether `value` is a non-negative integer."""
+    # In Python, True is an int. In JSON it is not.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
 class TensorIndex:
+    """The contents of `index.json`."""
+
     tensors: dict[str, dict[str, Any]]
-    """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}"""
+    """kind/name -> {"shape": global, "boxes": [{"file", "begin": byte, "offset", "shape"}]}."""
     blocks: dict[str, str]
-    """file -> digests of its blocks, see `FileDigest`."""
+    """File -> digests of its blocks, see `FileDigest`."""
 
     def dump_json(self) -> str:
+        """Return the text of the file."""
         return json.dumps(asdict(self))
 
 
 def read_index(folder: Path, manifest: Manifest) -> TensorIndex:
-    """
+    """Read the index of a checkpoint and check it against the manifest's digest.
+
     Raises:
-        DamagedError: it is missing or altered.
+        DamagedError: If it is missing or altered.
+        CheckpointError: If it cannot be read.
     """
     return TensorIndex(**json.loads(read_checked_text(folder, INDEX, manifest)))
 
 
 def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
-    """A small file that has the manifest's digest.
+    """Return the text of a small file whose digest the manifest has.
 
     Raises:
-        DamagedError: it has not, or is missing.
+        DamagedError: If it is missing or its digest differs.
+        CheckpointError: If it cannot be read.
     """
     if name not in manifest.files:
         raise DamagedError(f"{MANIFEST} does not name {name}", name)
@@ -187,12 +222,17 @@ def read_checked_text(folder: Path, name: str, manifest: Manifest) -> str:
 
 
 def read_text(folder: Path, name: str) -> str:
-    """
+    """Return the text of a small file of a checkpoint, without checking its digest.
+
     Raises:
-        DamagedError: it is missing or no text. CheckpointError: it cannot be read.
+        DamagedError: If it is missing or not UTF-8.
+        CheckpointError: If it cannot be read.
     """
+    # Bytes, because text mode would translate line ends, and the digest is of the bytes.
     try:
         return (folder / name).read_bytes().decode()
+    # A missing file is damage, so an older checkpoint is taken. Any other I/O error may be
+    # temporary, and must not cost a good checkpoint.
     except (FileNotFoundError, NotADirectoryError) as missing:
         raise DamagedError(f"{name} is missing", name) from missing
     except UnicodeDecodeError as damage:
@@ -204,11 +244,19 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
-    """Read a file, from the disk and not from this machine's memory of it, and compare it with its digest.
+    """Read a file from the disk, not from the page cache, and compare it with its digest.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the file.
+        size: Its size in bytes.
+        xxh128: Its digest.
 
     Raises:
-        DamagedError: it differs, or is missing. OSError: it cannot be read.
+        DamagedError: If it differs or is missing.
+        OSError: If it cannot be read.
     """
+    # The size first, because it costs nothing and gives a clearer message.
     check_size(folder, name, size)
     _drop_page_cache(folder / name)
     found = digest_of_file(folder / name).xxh128
@@ -219,7 +267,11 @@ def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
 
 
 def _drop_page_cache(path: Path) -> None:
-    """Have the next read come from the disk."""
+    """Drop a file's pages from the page cache, so that the next read comes from the disk.
+
+    Without this, a file that was just written would be compared with the copy in memory. The kernel
+    keeps pages that are not written yet, so the file must have been synced.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -228,9 +280,11 @@ def _drop_page_cache(path: Path) -> None:
 
 
 def check_size(folder: Path, name: str, size: int) -> None:
-    """
+    """Check that a file exists and has `size` bytes.
+
     Raises:
-        DamagedError: the file is missing or of another size. OSError: the disk does not answer.
+        DamagedError: If it is missing or has another size.
+        OSError: If the disk does not answer.
     """
     try:
         found = (folder / name).stat().st_size
@@ -244,8 +298,9 @@ def collect_digests(manifest: Manifest, index: TensorIndex) -> dict[str, FileDig
     """Return the digests of the tensor files.
 
     Raises:
-        DamagedError: the index names a file that the manifest does not have, and that may lie anywhere.
+        DamagedError: If the index names a file that the manifest does not have.
     """
+    # Only names in the manifest have been checked. Any other could lead out of the folder.
     named = {
         box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]
     } | index.blocks.keys()

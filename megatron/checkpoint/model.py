@@ -1,4 +1,7 @@
-"""A checkpoint as a whole model in one process: for generating text, export and tests; no engine, no process group."""
+"""A checkpoint as a complete model in one process, for text generation, export and tests.
+
+It needs no engine and no process group.
+"""
 
 import torch
 
@@ -13,20 +16,29 @@ from megatron.parallel.shard import TensorShard
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GPT:
-    """The model in fp32 and evaluation mode, on the CPU by default.
+    """Return the model of a checkpoint in fp32 and evaluation mode.
+
+    Args:
+        checkpoint: A checkpoint of any parallel layout.
+        device: Where the model goes. Default: the CPU.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not whole; or a weight is not finite.
+        CheckpointError: If the checkpoint is damaged or not complete, or a weight is not finite.
     """
     device = device or torch.device("cpu")
     config = checkpoint.read_config()
+    # The vocabulary size depends on the tokenizer, which is not needed here. Padding is not stored,
+    # so the first dimension of the embedding is the vocabulary size.
     vocab_size = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
+    # On the meta device, no memory is allocated and no weight is initialised. The weights of the
+    # checkpoint replace them all.
     with torch.device("meta"):
         model = GPT(
             ModelShape(config.model, vocab_size, vocab_size),
             TensorParallel(),
             RandomStreams(0, device),
         )
+    # `to_empty` makes new parameters, which do not have the attribute `spec`. So it is read first.
     specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
     model.to_empty(device=device)
     shards = [

@@ -1,4 +1,8 @@
-"""Agreement between the ranks that save and load together, and waiting for work on files."""
+"""Agreement between the ranks that save and load together, and waiting for work on files.
+
+A collective must not wait for a file system, because it would time out without naming the slow
+rank. So work on files runs in threads, and the ranks agree in short collectives who is done.
+"""
 
 import threading
 import time
@@ -13,24 +17,28 @@ from megatron.errors import CheckpointError
 from megatron.parallel.messages import gather_json
 
 PATIENCE_SECONDS = 3600.0
-"""How long ranks wait for the slowest one's work on files."""
+"""Seconds that ranks wait for the slowest one's work on files."""
 _ROUND_SECONDS = 0.5
-"""Between two questions whether all ranks are done."""
+"""Seconds between two collectives that ask whether all ranks are done."""
 _REPORT_SECONDS = 60.0
+"""Seconds between two messages about a long wait."""
 _SHOWN = 8
+"""Number of ranks that a message names."""
 Result = TypeVar("Result")
 
 
 class Work:
-    """An act and what became of it: its result, or what went wrong."""
+    """A function call and its outcome, which is a result or an error."""
 
     def __init__(self, act: Callable[[], Any], *, in_thread: bool) -> None:
+        """Call `act`, in a thread or at once. The error that it raises is stored, not raised."""
         self._act = act
         self.result: Any = None
         self.error: BaseException | None = None
         self._thread = (
             threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
         )
+        # A daemon thread does not keep the process alive when a file system hangs.
         if self._thread is None:
             self._run()
         else:
@@ -39,38 +47,42 @@ class Work:
     def _run(self) -> None:
         try:
             self.result = self._act()
-        except BaseException as error:  # raised again where the ranks meet
+        except BaseException as error:
+            # The owner raises it again when all ranks have agreed on the outcome. An error that
+            # ended the thread would only be printed.
             self.error = error
 
     @property
     def done(self) -> bool:
+        """Whether the call has returned or raised."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when the act is done, or after so many seconds."""
+        """Wait until the call is done, at most `seconds` if given."""
         if self._thread is not None:
             self._thread.join(seconds)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who saves together."""
+    """The ranks that save and load together. The default is one process alone."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    """For small messages, on the CPU."""
+    """Group on the CPU for small messages. None for one process."""
     names: tuple[str, ...] = ("rank 0",)
-    """Of all ranks, for messages."""
+    """Names of all ranks, for messages."""
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return every rank's value, on every rank; see `gather_json` for what a value may be."""
+        """Return every rank's value, on every rank. See `gather_json` for what a value may be."""
         return gather_json(mine, self.group)
 
     def all(self, mine: bool) -> bool:
-        """Whether it holds on every rank; cheaper than `gather`."""
+        """Return whether `mine` is true on every rank. This is cheaper than `gather`."""
         if self.size == 1:
             return mine
+        # The minimum of 0 and 1 is a logical "and".
         agreed = torch.tensor([int(mine)])
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.group)
         return bool(agreed.item())
@@ -78,13 +90,23 @@ class Ranks:
     def work(
         self, act: Callable[[], Result], what: str, say: Callable[[str], None] = lambda line: None
     ) -> Result:
-        """Do something that takes ranks unequally long; return its result when all are done.
+        """Call a function that takes a different time on each rank. Return when all are done.
 
-        It runs in a thread. A rank whose act fails raises at once, and does not wait for the others.
+        It runs in a thread. A rank whose call fails raises immediately and does not wait for the
+        others.
+
+        Args:
+            act: The function.
+            what: The work in words, for messages.
+            say: Called with a message if it takes long.
+
+        Returns:
+            What `act` returned on this rank.
 
         Raises:
-            CheckpointError: see `wait_for`.
+            CheckpointError: See `wait_for`.
         """
+        # A single process needs no thread, because no other rank asks for its progress.
         own = Work(act, in_thread=self.size > 1)
         self.wait_for(own, what, say, until_failure=True)
         if own.error is not None:
@@ -102,24 +124,29 @@ class Ranks:
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
-        So no collective times out for a slow file system, and a rank that stands still is found
-        as fast as in training.
+        No collective times out because of a slow file system. A rank that hangs elsewhere is still
+        found as fast as in training.
 
         Args:
-            what: the work in words, "saving iteration 3", for messages.
-            until_failure: return as soon as this rank's own work has failed.
+            work: The work of this rank.
+            what: The work in words, such as "saving iteration 3", for messages.
+            say: Called with a message if it takes long.
+            until_failure: Return as soon as this rank's own work has failed.
 
         Raises:
-            CheckpointError: on every rank; a rank needs longer than PATIENCE_SECONDS. It is named.
+            CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
+                message names it.
         """
         start = time.monotonic()
         reported = 0.0
         while True:
             work.wait(_ROUND_SECONDS)
+            # A single process has nobody to report to, so it waits without a limit.
             if self.size == 1:
                 work.wait()
             if self.size == 1 or (until_failure and work.error is not None):
                 return
+            # All ranks use rank 0's time. With their own, some would raise and others would not.
             busy, seconds = self._ask(work.done, time.monotonic() - start)
             if not busy:
                 return
@@ -130,16 +157,18 @@ class Ranks:
             more = f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else ""
             if seconds >= PATIENCE_SECONDS:
                 raise CheckpointError(
-                    f"{what} has taken {seconds:.0f} s, the longest that ranks wait for each other's "
-                    f"files, and is not done on {names}{more}; look at the file system as that host "
-                    "sees it, and start again with the same command"
+                    f"{what} has taken {seconds:.0f} s, the longest that ranks wait for each "
+                    f"other's files, and is not done on {names}{more}; look at the file system as "
+                    "that host sees it, and start again with the same command"
                 )
             say(
-                f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the other ranks wait"
+                f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; "
+                "the other ranks wait"
             )
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks that are not done, and the seconds by rank 0's clock, which decides."""
+        """Return the ranks that are not done, and the seconds that rank 0 has waited."""
+        # float64 holds the seconds and the flag in one message.
         everyone = [torch.empty(2, dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(
             everyone, torch.tensor([float(done), seconds], dtype=torch.float64), group=self.group

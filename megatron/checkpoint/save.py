@@ -1,12 +1,19 @@
-"""Saving: every rank writes the boxes that it owns into a fresh folder; the folder gets its name, then the pointers move.
+"""Saving of checkpoints.
 
-Invariants: a kill at any instant leaves the pointers at a whole checkpoint, the old or the new one, never at a mixture; nothing is
-removed before a newer checkpoint was read back from the disk; all ranks agree on what became of a
-save; nothing that is not finite is stored.
+Every rank writes the shards that it owns into a new folder `global_stepN.unfinished`. Then rank 0
+renames the folder to `global_stepN` and moves the pointers to it.
 
-A save is a sequence of phases, each the work of all ranks at once: copy and write, read back, finish. A phase runs in a thread; the
-ranks' threads never talk to each other. The loop asks once an iteration (`poll`) whether all ranks are through, and starts the next
-one. A save that is not asynchronous waits for each phase at once: one path for both.
+Invariants:
+
+- A kill at any time leaves the pointers at one complete checkpoint, the old or the new one.
+- Nothing is removed before a newer checkpoint was read back from the disk.
+- All ranks agree on the outcome of a save.
+- No number that is not finite is stored.
+
+A save is a sequence of phases: copy and write, read back, finish. All ranks work on the same phase.
+A phase runs in a thread, and the threads of different ranks never communicate. The training loop
+calls `poll` once an iteration. It starts the next phase when all ranks have finished the present
+one. A synchronous save runs the same phases and waits for each of them.
 """
 
 import os
@@ -50,74 +57,84 @@ from megatron.durable import replace_file, sync_folder, write_file
 from megatron.errors import CheckpointError, DamagedError, TrainingError
 from megatron.parallel.shard import TensorShard
 
-_ITEM = 4  # bytes of an fp32
+_ITEM = 4
+"""Bytes of an fp32."""
 SMALL_FILES = 1 << 20
-"""Bytes that are kept free beside the tensors, for index, manifest and the file system's own."""
+"""Bytes that must be free in addition to the tensors, for index, manifest and metadata."""
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint is made of, apart from its tensors."""
+    """The contents of a checkpoint, except its tensors."""
 
     iteration: int
     scalars: dict[str, Any] | None
-    """The optimizer's; None leaves the optimizer's state out."""
+    """The optimizer's step count and loss scale. None if its state is not saved."""
     state: dict[str, Any]
+    """`TrainState` as JSON."""
     config_yaml: str
+    """The resolved configuration."""
     version: str = ""
+    """Version of the code that writes the checkpoint."""
     layout: str = ""
+    """Parallel layout of the run, for people. Loading ignores it."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one rank wrote."""
+    """The tensor file that one rank wrote."""
 
     file: str
     digest: FileDigest
     boxes: list[dict[str, Any]]
+    """One record for each shard in the file, as `_describe` returns it."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "WrittenFile":
-        """Return the part that `asdict` described on another rank."""
+        """Return the file that `asdict` described on another rank."""
         return cls(record["file"], FileDigest(**record["digest"]), record["boxes"])
 
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint that the pointers name."""
+    """A saved checkpoint that the pointers name."""
 
     iteration: int
     lineage: Lineage
-    """That led to it, itself last; without what was removed."""
+    """Checkpoints that the run came through, this one last, without those that were removed."""
     lines: list[str]
-    """What there is to say."""
+    """Messages and warnings to log."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Published":
-        """Return what `asdict` described on rank 0."""
+        """Return the checkpoint that `asdict` described on rank 0."""
         lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
         return cls(record["iteration"], lineage, record["lines"])
 
 
 @dataclass
 class _PendingSave:
-    """One that is under way."""
+    """A save in progress."""
 
     contents: CheckpointContents
     fresh: Path
+    """The folder that the ranks write into, with the suffix `.unfinished`."""
     work: Work
+    """The present phase."""
     copied: threading.Event
+    """Set when the shards may change again, because they are copied, written, or failed."""
     phases: list[Callable[[list[WrittenFile]], Any]]
-    """Those still to come; each is given what all ranks wrote."""
+    """The phases still to run. Each receives the files of all ranks."""
     keep: bool
+    """Retention never removes this checkpoint."""
     parts: list[WrittenFile] | None = None
+    """The files of all ranks. None until the first phase is finished."""
 
 
 class Saver:
-    """Writes the checkpoints of a run; all ranks call each method together, in the same order.
+    """Writes the checkpoints of a run.
 
-    `saved` is told of each iteration whose checkpoint is safe, `say` what else people must know at once. `lease` is rank 0's; None
-    for who needs none (tests, tools). `lineage`: the checkpoints in this folder that the run came through so far.
+    All ranks call each method together and in the same order, because most methods communicate.
     """
 
     def __init__(
@@ -131,6 +148,17 @@ class Saver:
         saved: Callable[[int], None] = lambda iteration: None,
         lineage: Lineage = (),
     ) -> None:
+        """Create a saver without a save in progress.
+
+        Args:
+            root: Folder of the run's checkpoints.
+            config: Intervals and retention.
+            ranks: The ranks that save together. Default: this process alone.
+            lease: The lease of `root` on rank 0. None on the other ranks, and in tests and tools.
+            say: Called with each message and warning that people must see immediately.
+            saved: Called with each iteration whose checkpoint is safe.
+            lineage: The checkpoints in `root` that the run came through so far.
+        """
         self._root, self._config = root, config or CheckpointConfig()
         self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
         self._save: _PendingSave | None = None
@@ -138,21 +166,30 @@ class Saver:
         self._failures = 0
         self._retry_at: int | None = None
         self.saved_iteration: int | None = None
-        """The newest checkpoint that this process has written and that is safe."""
+        """Iteration of the newest checkpoint that this process has written and that is safe."""
         self._lineage = lineage
         self._unpointed: Manifest | None = None
-        """Rank 0: a checkpoint that may have its name, and that the pointers do not name, because
-        of an I/O error."""
+        """Checkpoint that the pointers do not name because of an I/O error. Only on rank 0.
+
+        It may have its final name already.
+        """
         self._keep = False
+        """The next checkpoint must be kept permanently."""
         self._ending = False
+        """The run has no further iteration."""
 
     @property
     def in_flight(self) -> bool:
+        """Whether a save is in progress."""
         return self._save is not None
 
     def describe(self, shards: Sequence[TensorShard]) -> tuple[str, str]:
-        """For the table at start: what a save of these costs, and how many there is room for."""
+        """Return two cells of the table at start: the size of a checkpoint, and when it is written.
+
+        The second cell also has the retention and the number of checkpoints that fit on the disk.
+        """
         size = self._count_total_bytes(shards)
+        # Through `work`: a call of a network file system can hang, and then the rank is named.
         free = self._ranks.work(
             lambda: free_bytes(self._root), f"looking at {self._root}", self._say
         )
@@ -171,13 +208,16 @@ class Saver:
         )
 
     def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:
-        """Of all ranks' tensors."""
+        """Return the bytes of the shards that all ranks own. All ranks must call it."""
         return sum(
             self._ranks.gather(sum(_ITEM * shard.tensor.numel() for shard in shards if shard.owner))
         )
 
     def is_due(self, before: int, after: int) -> bool:
-        """Whether a step or jump from iteration `before` to `after` passed an iteration after which to save."""
+        """Return whether a save is due after a step or jump from iteration `before` to `after`.
+
+        A jump over several iterations (skipped data) counts each iteration that it passes.
+        """
         interval, named, kept = (
             self._config.save_interval,
             self._config.save_at,
@@ -185,29 +225,43 @@ class Saver:
         )
         passed = any(before < at <= after for at in named)
         if passed or (kept is not None and after // kept > before // kept):
-            self._keep = (
-                True  # until one is safe: the first save behind that iteration is the one to keep
-            )
+            # It stays set until a checkpoint is safe. If this save fails, the next one that
+            # succeeds after this iteration is the one to keep.
+            self._keep = True
         if self._retry_at is not None and after >= self._retry_at:
             return True
         return passed or bool(interval and after // interval > before // interval)
 
     def end_of_run(self) -> None:
-        """No further iteration will come: whoever calls tries a save that failed again at once."""
+        """Record that no further iteration follows.
+
+        The caller then tries a failed save again immediately, and the messages say so.
+        """
         self._ending = True
 
     def begin(self, contents: CheckpointContents, shards: Sequence[TensorShard]) -> None:
-        """Start a save. When this returns, what `shards` hold may be read but must not change before `wait_for_copy`.
+        """Start a save.
+
+        After the return, the tensors of `shards` may be read. They must not change until
+        `wait_for_copy` has returned.
+
+        Args:
+            contents: The contents of the checkpoint, except its tensors.
+            shards: The shards of this rank. Only those with `owner` are written.
 
         Raises:
-            TrainingError: on every rank; a number that would be stored is not finite. Nothing was
-                written.
-            CheckpointError: this was the last failure in a row that is allowed; or another run took the folder over.
+            TrainingError: On every rank, if a number that would be stored is not finite. Nothing
+                was written.
+            CheckpointError: If this was the last failure in a row that is allowed, or another run
+                took the folder over.
         """
+        # One save at a time. A second one would overwrite the host buffers that the first one is
+        # still written from.
         if self._save is not None:
             self._say(
-                f"the save of iteration {self._save.contents.iteration} is still being written; iteration "
-                f"{contents.iteration}'s waits for it. Is --save-interval too short for this file system?"
+                f"the save of iteration {self._save.contents.iteration} is still being written; "
+                f"iteration {contents.iteration}'s waits for it. Is --save-interval too short for "
+                "this file system?"
             )
             self.complete()
         self._refuse_not_finite(contents, shards)
@@ -216,6 +270,8 @@ class Saver:
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
+        # An earlier attempt may have left a complete checkpoint without pointers. Its pointers move
+        # first. Otherwise the next start would not find it if this save is killed.
         finished = Work(
             lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=True
         )
@@ -226,8 +282,10 @@ class Saver:
         if earlier[0] is not None:
             self._succeed(Published.from_json(earlier[0]))
             if self.saved_iteration == contents.iteration:
+                # This call was another attempt for the same iteration, which is safe now.
                 self._keep = False
                 return
+        # The folder must exist before any rank writes into it, so all ranks wait for rank 0 here.
         prepared = Work(
             lambda: self._prepare(fresh, size) if self._ranks.rank == 0 else None, in_thread=True
         )
@@ -241,18 +299,21 @@ class Saver:
             lambda parts: self._finish(fresh, contents, parts, keep=keep)
         ]
         if self._config.keep_latest_checkpoints is not None:
+            # Reading back costs time. It is only needed if older checkpoints are removed later.
             phases.insert(0, lambda parts: self._read_back(fresh, parts))
         self._set(_PendingSave(contents, fresh, work, copied, phases, keep))
 
     def _refuse_not_finite(
         self, contents: CheckpointContents, shards: Sequence[TensorShard]
     ) -> None:
-        """
+        """Raise if a number that would be stored is not finite.
+
         Raises:
-            TrainingError: on every rank; names what is not finite, its rank, and how many numbers.
+            TrainingError: On every rank. It names the tensor, its rank, and how many numbers.
         """
         mine = describe_not_finite(shards)
-        if self._ranks.rank == 0:  # the others have the same counters
+        # The counters and scalars are equal on all ranks, so one rank reports them.
+        if self._ranks.rank == 0:
             for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
                 mine += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
         found = gather_not_finite(mine, self._ranks)
@@ -267,52 +328,66 @@ class Saver:
         )
 
     def _last(self) -> str:
+        """Return the name of the newest checkpoint of this lineage, for messages."""
         return f"global_step{self._lineage[-1].iteration}" if self._lineage else "there is none"
 
     def _set(self, save: _PendingSave | None) -> None:
         self._save = save
+        # While a thread writes, the lease must not be released. Otherwise another run could take
+        # the folder over and write into it at the same time.
         if self._lease is not None:
             self._lease.busy = save is not None
 
     def wait_for_copy(self) -> None:
-        """Before the optimizer's step, or anything else that changes the state."""
+        """Wait until the tensors that are being saved may change.
+
+        Call it before the optimizer's step, and before anything else that changes the state.
+        """
         if self._save is not None:
             self._save.copied.wait()
 
     def poll(self) -> None:
-        """Once an iteration: go on with a save as far as all ranks are. On rank 0 also: is the folder still ours?
+        """Start the next phase of a save if all ranks have finished the present one.
+
+        Call it once an iteration. On rank 0 it also checks that the lease is still held.
 
         Raises:
-            CheckpointError: see `begin`.
+            CheckpointError: See `begin`.
         """
         if self._lease is not None and self._lease.lost is not None:
             raise CheckpointError(self._lease.lost)
+        # All ranks decide together. A rank that alone went on would wait in a collective that the
+        # others never enter.
         if self._save is not None and self._ranks.all(self._save.work.done):
             self._advance()
 
     def complete(self) -> None:
-        """Wait until the save under way is safe, or has failed.
+        """Wait until the save in progress is safe or has failed.
 
         Raises:
-            CheckpointError: see `begin`.
+            CheckpointError: See `begin`.
         """
         while self._save is not None:
             self._wait_for(self._save.work, self._save.contents)
             self._advance()
 
     def _wait_for(self, work: Work, contents: CheckpointContents) -> None:
-        """Wait until all ranks are through with a phase, however long the slowest one's file system takes."""
+        """Wait until all ranks have finished a phase, as long as `Ranks.wait_for` allows."""
         self._ranks.wait_for(work, f"saving iteration {contents.iteration}", self._say)
 
     def _advance(self) -> None:
-        """The present phase is through on all ranks: the next one, or the end."""
+        """Start the next phase, or end the save, after all ranks finished the present phase."""
         save = self._save
         assert save is not None
+        # First, because no save may appear to be in progress if `_gather_outcome` raises.
         self._set(None)
         results = self._gather_outcome(save.work, save.contents, save.fresh)
         if results is None:
+            # The save failed. The next one that succeeds must be kept instead.
             self._keep |= save.keep
             return
+        # The results of the first phase are the files. Those of later phases are not, so the files
+        # are remembered. A rank that owns nothing wrote no file.
         if save.parts is None:
             save.parts = [WrittenFile.from_json(record) for record in results if record is not None]
         parts = save.parts
@@ -324,6 +399,7 @@ class Saver:
         self._succeed(Published.from_json(results[0]))
 
     def _succeed(self, published: Published) -> None:
+        """Record a checkpoint that is safe, and log its messages."""
         self._failures = 0
         self.saved_iteration = published.iteration
         self._saved(published.iteration)
@@ -334,13 +410,15 @@ class Saver:
     def _gather_outcome(
         self, work: Work, contents: CheckpointContents, fresh: Path
     ) -> list[Any] | None:
-        """All ranks' results, or None after a failure that the run may survive.
+        """Return all ranks' results, or None after a failure that does not end the run.
 
         Raises:
-            CheckpointError: it may not.
+            CheckpointError: On every rank, if the failure ends the run.
         """
         fatal = None
         failure = None
+        # The order of the branches matters, because DamagedError is a CheckpointError. A file that
+        # is read back wrong can be written again. Any other CheckpointError means a lost lease.
         if isinstance(work.error, OSError | DamagedError):
             failure = f"rank {self._ranks.rank} on {os.uname().nodename}: {work.error}"
         elif isinstance(work.error, CheckpointError):
@@ -359,7 +437,7 @@ class Saver:
         return None
 
     def _remove(self, fresh: Path) -> list[str]:
-        """Make room, on rank 0. Return what went wrong."""
+        """Remove the unfinished folder on rank 0 to free its space. Return what went wrong."""
         try:
             if self._ranks.rank == 0 and fresh.exists():
                 remove(fresh)
@@ -370,32 +448,51 @@ class Saver:
     def _count_failure(
         self, iteration: int, failures: list[str], cause: BaseException | None
     ) -> None:
-        """`cause`: what failed on this rank; None where it was another rank."""
+        """Log a failed save and schedule the next attempt.
+
+        Args:
+            iteration: The iteration that was not saved.
+            failures: One line for each failure, of all ranks.
+            cause: The error on this rank. None if only other ranks failed.
+
+        Raises:
+            CheckpointError: If no further failure in a row is allowed.
+        """
         self._failures += 1
         allowed = self._config.max_save_failures
         last = f"it is {self._last()}" if self._lineage else "there is none"
-        head = f"saving iteration {iteration} to {self._root} failed ({self._failures} of {allowed} in a row):"
+        head = (
+            f"saving iteration {iteration} to {self._root} failed "
+            f"({self._failures} of {allowed} in a row):"
+        )
         told = "\n  ".join([head, *failures])
         if self._failures >= allowed:
+            # `from cause` keeps the errno. `error_report` needs it to find a host with a bad disk.
             raise CheckpointError(
-                f"{told}\nthe run ends here, so as not to train what cannot be kept; its last checkpoint is untouched: {last}. "
+                f"{told}\nthe run ends here, so as not to train what cannot be kept; its last "
+                f"checkpoint is untouched: {last}. "
                 "Make room or mend the file system, and start again with the same command"
             ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
         again = "at once" if self._ending else f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
 
-    # -- the phases; each runs in a thread of its own, and returns what can be sent as JSON ----------------------------------------
+    # The phases follow. Each runs in its own thread and returns JSON, which `gather` can send.
+    # A phase must not use a collective, because the main thread uses the same group meanwhile.
 
     def _prepare(self, fresh: Path, size: int) -> None:
+        """Check lease and free space, and make the empty folder of a save. Rank 0 only."""
         self._confirm_lease()
         free = free_bytes(self._root)
         if free < size + SMALL_FILES:
             raise OSError(
-                f"the checkpoint has {format_gigabytes(size)}, and {self._root} has {format_gigabytes(free)} free; make room"
+                f"the checkpoint has {format_gigabytes(size)}, and {self._root} has "
+                f"{format_gigabytes(free)} free; make room"
             )
         remove(fresh)
-        fresh.mkdir()  # not its parents: a file system that is gone must not be written beside
+        # Without its parents. If the file system was unmounted, making them would write the
+        # checkpoint onto the local disk under the mount point.
+        fresh.mkdir()
 
     def _write(
         self,
@@ -406,6 +503,15 @@ class Saver:
         *,
         copy: bool,
     ) -> dict[str, Any] | None:
+        """Write this rank's shards to its file, and return the `WrittenFile` as JSON.
+
+        Args:
+            fresh: The folder to write into.
+            own: Key in the file -> a shard that this rank owns.
+            copied: Event to set when the shards may change again.
+            ready: Event of the device, see `_copy`.
+            copy: Copy the shards to the host first, so that training continues during the write.
+        """
         try:
             tensors = {key: shard.tensor for key, shard in own.items()}
             if copy:
@@ -416,6 +522,7 @@ class Saver:
             name = f"rank_{self._ranks.rank:05d}.safetensors"
             written = write_tensors(fresh / name, tensors)
         finally:
+            # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.
             copied.set()
         return asdict(
             WrittenFile(
@@ -428,7 +535,12 @@ class Saver:
     def _copy(
         self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None"
     ) -> dict[str, Tensor]:
-        """On the host; its memory is kept for the next save."""
+        """Copy tensors to host buffers, which are kept for the next save.
+
+        Args:
+            tensors: Key -> a tensor on the host or the device.
+            ready: Recorded on the computation's stream when the save started. None on the host.
+        """
         copies = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
@@ -442,30 +554,40 @@ class Saver:
                 copies[key].copy_(tensor.detach())
             return copies
         device = next(iter(tensors.values())).device
-        stream = torch.cuda.Stream(
-            device
-        )  # beside the computation, and behind what was under way when the save began
+        # A separate stream overlaps the copy with the next forward and backward pass. It waits for
+        # `ready`, because the optimizer's step before the save may still be running on the device.
+        stream = torch.cuda.Stream(device)
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             for key, tensor in tensors.items():
                 copies[key].copy_(tensor.detach(), non_blocking=True)
+        # Without this, the file would be written from buffers that are not filled yet.
         stream.synchronize()
         return copies
 
     def _read_back(self, fresh: Path, parts: list[WrittenFile]) -> None:
-        """Compare what the disk holds with what was meant: each rank its neighbour's file, past this machine's memory."""
+        """Read the next rank's file back from the disk and compare it with its digest.
+
+        The next rank is often on the same host, so `verify_file` drops the page cache first.
+        """
+        # The stride distributes the files evenly if there are fewer files than ranks.
         for part in parts[(self._ranks.rank + 1) % self._ranks.size :: self._ranks.size]:
             verify_file(fresh, part.file, part.digest.bytes, part.digest.xxh128)
 
     def _finish(
         self, fresh: Path, contents: CheckpointContents, parts: list[WrittenFile], *, keep: bool
     ) -> dict[str, Any] | None:
-        """Rank 0: write the small files, name the folder, move the pointers, and remove what is
-        superfluous. Return the `Published` checkpoint."""
+        """Finish a save on rank 0, and return the `Published` checkpoint as JSON.
+
+        It writes the small files, renames the folder, moves the pointers and removes superfluous
+        checkpoints. Other ranks return None.
+        """
         if self._ranks.rank != 0:
             return None
+        # The new checkpoint replaces one of the same iteration, which then is no longer on disk.
         before = tuple(entry for entry in self._lineage if entry.iteration != contents.iteration)
         manifest = write_small_files(fresh, contents, parts, before, keep=keep)
+        # Read back before the pointers move, because older checkpoints are removed after that.
         for name in (INDEX, CONFIG):
             verify_file(fresh, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
         text = manifest.dump_json()
@@ -474,30 +596,41 @@ class Saver:
         return asdict(self._publish(manifest, fresh))
 
     def _finish_earlier(self) -> dict[str, Any] | None:
-        """Rank 0: move the pointers to the checkpoint that an earlier attempt has left without
-        them; None where there is none."""
+        """Move the pointers to the checkpoint that an earlier attempt left without them. Rank 0.
+
+        Returns:
+            The `Published` checkpoint as JSON, or None if no attempt left one.
+        """
         manifest = self._unpointed
         if manifest is None:
             return None
         self._confirm_lease()
+        # An operator may have removed or replaced it meanwhile.
         if not is_entry_on_disk(self._root, make_entry(manifest)):
             self._unpointed = None
             return None
         return asdict(self._publish(manifest, None))
 
     def _publish(self, manifest: Manifest, fresh: Path | None) -> Published:
-        """Name the folder `fresh` (None: it has its name) and move the pointers.
+        """Rename the folder, move the pointers to it and clean up.
 
-        After an I/O error, what is on the disk decides. The save has succeeded if `latest` names
-        the checkpoint. Else it has failed; the checkpoint stays if it has its name, and the next
-        attempt begins with its pointers.
+        After an I/O error, the state of the disk decides. The save has succeeded if `latest` names
+        the checkpoint. Otherwise it has failed. In that case a checkpoint that has its final name
+        stays, and the next attempt moves the pointers to it first.
+
+        Args:
+            manifest: The manifest of the checkpoint.
+            fresh: The folder to rename. None if it has its final name already.
 
         Raises:
-            OSError: `latest` does not name the checkpoint. CheckpointError: another run took the
-                folder over.
+            OSError: If `latest` does not name the checkpoint.
+            CheckpointError: If another run took the folder over.
         """
         iteration, lineage = manifest.iteration, read_lineage(manifest)
+        # Set before the first rename, so that no error below can lose track of the checkpoint.
         self._unpointed = manifest
+        # The order of the writes below matters. The pointers move last. Otherwise a kill could
+        # leave them at a folder without its final name, or without the copy of its lineage.
         try:
             if fresh is not None:
                 put_in_place(fresh, step_folder(self._root, iteration))
@@ -510,7 +643,8 @@ class Saver:
             if not self._is_pointed_to(iteration):
                 raise OSError(
                     f"{error}; global_step{iteration} is whole and stays, but "
-                    f"{self._root / LATEST} does not name it: the next attempt begins with that, or "
+                    f"{self._root / LATEST} does not name it: the next attempt begins with that, "
+                    "or "
                     f"write global_step{iteration} there by hand"
                 ) from error
             self._unpointed = None
@@ -522,14 +656,14 @@ class Saver:
         return self._clean_up(iteration, lineage)
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether the checkpoint has its name; False where that cannot be read."""
+        """Return whether the checkpoint has its final name. False if that cannot be read."""
         try:
             return is_entry_on_disk(self._root, make_entry(manifest))
         except OSError:
             return False
 
     def _is_pointed_to(self, iteration: int) -> bool:
-        """Whether `latest` names the iteration; False where that cannot be read."""
+        """Return whether `latest` names the iteration. False if that cannot be read."""
         try:
             text = (self._root / LATEST).read_text(errors="replace")
         except OSError:
@@ -537,14 +671,18 @@ class Saver:
         return text.strip() == f"global_step{iteration}"
 
     def _confirm_lease(self) -> None:
-        """Before each act that others would suffer from: this process may have stood still since the one before."""
+        """Raise CheckpointError if another run has taken the folder over.
+
+        Call it before each rename or removal. The process may have been suspended since the last
+        call, and another run may own the folder now.
+        """
         if self._lease is not None:
             self._lease.confirm()
 
     def _clean_up(self, iteration: int, lineage: Lineage) -> Published:
         """Remove what the checkpoint of `iteration`, the last of `lineage`, makes superfluous.
 
-        A failure here does not harm the checkpoint, and does not stop the next removal; the next
+        A failure here does not harm the checkpoint and does not stop the next removal. The next
         save tries again.
         """
         said = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
@@ -558,10 +696,13 @@ class Saver:
             try:
                 return entry == lineage[-1] or is_entry_on_disk(self._root, entry)
             except OSError:
-                return False  # it is not counted, so one more of the others stays
+                # A checkpoint that cannot be read may be lost. It does not count, so one more of
+                # the others stays.
+                return False
 
         for entry in select_removable_entries(lineage, self._config, there):
             try:
+                # The folder may hold a checkpoint of another lineage, which is not ours to remove.
                 if is_entry_on_disk(self._root, entry):
                     remove(step_folder(self._root, entry.iteration))
                     said.append(
@@ -576,10 +717,15 @@ class Saver:
 def save_checkpoint(
     root: Path, contents: CheckpointContents, shards: Sequence[TensorShard]
 ) -> Path:
-    """By one process, at once. Returns the checkpoint's folder.
+    """Save a checkpoint from one process, and return its folder when it is safe.
+
+    Args:
+        root: Folder of the checkpoints. It is made if it does not exist.
+        contents: The contents of the checkpoint, except its tensors.
+        shards: All tensors.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: If it could not be written.
     """
     root.mkdir(parents=True, exist_ok=True)
     saver = Saver(root, CheckpointConfig(max_save_failures=1))
@@ -596,7 +742,18 @@ def write_small_files(
     *,
     keep: bool,
 ) -> Manifest:
-    """Index, configuration, and the manifest that has their digests."""
+    """Write index, configuration and manifest, and return the manifest.
+
+    The manifest is written last, because it holds the digests of the other files. A folder without
+    a manifest is not a checkpoint.
+
+    Args:
+        fresh: The folder of the tensor files.
+        contents: The contents of the checkpoint, except its tensors.
+        parts: The tensor files of all ranks.
+        lineage: The checkpoints that the run came through before this one.
+        keep: Retention never removes this checkpoint.
+    """
     index = TensorIndex({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:
         for box in part.boxes:
@@ -627,12 +784,15 @@ def write_small_files(
 
 
 def check_writable(root: Path) -> None:
-    """Write and remove a file in the folder that checkpoints will go to, before anything is trained.
+    """Check that checkpoints can be written to a folder, by writing and removing a file there.
+
+    Call it before training starts. Otherwise the first save would find a wrong path hours later.
 
     Raises:
-        CheckpointError: it cannot be made or written.
+        CheckpointError: If the folder cannot be made or written.
     """
-    probe = root / f".writable.{uuid.uuid4().hex}"  # several may start at once
+    # A unique name, because several runs may start at the same time.
+    probe = root / f".writable.{uuid.uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         replace_file(probe, "")
@@ -644,21 +804,24 @@ def check_writable(root: Path) -> None:
 
 
 def free_bytes(root: Path) -> int:
-    """That this user may still write."""
+    """Return the free bytes of the file system that this user may still write."""
+    # `f_bavail` leaves out the blocks reserved for root, which `f_bfree` would count.
     stat = os.statvfs(root)
     return stat.f_bavail * stat.f_frsize
 
 
 def format_gigabytes(size: int) -> str:
-    """For people."""
+    """Return a number of bytes as text for people, such as "1.250 GB"."""
     return f"{size / 1e9:,.3f} GB"
 
 
 def _format_key(shard: TensorShard) -> str:
+    """Return the name of a shard in its file, such as `weight/blocks.3.mlp.up.weight@0,512`."""
     return f"{shard.kind}/{shard.name}@{','.join(map(str, shard.offset))}"
 
 
 def _describe(shard: TensorShard, file: str, begin: int) -> dict[str, Any]:
+    """Return the record of a shard whose bytes begin at byte `begin` of `file`."""
     return {
         "tensor": f"{shard.kind}/{shard.name}",
         "global_shape": shard.global_shape,
@@ -670,7 +833,10 @@ def _describe(shard: TensorShard, file: str, begin: int) -> dict[str, Any]:
 
 
 def _record_event(own: dict[str, TensorShard]) -> "torch.cuda.Event | None":
-    """When the device will be through with what it was given so far; None where there is no device."""
+    """Return an event that completes after the work that the device has queued so far.
+
+    None if no shard is on a device.
+    """
     if not any(shard.tensor.is_cuda for shard in own.values()):
         return None
     event = torch.cuda.Event()

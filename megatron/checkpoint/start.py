@@ -1,4 +1,8 @@
-"""Where a run starts: which checkpoint, and what happens to those that are damaged."""
+"""The decision from which checkpoint a run starts, and what happens to damaged ones.
+
+Invariants: rank 0 decides for all ranks. A run falls back only to checkpoints of its own lineage.
+Nothing on the disk changes unless this run holds the lease of the folder.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,23 +30,28 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, DamagedError
 
 _ATTEMPTS = 5
-"""At finding a checkpoint that a run which lives there does not remove meanwhile."""
+"""Attempts to find a checkpoint while another run may be removing old ones in the same folder."""
 
 
 @dataclass(frozen=True)
 class StartPoint:
+    """The checkpoint that a run starts from, and what was found on the way to it."""
+
     checkpoint: Checkpoint | None
-    """None: afresh."""
+    """None if the run starts from scratch."""
     damaged: tuple[tuple[int, str], ...] = ()
-    """(iteration, what is wrong) of those that would have come first."""
+    """(iteration, what is wrong) of each damaged checkpoint that has precedence over this one."""
     notes: tuple[str, ...] = ()
+    """Warnings to log."""
 
     @property
     def iteration(self) -> int | None:
+        """Iteration of the checkpoint. None if the run starts from scratch."""
         return None if self.checkpoint is None else self.checkpoint.iteration
 
     def to_json(self) -> dict[str, Any]:
-        """For the other ranks."""
+        """Return the start point as JSON for the other ranks."""
+        # The text of the small files is included, so that the other ranks need not read them.
         checkpoint = None
         if self.checkpoint is not None:
             found = self.checkpoint
@@ -55,7 +64,7 @@ class StartPoint:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "StartPoint":
-        """Of what `to_json` made."""
+        """Return the start point that `to_json` described."""
         checkpoint = None
         if found := record["checkpoint"]:
             folder = Path(found["folder"])
@@ -69,15 +78,22 @@ class StartPoint:
 def find_start(
     config: CheckpointConfig, known_damage: Mapping[int, str] | None = None
 ) -> StartPoint:
-    """The checkpoint that `--load` leads to. Looks at small files and sizes, and changes nothing.
+    """Find the checkpoint that `--load` leads to.
 
-    `known_damage`: iteration -> what was found wrong with its tensors.
+    It reads small files and the sizes of large ones, and changes nothing.
+
+    Args:
+        config: The flags `--load`, `--save` and those that change their meaning.
+        known_damage: Iteration -> what an earlier attempt to load found wrong with its tensors.
 
     Raises:
-        CheckpointError: there should be one, or there are traces of a run and no pointer to say where it stood; or all that could
-            be taken are damaged.
+        CheckpointError: If a required checkpoint does not exist, or every checkpoint that could be
+            taken is damaged. Also if the folder has traces of a run but no pointer.
     """
     try:
+        # Another run may be alive in the folder. It may remove a checkpoint while we read it, which
+        # looks like damage. If the pointers have moved since, we look again. The last attempt,
+        # after the loop, is taken as it is.
         for _ in range(_ATTEMPTS - 1):
             pointed = _read_pointed(config)
             try:
@@ -87,7 +103,6 @@ def find_start(
             except DamagedError:
                 if _read_pointed(config) == pointed:
                     raise
-            # A run that lives there has moved on, and removed what was being read.
         return _find(config, known_damage)
     except DamagedError as damage:
         raise CheckpointError(str(damage)) from damage
@@ -98,11 +113,18 @@ def find_start(
 
 
 def _read_pointed(config: CheckpointConfig) -> int | None:
+    """Return the iteration that the pointers of `--load` name. None if there is no pointer."""
     pointer = None if config.load is None else read_pointer(Path(config.load))
     return None if pointer is None else pointer.iteration
 
 
 def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
+    """Find the start point in one attempt. See `find_start`.
+
+    Raises:
+        DamagedError: If every checkpoint that could be taken is damaged.
+        CheckpointError: As `find_start`.
+    """
     _refuse_to_overwrite(config)
     if config.load is None:
         if config.require_load:
@@ -111,27 +133,31 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
     root = Path(config.load)
     if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
         raise CheckpointError(
-            f"--load {root} is one checkpoint; give its run's folder, and --load-iteration to choose one of it"
+            f"--load {root} is one checkpoint; give its run's folder, and --load-iteration to "
+            "choose one of it"
         )
     saved = list_saved_iterations(root)
     if config.load_iteration is not None:
         if config.load_iteration not in saved:
             there = ", ".join(f"global_step{i}" for i in saved) or "none"
             raise CheckpointError(
-                f"--load-iteration {config.load_iteration}: {root} has no such checkpoint; there are: {there}"
+                f"--load-iteration {config.load_iteration}: {root} has no such checkpoint; "
+                f"there are: {there}"
             )
+        # Without fallback: an operator who names an iteration wants that one or an error.
         checkpoint = _open_complete(root, config.load_iteration, known_damage)
         return StartPoint(checkpoint, (), _note_later(saved, config.load_iteration, config))
     pointer = read_pointer(root)
     if pointer is None and len(saved) == 1 and has_no_checkpoint_yet(root):
-        pointer = Pointer(
-            saved[0], None
-        )  # the first one: cut off between its name and the pointers
+        # The very first save was killed between the rename of its folder and the pointers. The
+        # marker proves that no older checkpoint existed, so this one must be it.
+        pointer = Pointer(saved[0], None)
     if pointer is None:
         _refuse_to_start_over(config, root, saved)
         return StartPoint(None)
     notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
-    # Those that loading found damaged may have been set aside since.
+    # Damaged checkpoints of an earlier attempt were renamed meanwhile, so the loop below does not
+    # meet them. They are still part of the report.
     damaged = [
         (iteration, what)
         for iteration, what in (known_damage or {}).items()
@@ -143,6 +169,8 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
         for a in reversed(lineage or ())
         if find_stored_folder(root, a.iteration).is_dir()
     ]
+    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
+    # pointers. An older one must have the digest that the lineage gives.
     for iteration, digest in [(pointer.iteration, None), *before]:
         try:
             found = _open_complete(root, iteration, known_damage)
@@ -154,12 +182,15 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
                 damaged, "--no-load-fallback forbids to take an older one"
             ) from damage
         if digest not in (None, found.manifest.digest):
-            continue  # of another lineage, under the same number
+            # This folder has the same iteration, but its checkpoint belongs to another lineage.
+            continue
         return StartPoint(
             found, tuple(damaged), (*notes, *_note_later(saved, pointer.iteration, config))
         )
     others = ", ".join(f"global_step{i}" for i in saved if i not in dict(damaged)) or "none"
     if lineage is None:
+        # Without a lineage, nothing is guessed. A checkpoint of a lineage that was rolled back
+        # would bring back the data or the loss spike that the operator wanted to avoid.
         raise _make_no_start_error(
             damaged, f"which older ones the run came through cannot be read; there are: {others}"
         )
@@ -172,6 +203,13 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
 def _open_complete(
     root: Path, iteration: int, known_damage: Mapping[int, str] | None
 ) -> Checkpoint:
+    """Open a checkpoint whose small files are intact and whose other files have their sizes.
+
+    Raises:
+        DamagedError: If a file is missing, cut off or altered, or `known_damage` has the iteration.
+    """
+    # The tensor files have the right sizes in this case. Without the record, the checkpoint would
+    # be chosen again and again.
     if known_damage and iteration in known_damage:
         raise DamagedError(known_damage[iteration], "")
     checkpoint = open_checkpoint(root, iteration)
@@ -183,29 +221,40 @@ def _open_complete(
 
 
 def _make_no_start_error(damaged: list[tuple[int, str]], why: str) -> DamagedError:
+    """Return the error that lists all damaged checkpoints."""
     listed = "\n  ".join(what for _, what in damaged)
     return DamagedError(
-        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point {LATEST} to another checkpoint",
+        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point "
+        f"{LATEST} to another checkpoint",
         "",
     )
 
 
 def _note_later(saved: list[int], iteration: int, config: CheckpointConfig) -> tuple[str, ...]:
-    """Checkpoints of a lineage that this start goes back behind."""
+    """Return a note that lists the checkpoints of later iterations, if this run saves over them."""
     later = [f"global_step{i}" for i in saved if i > iteration]
     if not later or not config.resumes_itself:
         return ()
     return (
-        f"later than global_step{iteration}, where this run starts: {', '.join(later)}; each stays until a save of the same "
-        "iteration replaces it",
+        f"later than global_step{iteration}, where this run starts: {', '.join(later)}; each stays "
+        "until a save of the same iteration replaces it",
     )
 
 
 def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]) -> None:
+    """Raise if a run without a pointer must not start from scratch.
+
+    A lost pointer file must not let a run of weeks begin at iteration 0 over its own checkpoints.
+
+    Raises:
+        CheckpointError: If a checkpoint is required, or the folder has traces of a run.
+    """
     if config.require_load or config.finetune:
         flag = "--require-load" if config.require_load else "--finetune"
         raise CheckpointError(f"{flag}: {root / LATEST} is not there, so there is nothing to load")
     found = list_run_leftovers(root)
+    # A run that ended before its first checkpoint left traces, too. The marker shows that nothing
+    # is lost, so the same command starts again without a flag.
     if found and not config.allow_fresh_start and not (has_no_checkpoint_yet(root) and not saved):
         point = (
             f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or "
@@ -213,13 +262,20 @@ def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]
             else ""
         )
         raise CheckpointError(
-            f"{root} holds traces of a run ({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
+            f"{root} holds traces of a run "
+            f"({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
             f"{LATEST}; {point}give --allow-fresh-start to begin at iteration 0"
         )
 
 
 def _refuse_to_overwrite(config: CheckpointConfig) -> None:
-    """A run that would begin anew in a folder where another one has checkpoints has probably lost its `--load`."""
+    """Raise if the run would start from scratch in a folder that holds another run's checkpoints.
+
+    The command has probably lost its `--load`.
+
+    Raises:
+        CheckpointError: If `--save` holds checkpoints that `--load` does not lead to.
+    """
     if (
         config.save is None
         or config.allow_fresh_start
@@ -235,8 +291,10 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
             else "--load does not lead there"
         )
         raise CheckpointError(
-            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) and {why}; "
-            f"give --load {config.save}{leave_out} to go on with it, another --save, or --allow-fresh-start to begin over it"
+            f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) "
+            f"and {why}; "
+            f"give --load {config.save}{leave_out} to go on with it, another --save, or "
+            "--allow-fresh-start to begin over it"
         )
 
 
@@ -248,14 +306,22 @@ def agree_on_start(
     holds_lease: bool,
     say: Callable[[str], None],
 ) -> StartPoint:
-    """As `find_start`, decided by rank 0 for all ranks. `holds_lease`: this run holds the lease of --load, so it clears up what an
-    earlier one left there, and sets damaged checkpoints aside.
+    """Return the start point that rank 0 finds, on every rank.
+
+    Args:
+        config: See `find_start`.
+        ranks: The ranks that load together.
+        known_damage: See `find_start`.
+        holds_lease: This run holds the lease of `--load`. It then removes what an interrupted run
+            left there, and renames damaged checkpoints.
+        say: Called with warnings, and with a message if it takes long.
 
     Raises:
-        CheckpointError: on every rank, as `find_start`; or a rank does not see what rank 0 sees.
+        CheckpointError: On every rank, as `find_start`, or if the disk cannot be read or written.
     """
 
     def find() -> tuple[StartPoint, str | None, Exception | None]:
+        # Errors are returned, not raised. If rank 0 raised here, the others would wait in `gather`.
         if ranks.rank != 0:
             return StartPoint(None), None, None
         try:
@@ -280,8 +346,14 @@ def agree_on_start(
 def _report(
     start: StartPoint, config: CheckpointConfig, *, holds_lease: bool, say: Callable[[str], None]
 ) -> None:
+    """Log the warnings of a start point, and rename damaged checkpoints if the lease is held.
+
+    Raises:
+        OSError: If a pointer cannot be moved or a folder cannot be renamed.
+    """
     for note in start.notes:
         say(f"warning: {note}")
+    # Those that were renamed in an earlier attempt have been reported then.
     still_there = [
         (i, what)
         for i, what in start.damaged
@@ -291,28 +363,43 @@ def _report(
         say(f"warning: {what}")
         if holds_lease and start.iteration is not None:
             root = Path(str(config.load))
-            point_to(root, start.iteration)  # first: no pointer may name what is renamed
+            # Before the rename. After a kill between the two, the pointers would name a folder that
+            # does not exist.
+            point_to(root, start.iteration)
             say(f"warning: set aside as {set_aside(root, iteration).name}")
     if still_there:
         say(
-            f"warning: going on from global_step{start.iteration}, the newest good checkpoint before it"
+            f"warning: going on from global_step{start.iteration}, "
+            "the newest good checkpoint before it"
         )
 
 
 def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ranks) -> str | None:
-    """After all ranks have loaded: what is wrong with the checkpoint, as rank 0 sees it, too; None: nothing.
+    """Return the damage that a rank found while loading and that rank 0 confirms.
+
+    All ranks call it after all of them have loaded.
+
+    Args:
+        checkpoint: The checkpoint that was loaded.
+        mine: The damage that this rank found, or None.
+        ranks: The ranks that load together.
+
+    Returns:
+        What is damaged, or None if no rank found damage.
 
     Raises:
-        CheckpointError: on every rank; some rank read something else than rank 0 does, so it is not the checkpoint that is broken.
+        CheckpointError: On every rank, if rank 0 finds the file intact or cannot read it. The fault
+            is then in one host and not in the checkpoint, so no checkpoint may be given up for it.
     """
     mine_as_json = None if mine is None else [ranks.rank, str(mine), mine.file]
     found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
     if not found:
         return None
+    # One damaged file is enough to give the checkpoint up. The others need not be confirmed.
     rank, what, file = found[0]
 
     def judge() -> tuple[str | None, str | None, Exception | None]:
-        """Return what is damaged, what else is wrong, and the error behind that."""
+        """Return what is damaged, what else is wrong, and the error that caused that."""
         if ranks.rank != 0:
             return None, None, None
         if rank == 0:
@@ -325,8 +412,8 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
             problem = f"{checkpoint.folder / file} cannot be read: {error}"
             return None, problem, error
         problem = (
-            f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: is the folder the same on all "
-            "hosts, and that host's memory and network sound?"
+            f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: "
+            "is the folder the same on all hosts, and that host's memory and network sound?"
         )
         return None, problem, None
 

@@ -1,8 +1,12 @@
-"""Boxes of global tensors in safetensors files: written tensor by tensor, read and checked block by block.
+"""Slices of global tensors in safetensors files.
 
-The format is safetensors' (8 bytes of header length, a JSON header, the buffers; https://huggingface.co/docs/safetensors). The
-library's writer would hold a second copy of everything that it writes, and its reader cannot check what it reads against a digest
-without reading it all: so both are ours. Neither holds more than some blocks beside the tensors.
+The format is that of safetensors: 8 bytes of header length, a JSON header, and the buffers
+(https://huggingface.co/docs/safetensors). Writer and reader are our own. The library's writer would
+hold a second copy of everything that it writes. Its reader cannot check a part of a file against a
+digest.
+
+Invariants: in addition to the tensors, only a few blocks are in memory. No value is returned unless
+its block has the digest that the index gives.
 """
 
 import json
@@ -20,24 +24,35 @@ from torch import Tensor
 from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
 from megatron.errors import CheckpointError, DamagedError
 
-_ITEM = 4  # bytes of an fp32
+_ITEM = 4
+"""Bytes of an fp32."""
 _KEPT_BLOCKS = 8
+"""Number of blocks that a reader caches. Neighbouring slices of a file often share a block."""
 _SLICE = 512 << 10
+"""Bytes that are written at a time. They fit into the cache of a core."""
 TensorSlice = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, shape) in a global tensor."""
+"""(Offset, shape) in a global tensor."""
 
 
 @dataclass(frozen=True)
 class WrittenTensors:
-    """A finished file."""
+    """A file that was written and synced."""
 
     digest: FileDigest
     begins: dict[str, int]
-    """Where each tensor's bytes begin in the file."""
+    """Name -> the byte of the file at which the tensor begins."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
-    """Write fp32 tensors of any device to a new file and fsync it. OSError where the disk refuses."""
+    """Write fp32 tensors of any device to a new file, and sync it to the disk.
+
+    Args:
+        path: The file. It must not exist.
+        tensors: Name in the file -> tensor.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
     header: dict[str, Any] = {}
     position = 0
     for key, tensor in tensors.items():
@@ -50,7 +65,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
         }
         position += size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # buffers begin aligned
+    # With this padding, each value is aligned, and none lies in two blocks. See `_read_run`.
+    text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     digester = Digester()
     with open(path, "xb", buffering=0) as file:
@@ -58,7 +74,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
         def write(data: bytes | memoryview) -> None:
             digester.update(data)
             view = memoryview(data)
-            while len(view) > 0:  # a full disk takes a part of it first
+            # An unbuffered write may take a part only, for example when the disk becomes full. The
+            # next write then raises.
+            while len(view) > 0:
                 view = view[file.write(view) :]
 
         write(len(text).to_bytes(8, "little") + text)
@@ -72,15 +90,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
 
 
 def _read_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """In slices that stay in a core's cache while they are digested, twice, and written: the memory is read once."""
+    """Yield the bytes of a tensor in small pieces.
+
+    A piece is digested twice, for its block and for the file, and then written. It stays in the
+    cache of the core meanwhile, so that main memory is read only once.
+    """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     for part in flat.split(_SLICE // _ITEM):
+        # `view` and `numpy` share the tensor's memory, so nothing is copied here.
         if part.numel():
-            yield memoryview(part.view(torch.uint8).numpy())  # no copy
+            yield memoryview(part.view(torch.uint8).numpy())
 
 
 def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
-    """The box that two boxes share, or None."""
+    """Return the slice that two slices of one tensor share, or None if they do not overlap."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
     shape = tuple(h - w for w, h in zip(low, high, strict=True))
@@ -88,22 +111,31 @@ def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
 
 
 def compute_slices(part: TensorSlice, of: TensorSlice) -> tuple[slice, ...]:
-    """Index `part` inside a tensor that holds `of`."""
+    """Return the index of `part` in a tensor that holds the slice `of`."""
     return tuple(slice(p - o, p - o + n) for p, n, o in zip(part[0], part[1], of[0], strict=True))
 
 
 class TensorReader:
-    """Reads boxes out of the files of one checkpoint, and believes no byte whose block does not have its digest."""
+    """Reads slices of tensors from the files of one checkpoint, and checks each block's digest."""
 
     def __init__(self, folder: Path, digests: Mapping[str, FileDigest]) -> None:
+        """Create a reader without open files.
+
+        Args:
+            folder: Folder of the checkpoint.
+            digests: File -> its digest.
+        """
         self._folder, self._digests = folder, digests
         self._descriptors: dict[str, int] = {}
         self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        """(File, number of the block) -> its bytes. The least recently used block is first."""
 
     def __enter__(self) -> "TensorReader":
+        """Return the reader."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close all files and discard the cached blocks."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -112,12 +144,21 @@ class TensorReader:
     def read_into(
         self, target: Tensor, box: TensorSlice, stored: Sequence[Mapping[str, Any]], what: str
     ) -> None:
-        """Fill `target`, which is the box `box` of a global tensor, from the stored boxes that overlap it.
+        """Fill a slice of a global tensor from the stored slices that overlap it.
+
+        Args:
+            target: Tensor to fill, of any device.
+            box: The slice of the global tensor that `target` holds.
+            stored: The tensor's entries in the index.
+            what: Name of the tensor, for messages.
 
         Raises:
-            DamagedError: a file is missing, cut off or altered, or the stored boxes do not cover the target.
-            CheckpointError: a file cannot be read.
+            DamagedError: If a file is missing, cut off or altered, or the stored slices do not
+                cover `target`.
+            CheckpointError: If a file cannot be read.
         """
+        # Stored slices are disjoint, so comparing the sum of the overlaps shows whether any element
+        # is missing.
         covered = 0
         for entry in stored:
             source: TensorSlice = (tuple(entry["offset"]), tuple(entry["shape"]))
@@ -125,9 +166,9 @@ class TensorReader:
             if part is None:
                 continue
             into, wanted = target[compute_slices(part, box)], compute_slices(part, source)
-            if (
-                part[1][1:] == source[1][1:] and into.is_contiguous()
-            ):  # whole rows: one run of bytes, here and there
+            # If complete rows are needed, they are one run of bytes in the file and in memory. The
+            # bytes then go into `target` without an intermediate tensor.
+            if part[1][1:] == source[1][1:] and into.is_contiguous():
                 first = wanted[0].start * math.prod(source[1][1:])
                 self._read_run(into.view(-1), entry["file"], entry["begin"] + _ITEM * first)
             else:
@@ -143,7 +184,11 @@ class TensorReader:
             )
 
     def _read_run(self, target: Tensor, file: str, begin: int) -> None:
-        """Fill a flat tensor with the values from byte `begin` on. No value lies in two blocks: all sizes are multiples of 8."""
+        """Fill a flat tensor with the values from byte `begin` of the file on.
+
+        Each value begins at a multiple of 4 bytes, and the size of a block is a multiple of 4. So
+        no value lies in two blocks.
+        """
         end, at = begin + _ITEM * target.numel(), 0
         for number in range(begin // BLOCK, -(-end // BLOCK)):
             low, high = max(begin - number * BLOCK, 0), min(end - number * BLOCK, BLOCK)
@@ -152,12 +197,18 @@ class TensorReader:
             at += len(values)
 
     def _read_block(self, file: str, number: int) -> memoryview:
+        """Return a block of a file, after comparing it with its digest.
+
+        The view is valid until its buffer is used for another block.
+        """
         key = file, number
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return memoryview(self._blocks[key])
         path, digest = self._folder / file, self._digests[file]
         size = min(BLOCK, digest.bytes - number * BLOCK)
+        # The buffer of the oldest block is used again. A new allocation of 4 MiB for each block
+        # would have to be cleared each time.
         buffer = (
             self._blocks.popitem(last=False)[1]
             if len(self._blocks) >= _KEPT_BLOCKS
@@ -182,13 +233,15 @@ class TensorReader:
             raise DamagedError(
                 f"{file} is not what was written: the {size} bytes at {number * BLOCK} differ", file
             )
+        # Only now, so that a block with a wrong digest is never served from the cache.
         self._blocks[key] = buffer
         return view
 
 
 def _read_at(descriptor: int, view: memoryview, position: int) -> int:
-    """Fill the view, or as much of it as the file has; returns how much."""
+    """Fill the view, or as much of it as the file has. Return the number of bytes."""
     got = 0
+    # A read may return less than asked for before the end of the file.
     while got < len(view):
         count = os.preadv(descriptor, [view[got:]], position + got)
         if count == 0:
@@ -200,14 +253,25 @@ def _read_at(descriptor: int, view: memoryview, position: int) -> int:
 def _iterate_runs(
     shape: tuple[int, ...], part: tuple[slice, ...], begin: int = 0
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[slice | int, ...], tuple[slice | int, ...]]]:
-    """Walk `part` of a stored tensor in runs of at most a block, or a single row of the last dimension where that is larger.
+    """Walk over a part of a stored slice in runs of consecutive elements.
 
-    Yields (first element of the run in the stored tensor, the run's shape, `part` in the run, the run in `part`).
+    A run has at most the size of a block, or is one row of the last dimension if that is larger.
+    This limits the memory of a run.
+
+    Args:
+        shape: Shape of the stored slice.
+        part: The part that is needed, as an index into the stored slice.
+        begin: First element of the stored slice, used in the recursion.
+
+    Yields:
+        Tuples of four values. The first element of the run in the stored slice. The shape of the
+        run. The index of the needed part in the run. The index of the run in the needed part.
     """
     if not shape:
         yield 0, (), (), ()
         return
     row, rows = math.prod(shape[1:]), part[0]
+    # One row does not fit into a block, so each row is divided along the next dimension.
     if row * _ITEM > BLOCK and len(shape) > 1:
         for index in range(rows.start, rows.stop):
             for at, run, inner, outer in _iterate_runs(shape[1:], part[1:], begin + index * row):

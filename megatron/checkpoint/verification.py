@@ -1,7 +1,8 @@
-"""Is a checkpoint whole, and are all its numbers finite?
+"""Check that a checkpoint is complete and intact, and that all its numbers are finite.
 
-All damage, not the first: digests of files and their blocks, boxes, kinds, what safetensors finds.
-Writes nothing, and needs some blocks of memory. Where the manifest is damaged, nothing else can be
+The checks find all damage, not only the first. They cover the digests of the files and their
+blocks, the slices and kinds of each tensor, and what the safetensors library finds. Nothing is
+written, and only a few blocks are in memory. If the manifest is damaged, nothing else can be
 checked.
 """
 
@@ -31,56 +32,63 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.tensor_file import TensorSlice, intersect
 from megatron.errors import CheckpointError, DamagedError
 
-_ITEM = 4  # bytes of an fp32
+_ITEM = 4
+"""Bytes of an fp32."""
 _SHOWN_TENSORS = 4
+"""Number of tensors that a message names."""
 StoredTensor = tuple[int, str, tuple[int, ...]]
-"""(first byte in the file, name, shape)."""
+"""(First byte in the file, name, shape)."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong."""
+    """One fault of a checkpoint."""
 
     file: str
     what: str
+    """Description for people."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A tensor with NaN or infinities: it is what was written, and a run cannot be trained from
-    it."""
+    """A tensor with NaN or infinities in an intact file. A run cannot be trained from it."""
 
     tensor: str
-    """kind/name; or the dotted name of a number in the manifest."""
+    """kind/name, or the dotted name of a number in the manifest."""
     nan: int
-    """How many numbers are NaN."""
+    """Number of elements that are NaN."""
     inf: int
+    """Number of elements that are infinite."""
     numbers: int
-    """How many it has."""
+    """Number of all elements."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was looked at, and what is wrong with it."""
+    """The result of `verify`."""
 
     iteration: int | None
-    """None: the manifest, which says it, is damaged."""
+    """None if the manifest is damaged."""
     bytes: int
+    """Total size of the files that the manifest names."""
     files: int
+    """Number of files, with the manifest."""
     tensors: int
     damage: tuple[Damage, ...]
-    """Empty: the checkpoint is whole."""
+    """Empty if the checkpoint is complete and intact."""
     notes: tuple[str, ...]
-    """What is no damage: what could not be checked, and files that are not the checkpoint's."""
+    """Remarks that are not damage: checks that were not possible, and unknown files."""
     not_finite: tuple[NotFinite, ...] = ()
-    """In files that are what was written."""
+    """Numbers that are not finite, in intact files."""
 
 
 def verify(folder: Path) -> Verification:
-    """Read every file of a checkpoint, and list all damage. Shows its progress at a terminal, on stderr.
+    """Read every file of a checkpoint, and list all damage.
+
+    At a terminal, a progress bar is shown on stderr.
 
     Raises:
-        CheckpointError: it has another format, or a small file cannot be read.
+        CheckpointError: If it has another format, or a small file cannot be read.
     """
     try:
         manifest = read_manifest(folder)
@@ -88,6 +96,7 @@ def verify(folder: Path) -> Verification:
         damaged = Damage(error.file, f"{error}; nothing else can be checked without it")
         return Verification(None, 0, 0, 0, (damaged,), ())
     damage, notes = [], []
+    # A folder of another name is accepted, because a copy of a checkpoint may have any.
     if parse_iteration(folder.name) not in (None, manifest.iteration):
         damage.append(
             Damage(MANIFEST, f"it is the checkpoint of iteration {manifest.iteration}, renamed")
@@ -95,6 +104,7 @@ def verify(folder: Path) -> Verification:
     if INDEX not in manifest.files:
         damage.append(Damage(INDEX, f"{MANIFEST} does not name it"))
     index = _read_index_if_valid(folder, manifest)
+    # The digest and the count of NaN use the same bytes, so that no file is read twice.
     counter = FiniteCounter(index)
     with tqdm(
         total=manifest.bytes,
@@ -108,12 +118,16 @@ def verify(folder: Path) -> Verification:
             wrong = list(check_file(folder, name, manifest, index, bar.update, counter.look_at))
             damage += wrong
             if wrong:
-                counter.forget(name)  # numbers that were never written
+                # The numbers in a damaged file were never written, so their NaN mean nothing.
+                counter.forget(name)
     if index is None:
         notes.append(
-            f"which tensors are concerned cannot be told, nor whether all are there: that stands in {INDEX}"
+            "which tensors are concerned cannot be told, nor whether all are there: that stands "
+            f"in {INDEX}"
         )
     else:
+        # Right digests prove only that the files are what was written. These checks would find a
+        # mistake of the writer.
         damage += [
             *check_tiling(index),
             *check_kinds(index, manifest),
@@ -142,14 +156,14 @@ def _values_not_finite(manifest: Manifest) -> Iterator[NotFinite]:
 
 
 class FiniteCounter:
-    """Counts numbers that are not finite while a file is read for its digest, so that no byte is
-    read twice."""
+    """Counts numbers that are not finite, while the files are read for their digests."""
 
     def __init__(self, index: TensorIndex | None) -> None:
+        """Create a counter for the tensors of an index. Without an index, it counts nothing."""
         self._spans: dict[str, list[tuple[int, int, str]]] = {}
-        """file -> (first byte, byte after the last, kind/name) of each box."""
+        """File -> (first byte, byte after the last, kind/name) of each stored slice."""
         self._counts: dict[str, dict[str, tuple[int, int]]] = {}
-        """file -> kind/name -> (NaN, infinities)."""
+        """File -> kind/name -> (NaN, infinities)."""
         self._index = index
         for key, tensor in ({} if index is None else index.tensors).items():
             for box in tensor["boxes"]:
@@ -157,14 +171,18 @@ class FiniteCounter:
                 self._spans.setdefault(box["file"], []).append((box["begin"], end, key))
 
     def look_at(self, file: str, position: int, data: bytes) -> None:
-        """Count in the bytes of `file` from `position` on. Positions and boxes are multiples of 4
-        bytes."""
+        """Count in `data`, the bytes of `file` from `position` on.
+
+        Positions and the bounds of slices are multiples of 4 bytes, the size of an element.
+        """
         end = position + len(data)
         for first, last, key in self._spans.get(file, ()):
             low = max(first, position)
             high = min(last, end)
+            # A slice that is not aligned has a wrong position in the index. `check_headers` reports
+            # that. Its bytes cannot be read as numbers here.
             if low >= high or (low - position) % _ITEM or (high - low) % _ITEM:
-                continue  # a box that is not aligned is reported as damage of the index
+                continue
             values = np.frombuffer(data, "<f4", (high - low) // _ITEM, low - position)
             finite = int(np.count_nonzero(np.isfinite(values)))
             if finite < len(values):
@@ -174,7 +192,7 @@ class FiniteCounter:
                 counts[key] = nan_before + nan, inf_before + len(values) - finite - nan
 
     def forget(self, file: str) -> None:
-        """Drop what was counted in a file."""
+        """Discard the counts of a file."""
         self._counts.pop(file, None)
 
     def found(self) -> Iterator[NotFinite]:
@@ -189,10 +207,13 @@ class FiniteCounter:
 
 @contextmanager
 def ensure_undisturbed(folder: Path) -> Iterator[None]:
-    """What is read inside is read of one checkpoint: a run that is alive may remove or replace it meanwhile, which is no damage.
+    """Return a context in which a folder must stay the same checkpoint.
+
+    A run that is alive may remove or replace the checkpoint while it is read. This looks like
+    damage and is not.
 
     Raises:
-        CheckpointError: that has happened; raised instead of any other error.
+        CheckpointError: If that has happened. It replaces any other error.
     """
     before = _read_identity(folder)
     try:
@@ -200,12 +221,17 @@ def ensure_undisturbed(folder: Path) -> Iterator[None]:
     finally:
         if before is None or _read_identity(folder) != before:
             raise CheckpointError(
-                f"{folder} was removed, renamed or replaced while it was read: is its run alive? Ask again"
+                f"{folder} was removed, renamed or replaced while it was read: is its run alive? "
+                "Ask again"
             )
 
 
 def _read_identity(folder: Path) -> tuple[int, int] | None:
-    """Its number, which a later folder may get again, and when the last file was put into it; None: it is not there."""
+    """Return inode and modification time of a folder, or None if it does not exist.
+
+    The inode alone is not enough, because a later folder may get the same one. The modification
+    time changes when a file is added or removed.
+    """
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -214,7 +240,7 @@ def _read_identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _read_index_if_valid(folder: Path, manifest: Manifest) -> TensorIndex | None:
-    """None where it cannot be believed; its damage is told by `check_file`, as every file's."""
+    """Return the index, or None if it is damaged. `check_file` reports the damage."""
     try:
         return read_index(folder, manifest) if INDEX in manifest.files else None
     except CheckpointError:
@@ -229,18 +255,22 @@ def check_file(
     progress: Callable[[int], object],
     look_at: Callable[[str, int, bytes], object],
 ) -> Iterator[Damage]:
-    """One file against its digests: which bytes differ, and which tensors lie in them.
+    """Compare one file with its digests. Yield which bytes differ, and which tensors they hold.
 
     Args:
+        folder: Folder of the checkpoint.
+        name: Name of the file.
+        manifest: The manifest of the checkpoint.
+        index: The index, which has the digests of blocks. None if it is damaged.
         progress: Called with the number of bytes of each block.
         look_at: Called with (name, position, bytes) of each block.
     """
     size, xxh128 = manifest.files[name]["bytes"], manifest.files[name]["xxh128"]
     digester, missing = Digester(), False
     try:
-        with open(
-            folder / name, "rb"
-        ) as file:  # buffered: only the last block is shorter than asked for
+        # Buffered, because an unbuffered read may return less than a block before the end. The
+        # positions might then not be multiples of 4 bytes.
+        with open(folder / name, "rb") as file:
             position = 0
             while data := file.read(BLOCK):
                 digester.update(data)
@@ -253,6 +283,8 @@ def check_file(
         yield Damage(name, f"{name} cannot be read: {error}")
         return
     found = digester.digest()
+    # A missing file goes on from here with the digest of no bytes, so that the message below names
+    # the tensors that are lost.
     if missing:
         what = f"{name} is missing"
     elif found.bytes != size:
@@ -263,18 +295,22 @@ def check_file(
         return
     if index is not None and name in index.blocks:
         expected = FileDigest(size, xxh128, index.blocks[name])
+        # Rounded up, because the last block is usually shorter. A block after the end of a file
+        # that was cut off has an empty digest, so it differs.
         differing = [
             number
             for number in range(-(-size // BLOCK))
             if found.block(number) != expected.block(number)
         ]
+        # For a missing or empty file, the range would be the complete file.
         what += f"; {_format_ranges(differing, size)} differ" if differing and found.bytes else ""
         what += _describe_affected_tensors(index, name, set(differing))
     yield Damage(name, what)
 
 
 def _format_ranges(blocks: list[int], size: int) -> str:
-    """bytes 0-4194303, ...: where the blocks are, neighbours together."""
+    """Return the byte ranges of blocks as "bytes 0-4194303, ...". Neighbours are joined."""
+    # Block number minus position in the list is constant within a run of neighbours.
     runs = [
         [number for _, number in run]
         for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0])
@@ -285,6 +321,7 @@ def _format_ranges(blocks: list[int], size: int) -> str:
 
 
 def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) -> str:
+    """Return the end of a message, which names the tensors that have bytes in these blocks."""
     keys = []
     for key, tensor in index.tensors.items():
         spans = [
@@ -302,35 +339,55 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
 
 
 def check_tiling(index: TensorIndex) -> Iterator[Damage]:
-    """Every element of every tensor must be in exactly one box."""
+    """Check that every element of every tensor is in exactly one stored slice."""
     for key, tensor in index.tensors.items():
         shape = tuple(tensor["shape"])
+        # A slice without elements covers nothing, and its edges would make empty grid cells.
         boxes: list[TensorSlice] = [
             (tuple(box["offset"]), tuple(box["shape"]))
             for box in tensor["boxes"]
             if math.prod(box["shape"])
         ]
+        # Slices that leave the tensor are reported and not counted. Their edges would extend the
+        # grid beyond the tensor.
         inside = [box for box in boxes if intersect(box, ((0,) * len(shape), shape)) == box]
         for offset, size in boxes:
             if (offset, size) not in inside:
-                what = f"{key} is {format_shape(shape)}, and a box of {format_shape(size)} at {list(offset)} is not within it"
+                what = (
+                    f"{key} is {format_shape(shape)}, and a box of {format_shape(size)} "
+                    f"at {list(offset)} is not within it"
+                )
                 yield Damage(INDEX, what)
         missing, double = _count_uneven_elements(inside, shape)
         if missing or double:
-            what = f"of {key}'s {math.prod(shape)} elements {missing} are in no box, {double} in more than one"
+            what = (
+                f"of {key}'s {math.prod(shape)} elements {missing} are in no box, "
+                f"{double} in more than one"
+            )
             yield Damage(INDEX, what)
 
 
 def _count_uneven_elements(boxes: list[TensorSlice], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Elements in no box, and in more than one: counted on the grid that the boxes' edges make."""
+    """Return how many elements are in no slice, and how many in more than one.
+
+    The edges of all slices divide the tensor into a grid. All elements of one grid cell are in the
+    same slices, so the cells are counted and weighted with their volume. This needs little memory,
+    where a counter for each element would need as much as the tensor.
+
+    Args:
+        boxes: The slices. Each lies within the tensor.
+        shape: The global shape.
+    """
     edges = [
         sorted({0, n, *(o[d] for o, _ in boxes), *(o[d] + s[d] for o, s in boxes)})
         for d, n in enumerate(shape)
     ]
+    # One counter for each cell. A slice covers a block of cells, because its edges are grid lines.
     times = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int64)
     for offset, size in boxes:
         cells = zip(edges, offset, size, strict=True)
         times[tuple(slice(edge.index(o), edge.index(o + n)) for edge, o, n in cells)] += 1
+    # Volume of each cell: the outer product of the lengths along the dimensions.
     volume = np.ones((), dtype=np.int64)
     for edge in edges:
         volume = np.multiply.outer(volume, np.diff(edge))
@@ -338,11 +395,15 @@ def _count_uneven_elements(boxes: list[TensorSlice], shape: tuple[int, ...]) -> 
 
 
 def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
-    """Each moment has its weight's shape, and none is missing where the optimizer is in the checkpoint."""
+    """Check that each moment has its weight's shape, and that no kind is missing.
+
+    The moments are needed only if the optimizer's state was saved.
+    """
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in index.tensors.items():
         kind, _, name = key.partition("/")
         shapes.setdefault(name, {})[kind] = tensor["shape"]
+    # With the fp32 weight, Adam's two moments make up the optimizer's state.
     wanted = {"weight"} if manifest.optimizer is None else {"weight", "exp_avg", "exp_avg_sq"}
     for name, kinds in shapes.items():
         for kind in sorted(wanted - kinds.keys()):
@@ -352,7 +413,11 @@ def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
 
 
 def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
-    """The safetensors library must open each file and find in it what the index says, where the index says."""
+    """Check that the safetensors library finds the tensors of each file where the index has them.
+
+    Our reader uses the index, and other programs use the header of each file. Both must agree.
+    """
+    # Every file with blocks is opened, even if the index has no tensor in it.
     expected: dict[str, set[StoredTensor]] = {name: set() for name in index.blocks}
     for key, tensor in index.tensors.items():
         for box in tensor["boxes"]:
@@ -364,29 +429,42 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
         try:
             found = list_stored_tensors(folder / file)
         except FileNotFoundError:
-            continue  # told already
+            # `check_file` has reported it.
+            continue
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             yield Damage(file, f"safetensors cannot open {file}: {error}")
             continue
         for begin, name, shape in sorted(expected[file] - found):
-            what = f"{INDEX} has {name}, {format_shape(shape)}, at byte {begin} of {file}, and safetensors does not find it there"
+            what = (
+                f"{INDEX} has {name}, {format_shape(shape)}, at byte {begin} of {file}, "
+                "and safetensors does not find it there"
+            )
             yield Damage(file, what)
         for begin, name, shape in sorted(found - expected[file]):
-            what = f"safetensors finds {name}, {format_shape(shape)}, at byte {begin} of {file}, and {INDEX} does not have it there"
+            what = (
+                f"safetensors finds {name}, {format_shape(shape)}, at byte {begin} of {file}, "
+                f"and {INDEX} does not have it there"
+            )
             yield Damage(file, what)
 
 
 def list_stored_tensors(path: Path) -> set[StoredTensor]:
-    """What the library finds, and where. It checks that the header fits the file but does not tell positions: the header does.
+    """Return the tensors that the safetensors library finds in a file, and their positions.
+
+    The library checks that the header fits the file. It does not report positions, so these are
+    read from the header.
 
     Raises:
-        SafetensorError: it is not a whole safetensors file. OSError: it cannot be read.
+        SafetensorError: If it is not a complete safetensors file.
+        OSError: If it cannot be read.
     """
     with safe_open(path, framework="pt") as opened:
-        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118, it is no dict
+        # `opened` is not a dict and cannot be iterated without `keys`.
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
+    # The offsets of a header count from its end. It starts after the 8 bytes of its length.
     return {
         (8 + length + header[name]["data_offsets"][0], name, shape)
         for name, shape in shapes.items()
@@ -394,5 +472,5 @@ def list_stored_tensors(path: Path) -> set[StoredTensor]:
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
-    """3 x 4."""
+    """Return a shape as text, such as "3 x 4"."""
     return " x ".join(map(str, shape)) or "one number"

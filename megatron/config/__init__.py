@@ -1,1 +1,4 @@
-"""What was asked: frozen dataclasses, one group a file, read from flat flags and nested YAML (`megatron.config.cli`)."""
+"""The configuration that a user asked for, as frozen dataclasses with one group in each file.
+
+`megatron.config.cli` reads it from flat flags and nested YAML.
+"""

@@ -1,41 +1,47 @@
-"""How much is trained, in which portions, and when to stop."""
+"""How much is trained, with which batch sizes, and when to stop."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BatchConfig:
+    """Settings of the batch size, the length of training, evaluation and stopping."""
+
     micro_batch_size: int
-    """Samples that one rank takes through the model at once."""
+    """Samples that one rank passes through the model at once."""
     global_batch_size: int | None = None
     """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES: begin with START, add INCREMENT at even steps over SAMPLES samples, up to the global batch size."""
+    """START INCREMENT SAMPLES: start with START and add INCREMENT at even steps over SAMPLES
+    samples, up to the global batch size."""
     step_batch_size_schedule: tuple[str, ...] | None = None
-    """'0:768 250B:1536': batch size from each threshold on. Thresholds are tokens with a suffix K, M, B
-    or T, rounded down to samples; 61035156250tokens and 30_000_000samples name their unit. A bare
-    threshold above 0 is an error: it means tokens in Megatron-LM, and meant samples in earlier versions."""
+    """'0:768 250B:1536': batch size from each threshold on. Thresholds are tokens with a suffix K,
+    M, B or T, rounded down to samples. 61035156250tokens and 30_000_000samples name their unit. A
+    bare threshold above 0 is an error: it means tokens in Megatron-LM, and meant samples in earlier
+    versions."""
     train_iters: int | None = None
-    """Iterations to train; give this or --train-samples."""
+    """Iterations to train. Give this or --train-samples."""
     train_samples: int | None = None
-    """Samples to train; give this or --train-iters."""
+    """Samples to train. Give this or --train-iters."""
     train_tokens: int | None = None
-    """Stop after so many tokens, beside one of the other two."""
+    """Stop after this many tokens. Give it together with --train-iters or --train-samples."""
     skip_train_iteration_range: tuple[str, ...] = ()
-    """FIRST-LAST ... (inclusive): drop these iterations' batches untrained, to get past bad data."""
+    """FIRST-LAST ... (inclusive): drop the batches of these iterations without training on them, to
+    skip bad data."""
     seed: int = 1234
     """Seed of weights, dropout and the order of samples."""
     eval_iters: int = 100
-    """Batches of one evaluation; 0 turns evaluation off."""
+    """Batches of one evaluation. 0 turns evaluation off."""
     eval_interval: int = 1000
-    """Evaluate every so many iterations."""
+    """Iterations between evaluations."""
     eval_only: bool = False
-    """Load, evaluate every validation and test set once, leave."""
+    """Load a checkpoint, evaluate every validation and test set once, and exit."""
     exit_interval: int | None = None
-    """Save and leave at iterations divisible by this."""
+    """Save and exit at iterations divisible by this."""
     exit_duration_in_mins: float | None = None
-    """Save and leave after so many minutes since the start of this process."""
+    """Save and exit this many minutes after the start of this process."""
     kill_switch_path: str | None = None
-    """Save and leave as soon as this file exists; do not start while it does."""
+    """Save and exit as soon as this file exists. The run does not start while it exists."""
     max_nan_iterations: int = 10
-    """Stop after so many iterations in a row whose loss or gradient is not finite. Such steps are dropped, never trained on."""
+    """Stop after this many iterations in a row whose loss or gradient is not finite. Such steps are
+    dropped and never trained on."""

@@ -1,4 +1,4 @@
-"""What is saved, where, and what is loaded."""
+"""What is saved, where it is saved, and what is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -6,46 +6,58 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """Settings of saving and loading checkpoints."""
+
     save: str | None = None
     """Folder that checkpoints are written to."""
     load: str | None = None
-    """Folder that the run resumes from; usually the same as --save."""
+    """Folder that the run resumes from. It is usually the same as --save."""
     save_interval: int | None = None
-    """Save every so many iterations."""
+    """Iterations between saves."""
     save_at: tuple[int, ...] = ()
-    """Save after these iterations, too, and keep those checkpoints for ever."""
+    """Save after these iterations as well, and keep those checkpoints permanently."""
     async_save: bool = False
-    """Go on training while a checkpoint is written. Costs a copy of this rank's masters and moments in the host's memory."""
+    """Continue training while a checkpoint is written. This needs host memory for a copy of this
+    rank's master weights and moments."""
     max_save_failures: int = 3
-    """So many saves that fail in a row end the run: it would only train what cannot be kept."""
+    """End the run after this many failed saves in a row, because further training could not be
+    saved."""
     save_retry_interval: int = 10
-    """A save that failed is tried again after so many iterations; one at the end of the run at once."""
+    """Iterations after which a failed save is tried again. At the end of the run it is tried again
+    immediately."""
     keep_latest_checkpoints: int | None = None
-    """Keep only so many of the newest checkpoints; an older one is removed once a newer one was
-    read back from the disk. One without an applied step since the one before it does not count. Default:
-    keep all."""
+    """Keep only this many of the newest checkpoints. An older one is removed once a newer one was
+    read back from the disk. A checkpoint without an applied step since the previous one does not
+    count. Default: keep all."""
     keep_every: int | None = None
-    """With --keep-latest-checkpoints, keep those of iterations divisible by this for ever."""
+    """With --keep-latest-checkpoints, keep the checkpoints of iterations divisible by this
+    permanently."""
     save_optim: bool = True
-    """Save the optimizer's state; without it (--no-save-optim) a resume starts with fresh moments."""
+    """Save the optimizer's state. Without it (--no-save-optim) a resumed run starts with new
+    moments."""
     load_iteration: int | None = None
-    """Load this iteration's checkpoint and no other, wherever the pointers point. For one launch: a script that is started again
-    with it would go back again; to roll back for good, edit the pointers."""
+    """Load this iteration's checkpoint and no other, whatever the pointers name. Use it for one
+    launch only, because a script that is started again with it would go back again. To roll back
+    permanently, edit the pointers."""
     load_fallback: bool = True
-    """Where the checkpoint that the pointers name is damaged, set it aside and go on from the newest good one before it; with
-    --load-iteration, or --no-load-fallback, damage is an error."""
+    """If the checkpoint that the pointers name is damaged, rename it and resume from the newest
+    valid one before it. With --load-iteration or --no-load-fallback, damage is an error."""
     load_optim: bool = True
-    """Load the optimizer's state; without it (--no-load-optim) moments and their step count start afresh."""
+    """Load the optimizer's state. Without it (--no-load-optim) the moments and their step count
+    start from scratch."""
     finetune: bool = False
-    """Load the weights only: iteration, data position, optimizer and schedules start afresh."""
+    """Load the weights only. Iteration, data position, optimizer and schedules start from
+    scratch."""
     require_load: bool = False
     """Refuse to start without a checkpoint."""
     allow_fresh_start: bool = False
-    """Start afresh although --load shows traces of a run without a usable pointer."""
+    """Start from scratch although --load has traces of a run and no usable pointer."""
 
     @property
     def resumes_itself(self) -> bool:
-        """--load and --save are one folder, however they are spelled."""
+        """Whether --load and --save are one folder, in whatever way they are spelled."""
+        # Resolve the paths first. A symbolic link, or a relative path for one of them, names the
+        # same folder.
         return (
             self.load is not None
             and self.save is not None

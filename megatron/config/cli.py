@@ -1,7 +1,8 @@
-"""The configuration of a run out of a command line and a YAML file, with the origin of each value.
+"""Reads a run's configuration from a command line and a YAML file, with the origin of each value.
 
-Invariant: precedence is flag, then YAML file, then default. Nothing but --help ends the process: what is wrong is a `ConfigError`
-that lists all of it. Rules that connect fields are in `megatron.config.rules`.
+Invariant: precedence is flag, then YAML file, then default. Only --help ends the process. All that
+is wrong is collected into one `ConfigError`. Rules that connect fields are in
+`megatron.config.rules`.
 """
 
 import sys
@@ -31,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """What was asked, and by whom."""
+    """A configuration as it was loaded, the origin of each value, and the warnings."""
 
     config: Config
     origin: dict[str, str]
@@ -42,7 +43,10 @@ class LoadedConfig:
 def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> LoadedConfig:
     """Read flags (`sys.argv` by default) over the YAML file that --config names.
 
-    Raises ConfigError with every unknown flag or key, value of a wrong type and missing field. --help prints and exits.
+    --help prints the help text and exits.
+
+    Raises:
+        ConfigError: lists every unknown flag or key, value of a wrong type and missing field.
     """
     line = read_argv(sys.argv[1:] if argv is None else argv)
     if line.help:
@@ -53,25 +57,35 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     if line.config_file is not None:
         given, yaml_errors = read_file(line.config_file)
         errors += yaml_errors
+    # Flags are merged after the file, so a flag replaces the file's value and its origin.
     given |= line.given
     warnings = list(line.warnings)
+    # DeepSpeed's JSON is read last, because its values must agree with those of flags and YAML.
+    # Without --deepspeed the file has no effect, and a rule warns about it.
     if _get_value(given, "parallel.deepspeed"):
         path = _get_value(given, "parallel.deepspeed_config")
-        if path is not None and Path(path).exists():  # where it does not, the plan says so
+        # A missing file is reported by the rules of the plan.
+        if path is not None and Path(path).exists():
             from_json, json_errors, json_warnings = merge_json(path, given)
             given |= from_json
             errors += json_errors
             warnings += json_warnings
-    if _get_value(given, "optimizer.use_bnb_optimizer"):  # as in Megatron-DeepSpeed
+    # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
+    # --no-embed-layernorm in force if it was given.
+    if _get_value(given, "optimizer.use_bnb_optimizer"):
         given.setdefault(
             "model.embed_layernorm",
             ValueWithOrigin(True, given["optimizer.use_bnb_optimizer"].origin),
         )
+    # Conditions are checked here and not in `read_argv`, because the field they need may come from
+    # the YAML file or the JSON.
     for shown, row in line.conditions:
         field = all_fields()[row.needs]
         if row.needs not in given or given[row.needs].value == field.default:
             errors.append(f"{shown} needs {field.flag} beside it: {row.reason}.")
-    if not errors:  # a typing error in a required flag would be reported twice
+    # Without this check, a typing error in a required flag would be reported twice, once as unknown
+    # and once as missing.
+    if not errors:
         errors += find_missing(given)
     if errors:
         raise combine_errors(errors)
@@ -88,8 +102,14 @@ def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:
 
 
 def load_yaml(text: str) -> Config:
-    """The configuration that `dump_yaml` wrote. Raises ConfigError."""
+    """Return the configuration that `dump_yaml` wrote.
+
+    Raises:
+        ConfigError: the text is not YAML, or has an unknown key, a wrong value or a missing field.
+    """
     given, errors = read_text(text, "<yaml>")
+    # A text that cannot be parsed gives no values, so each required field would be reported as
+    # missing too.
     errors = errors or find_missing(given)
     if errors:
         raise combine_errors(errors)
@@ -97,7 +117,7 @@ def load_yaml(text: str) -> Config:
 
 
 def combine_errors(errors: Sequence[str]) -> ConfigError:
-    """One error that reports all of them."""
+    """Return one error that lists all of the messages."""
     if len(errors) == 1:
         return ConfigError(errors[0])
     return ConfigError(

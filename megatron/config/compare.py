@@ -1,6 +1,6 @@
-"""Are two configurations the same run? Used where ranks compare theirs with rank 0's.
+"""Compares two configurations, to check that all ranks have the configuration of rank 0.
 
-Invariant: fields that differ between ranks by their nature (`_PER_RANK`) play no part.
+Invariant: fields that differ between ranks by their nature (`_PER_RANK`) are left out.
 """
 
 import hashlib
@@ -13,15 +13,18 @@ _PER_RANK = {"parallel.local_rank"}
 
 
 def compute_config_digest(config: Config) -> str:
-    """SHA-256 over all fields that must agree between ranks, as 64 hexadecimal digits."""
+    """Return the SHA-256 of all fields that must agree between ranks, as 64 hexadecimal digits."""
     values = {dotted: value for dotted, value in flatten(config).items() if dotted not in _PER_RANK}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def list_config_differences(a: Config, b: Config) -> list[str]:
-    """One line for each field that differs: dotted name, value in `a`, value in `b`. Empty when the digests are equal."""
+    """Return one line for each field that differs: its dotted name and both values.
+
+    The value in `a` comes first. The list is empty if the digests are equal.
+    """
     left, right = flatten(a), flatten(b)
-    # JSON, as in the digest: nan equals itself there, and 1 is not 1.0
+    # Compare as JSON, as the digest does. There nan equals itself, and 1 differs from 1.0.
     shown = {
         dotted: (json.dumps(left[dotted]), json.dumps(right[dotted]))
         for dotted in left

@@ -1,6 +1,7 @@
-"""Flags of other systems' scripts that are spelled otherwise here, change nothing, or cannot be honoured.
+"""The flags of other systems that are renamed, harmless or refused here.
 
-A flag that is not in this table is a field of the configuration under the same name, or unknown. docs/flags.md shows the table.
+A flag that is not in this table is a field of the configuration under the same name, or unknown.
+docs/flags.md shows the table.
 """
 
 import functools
@@ -19,16 +20,21 @@ TABLE: tuple[Row, ...] = tuple(row for table in SYSTEMS.values() for row in tabl
 
 
 def find_rows(flag: str) -> list[Row]:
-    """The rows of a flag, spelled with hyphens; several where its values differ in meaning."""
+    """Return the rows of a flag, which is spelled with hyphens.
+
+    There are several rows if the flag's values differ in meaning.
+    """
     return _index_by_flag().get(flag, [])
 
 
 def find_row(flag: str, values: Sequence[str]) -> Row | None:
-    """The row that holds for a flag with these values."""
+    """Return the row that holds for a flag with these values, or None."""
     return next(
         (
             row
             for row in find_rows(flag)
+            # The first row that fits wins, so a row for all values must come after those for single
+            # values.
             if not row.only or (len(values) == 1 and values[0] in row.only)
         ),
         None,

@@ -1,7 +1,10 @@
-"""Flags of fms-fsdp's launch scripts (`--model_variant=llama2_7b --use_dummy_dataset=False`) that are not the same here.
+"""Flags of fms-fsdp's launch scripts that differ here.
 
-Invariant: as in `compat_row`. Source: fms-fsdp's configuration and its registry of model variants, and the Llama of the
-foundation-model-stack that it trains: RMSNorm with epsilon 1e-5, SwiGLU, no biases, no dropout, an output layer of its own.
+An example is `--model_variant=llama2_7b --use_dummy_dataset=False`.
+
+Invariant: as in `compat_row`. Sources: fms-fsdp's configuration, its registry of model variants,
+and the Llama of the foundation-model-stack that it trains. That model has RMSNorm with epsilon
+1e-5, SwiGLU, no biases, no dropout, and an output layer with its own weights.
 """
 
 from megatron.config.compat_row import (
@@ -13,6 +16,8 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
+# What every variant has in common and fms-fsdp hard-codes. The defaults here are GPT-2's, so each
+# has to be set.
 _LLAMA = (
     *(
         "--normalization",
@@ -26,9 +31,18 @@ _LLAMA = (
     *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rotary"),
     *("--hidden-dropout", "0", "--attention-dropout", "0"),
 )
-_VARIANT = "weights begin with --init-method-std, and smaller ones in the output projections, where all begin with 0.02 there"
-_STREAMED = "data sets are not streamed: make them by tools/preprocess_data.py and mix them by --data-path WEIGHT PATH WEIGHT PATH"
-_SPECIAL_TOKENS = "special tokens come with the data: tools/preprocess_data.py --append-eod ends documents with theirs"
+_VARIANT = (
+    "weights begin with --init-method-std, and smaller ones in the output projections, where all "
+    "begin with 0.02 there"
+)
+_STREAMED = (
+    "data sets are not streamed: make them by tools/preprocess_data.py and mix them by "
+    "--data-path WEIGHT PATH WEIGHT PATH"
+)
+_SPECIAL_TOKENS = (
+    "special tokens come with the data: tools/preprocess_data.py --append-eod ends documents "
+    "with theirs"
+)
 _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _PROFILER = "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
@@ -48,7 +62,10 @@ def _make_variant(
     vocab: int = 32000,
     base: int = 10000,
 ) -> Row:
-    """The row of a model variant. `groups`: key/value heads, where they are fewer than `heads`."""
+    """Return the row of a model variant.
+
+    `groups` is the number of key/value heads if it is less than `heads`.
+    """
     shape = {
         "num-layers": layers,
         "hidden-size": hidden,
@@ -63,7 +80,7 @@ def _make_variant(
 _LLAMA3 = {"vocab": 128256, "base": 500000}
 
 FMS: tuple[Row, ...] = (
-    # model
+    # The model. The shapes are those of fms-fsdp's registry of model variants.
     _make_variant("7b", "llama2_7b", layers=32, hidden=4096, ffn=11008, heads=32),
     _make_variant("13b", "llama2_13b", layers=40, hidden=5120, ffn=13824, heads=40),
     _make_variant(
@@ -112,12 +129,13 @@ FMS: tuple[Row, ...] = (
         groups=8,
         **_LLAMA3,
     ),
+    # This row follows the variants. It holds for every other value of --model-variant.
     refuse_flag(
         "--model-variant",
-        "there are no Mamba models; another Llama is given by --num-layers, --hidden-size and so on",
+        "there are no Mamba models; another Llama is given by --num-layers, --hidden-size and so "
+        "on",
         1,
     ),
-    # data
     refuse_flag(
         "--use-dummy-dataset",
         "there is no made-up data; examples/quickstart.sh trains on a small real one",
@@ -151,7 +169,6 @@ FMS: tuple[Row, ...] = (
         "--resuming-dataset",
         "a resume always goes on in the data where it was; --finetune starts the data afresh",
     ),
-    # sharding, recomputation, precision
     rename_flag("--sharding-strategy", "--zero-stage", "3", arity=1, only=("fsdp", "FSDP")),
     rename_flag(
         "--sharding-strategy", "--zero-stage", "3", arity=1, only=("hsdp", "HSDP"), reason=_NO_NODES
@@ -167,6 +184,7 @@ FMS: tuple[Row, ...] = (
         "--zero-stage shards over all data-parallel ranks; there are no smaller groups",
         arity=1,
     ),
+    # Recomputation and precision.
     rename_flag("--fsdp-activation-checkpointing", "--checkpoint-activations"),
     *(
         rename_flag(
@@ -182,14 +200,15 @@ FMS: tuple[Row, ...] = (
     rename_flag("--selective-checkpointing", "--checkpoint-fraction", arity=1),
     rename_flag("--mixed-precision", "--bf16", reason="gradients are added up in fp32"),
     ignore_flag("--low-cpu-fsdp", "each rank builds its own part of the model only"),
-    # training
+    # The length of training, the optimizer and the learning rate.
     rename_flag("--num-steps", "--train-iters", arity=1),
     rename_flag(
         "--learning-rate",
         "--lr",
         arity=1,
-        reason="the peak. What was fixed there is a flag here: --lr-decay-style cosine --min-lr (a tenth of the peak) "
-        "--lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 --weight-decay 0.1",
+        reason="the peak. What was fixed there is a flag here: --lr-decay-style cosine --min-lr (a "
+        "tenth of the peak) --lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 "
+        "--weight-decay 0.1",
     ),
     rename_flag("--grad-clip-thresh", "--clip-grad", arity=1),
     rename_flag("--training-stage", "--lr-decay-style", "linear", arity=1, only=("annealing",)),
@@ -198,7 +217,7 @@ FMS: tuple[Row, ...] = (
         "say --lr-decay-style cosine, --min-lr and --lr-warmup-iters; warm-up is linear here",
         arity=1,
     ),
-    # checkpoints and reports
+    # Checkpoints and reports.
     rename_flag("--ckpt-load-path", "--load", arity=1, reason=_OWN_CHECKPOINTS),
     rename_flag("--ckpt-save-path", "--save", arity=1),
     rename_flag("--checkpoint-interval", "--save-interval", arity=1),
@@ -213,12 +232,12 @@ FMS: tuple[Row, ...] = (
         arity=1,
     ),
     *ignore_flags(_PROFILER, "--use-profiler --profiler-rank0-only"),
-    # speculators
+    # Speculators.
     *refuse_flags(_SPECULATOR, "--speculator-tie-weights --speculator-scale-input"),
     *refuse_flags(
         _SPECULATOR,
-        "--tp-size --model-arch --model-path --n-speculator-heads --speculator-width --stage2-start-step --stage2-prompt-length "
-        "--stage2-batch-size --stage2-seq-length",
+        "--tp-size --model-arch --model-path --n-speculator-heads --speculator-width "
+        "--stage2-start-step --stage2-prompt-length --stage2-batch-size --stage2-seq-length",
         arity=1,
     ),
 )

@@ -1,6 +1,9 @@
-"""Flags of GPT pretraining with Megatron-LM and with BigScience's and Microsoft's Megatron-DeepSpeed that are not the same here.
+"""Flags for the pretraining of a GPT with Megatron-LM and Megatron-DeepSpeed that differ here.
 
-Invariant: as in `compat_row`. Source: the argument parsers of the three, and what their code makes of each argument.
+Both BigScience's and Microsoft's Megatron-DeepSpeed are covered.
+
+Invariant: as in `compat_row`. Sources: the argument parsers of the three, and what their code does
+with each argument.
 """
 
 from megatron.config.compat_row import (
@@ -20,11 +23,17 @@ _OVERLAP = "communication overlaps computation wherever the engine can do so"
 _FP32 = "it is always so here"
 _TENSORBOARD = "TensorBoard gets no such points here"
 _WANDB = "metrics go to TensorBoard and to metrics.jsonl"
-_SCORES = "the scaling by layer cancels out in exact arithmetic, and attention scores are held in fp32, where none overflows"
+_SCORES = (
+    "the scaling by layer cancels out in exact arithmetic, and attention scores are held in "
+    "fp32, where none overflows"
+)
 _EXPERTS = "it is for mixtures of experts, and there are none"
 _FP8 = "there is no fp8: take it out and say --bf16"
 _DECAY = "the weight decay is constant: --weight-decay"
-_ONE_TEXT = "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of documents"
+_ONE_TEXT = (
+    "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of "
+    "documents"
+)
 _SPLITS = (
     "say --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
 )
@@ -44,15 +53,19 @@ _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
 _BY_ITSELF = "each layer is recomputed by itself"
 
+# A row for some values of a flag comes before the row for all others, because the first row that
+# fits is used.
 _MODEL = (
     rename_flag(
         "--swiglu",
         "--glu-activation",
         "swiglu",
         needs="model.ffn_hidden_size",
-        reason="without it the width there is 8/3 x hidden size, rounded down to a multiple of 64, and here 4 x hidden size",
+        reason="without it the width there is 8/3 x hidden size, rounded down to a multiple of 64, "
+        "and here 4 x hidden size",
     ),
-    # without biases there is no fused kernel there, so GELU has its erf form
+    # Megatron's fused kernel needs biases. Without them GELU has its erf form there, so both are
+    # turned off here.
     rename_flag("--disable-bias-linear", "--no-add-bias-linear", "--no-bias-gelu-fusion"),
     rename_flag("--norm-epsilon", "--layernorm-epsilon", arity=1),
     rename_flag("--normalization", "--normalization", "LayerNorm", arity=1, only=("layernorm",)),
@@ -82,6 +95,7 @@ _MODEL = (
         "rotary and ALiBi models have no table of positions anyway",
         needs="model.position_embedding_type",
     ),
+    # Megatron scales scores by layer to avoid overflow in fp16, and undoes it in the softmax.
     ignore_flag("--no-query-key-layer-scaling", _SCORES),
     ignore_flag("--apply-query-key-layer-scaling", _SCORES),
     ignore_flag("--attention-softmax-in-fp32", _SDPA),
@@ -132,14 +146,15 @@ _MODEL = (
     ),
     *ignore_flags(
         _EXPERTS,
-        "--mlp-type --topk --expert-interval --moe-expert-parallel-size --moe-train-capacity-factor --moe-eval-capacity-factor "
-        "--moe-min-capacity --moe-loss-coeff",
+        "--mlp-type --topk --expert-interval --moe-expert-parallel-size "
+        "--moe-train-capacity-factor --moe-eval-capacity-factor --moe-min-capacity "
+        "--moe-loss-coeff",
         arity=1,
     ),
     *ignore_flags(
         _EXPERTS,
-        "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --create-moe-param-group --use-tutel "
-        "--enable-expert-tensor-parallelism",
+        "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling "
+        "--create-moe-param-group --use-tutel --enable-expert-tensor-parallelism",
     ),
 )
 
@@ -147,7 +162,8 @@ _KERNEL_CHOICES = (
     ignore_flag("--no-masked-softmax-fusion", _SDPA),
     *ignore_flags(
         _SDPA,
-        "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder",
+        "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton "
+        "--use-flash-attn-builder",
     ),
     ignore_flag("--attention-backend", _SDPA, arity=1),
     ignore_flag("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
@@ -195,20 +211,23 @@ _BATCHES_AND_DATA = (
     ),
     refuse_flag(
         "--tokenizer-type",
-        "data that is tokenised already needs none: say --vocab-size, one more than there for the end of a document",
+        "data that is tokenised already needs none: say --vocab-size, one more than there for "
+        "the end of a document",
         arity=1,
         only=("NullTokenizer",),
     ),
     rename_flag("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
     refuse_flag(
         "--trust-remote-code",
-        "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard class",
+        "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard "
+        "class",
     ),
     *refuse_flags(_SPLITS, "--train-data-path --valid-data-path --test-data-path", arity="*"),
     refuse_flag("--aml-data-download-path", "write whole paths in --data-path", arity=1),
     *refuse_flags(
         _INDEX,
-        "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path",
+        "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path "
+        "--train-shuffle-idx-path",
         arity=1,
     ),
     refuse_flag(
@@ -226,6 +245,7 @@ _BATCHES_AND_DATA = (
 _OPTIMIZER_AND_PRECISION = (
     rename_flag("--override-opt-param-scheduler", "--override-lr-scheduler"),
     rename_flag("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+    # Megatron-LM's distributed optimizer shards optimizer states, which is ZeRO's stage 1.
     rename_flag("--use-distributed-optimizer", "--zero-stage", "1"),
     ignore_flag("--accumulate-allreduce-grads-in-fp32", _FP32),
     refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: take it out"),
@@ -235,7 +255,8 @@ _OPTIMIZER_AND_PRECISION = (
     *refuse_flags(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
     refuse_flag(
         "--warmup",
-        "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
+        "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or "
+        "--lr-warmup-samples",
         arity=1,
     ),
     ignore_flag("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
@@ -245,6 +266,7 @@ _OPTIMIZER_AND_PRECISION = (
 _PARALLELISM = (
     rename_flag("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
     rename_flag("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
+    # DeepSpeed's name in its first versions.
     rename_flag("--deepscale", "--deepspeed"),
     rename_flag("--deepscale-config", "--deepspeed-config", arity=1),
     refuse_flag(
@@ -267,8 +289,9 @@ _PARALLELISM = (
     ignore_flag("--empty-unused-memory-level", _MEMORY, arity=1),
     *ignore_flags(
         _OVERLAP,
-        "--no-scatter-gather-tensors-in-pipeline --no-async-tensor-model-parallel-allreduce --overlap-grad-reduce "
-        "--overlap-param-gather --overlap-p2p-communication --use-ring-exchange-p2p",
+        "--no-scatter-gather-tensors-in-pipeline --no-async-tensor-model-parallel-allreduce "
+        "--overlap-grad-reduce --overlap-param-gather --overlap-p2p-communication "
+        "--use-ring-exchange-p2p",
     ),
     *ignore_flags(_ZERO_BUFFERS, "--zero-reduce-scatter --zero-contigious-gradients"),
     *ignore_flags(_ZERO_BUFFERS, "--zero-reduce-bucket-size --zero-allgather-bucket-size", arity=1),
@@ -276,12 +299,14 @@ _PARALLELISM = (
     refuse_flag(
         "--remote-device", "parameters stay on the device: --zero-stage 3 shards them", arity=1
     ),
+    # A size of 1 asks for no parallelism of this kind, so it is harmless.
     ignore_flag("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
     ignore_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1, only=("1",)),
     refuse_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1),
     *refuse_flags(
         _ULYSSES,
-        "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-offloading",
+        "--force-ds-sequence-parallel --ds-sequence-parallel-fpdt "
+        "--ds-sequence-parallel-fpdt-offloading",
     ),
     refuse_flag("--ds-sequence-parallel-fpdt-chunk-size", _ULYSSES, arity=1),
     *refuse_flags(_ZERO_BUBBLE, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics"),
@@ -345,6 +370,7 @@ _STOPPING_AND_CHECKPOINTS = (
 )
 
 _LOGGING = (
+    # The flag is misspelled in Megatron's parser, so scripts use this spelling.
     rename_flag("--no-log-learnig-rate-to-tensorboard", "--no-log-learning-rate-to-tensorboard"),
     *ignore_flags(_MESSAGES, "--log-level --log-level-replica", arity=1),
     ignore_flag("--log-path", "every checkpoint holds the configuration", arity=1),
@@ -353,7 +379,8 @@ _LOGGING = (
     ignore_flag("--no-barrier-with-level-1-timing", _STEP_TIMES),
     *ignore_flags(
         _TENSORBOARD,
-        "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard",
+        "--log-world-size-to-tensorboard --log-memory-to-tensorboard "
+        "--log-optimizer-states-to-tensorboard",
     ),
     *ignore_flags(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
     *ignore_flags(_NO_PROFILER, "--profile --profile-steps", arity=1),

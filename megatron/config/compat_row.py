@@ -1,7 +1,7 @@
-"""One row of the compatibility table: what becomes of another system's flag.
+"""One row of the compatibility table, which describes what becomes of another system's flag.
 
-Invariant: a renamed flag does exactly what it did there; a harmless one changes no number; anything else is refused, with
-the way out.
+Invariant: a renamed flag does exactly what it did there. A harmless one changes no number. Any
+other is refused, and the reason names an alternative.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,22 @@ class Row:
     """One flag, or some values of it."""
 
     flag: str
-    """Spelled with hyphens, as all flags are before they are looked up."""
+    """The flag, spelled with hyphens. Every flag is brought to this form before it is looked up."""
     kind: Kind
     arity: Arity
-    """Number of values that the flag takes there; with 0, `=True` and `=False` may be attached."""
+    """Number of values that the flag takes there. With 0, `=True` and `=False` may be attached."""
     reason: str = ""
-    """Why it is harmless or refused, in words that go on after a colon; for a renamed one what else is to know."""
+    """Why the flag is harmless or refused, in words that continue after a colon. For a renamed flag
+    it holds what else a user should know."""
     to: tuple[str, ...] = ()
-    """For a renamed one: flags and fixed values here. The given values follow the last, unless `only` picked them."""
+    """Flags and fixed values here, for a renamed flag. The given values follow the last one, unless
+    `only` picked them."""
     only: tuple[str, ...] = ()
-    """The row holds for these values only; the flag's other values mean what they mean here, or are errors."""
+    """The row holds for these values only. The flag's other values mean what they mean here, or are
+    errors."""
     needs: str = ""
-    """The row holds only if this field is given, too, and not its default; then `reason` says why."""
+    """The row holds only if this field is also given and is not its default. `reason` then explains
+    why."""
 
 
 def rename_flag(
@@ -39,24 +43,27 @@ def rename_flag(
     reason: str = "",
     needs: str = "",
 ) -> Row:
+    """Return the row of a flag that has another name here."""
     return Row(flag, "renamed", arity, reason, to, only, needs)
 
 
 def ignore_flag(
     flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = ""
 ) -> Row:
+    """Return the row of a flag that changes no number here."""
     return Row(flag, "harmless", arity, reason, (), only, needs)
 
 
 def refuse_flag(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = ()) -> Row:
+    """Return the row of a flag that cannot be honoured here."""
     return Row(flag, "refused", arity, reason, (), only)
 
 
 def ignore_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
-    """A row for each of the flags, which are separated by spaces."""
+    """Return a harmless row for each of the flags, which are separated by spaces."""
     return tuple(ignore_flag(flag, reason, arity) for flag in flags.split())
 
 
 def refuse_flags(reason: str, flags: str, arity: Arity = 0) -> tuple[Row, ...]:
-    """A row for each of the flags, which are separated by spaces."""
+    """Return a refused row for each of the flags, which are separated by spaces."""
     return tuple(refuse_flag(flag, reason, arity) for flag in flags.split())

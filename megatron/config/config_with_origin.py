@@ -1,4 +1,7 @@
-"""A configuration together with where its values came from: what rules read, and how messages word it."""
+"""A configuration together with the origin of each value.
+
+Rules read it, and messages take their wording from it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,29 +12,42 @@ from megatron.config.tree import Config
 
 @dataclass(frozen=True)
 class ConfigWithOrigin:
+    """A configuration and, for each dotted field, where its value came from.
+
+    `origin` has the form of `LoadedConfig.origin`. It may lack fields or be empty. Messages then
+    leave the origin out.
+    """
+
     config: Config
     origin: dict[str, str]
 
     def __getitem__(self, dotted: str) -> Any:
-        """The value of the field 'model.hidden_size'."""
+        """Return the value of a field by its dotted name, as in 'model.hidden_size'."""
         group, _, name = dotted.partition(".")
         return getattr(getattr(self.config, group), name)
 
     def is_changed(self, dotted: str) -> bool:
-        """Whether the field has another value than its default."""
+        """Return whether the field's value differs from its default."""
         return bool(self[dotted] != all_fields()[dotted].default)
 
     def describe(self, *dotted: str) -> str:
-        """Flag, value, and origin where it was no flag: '--seq-length 512 (run.yaml:9)'; several are joined with 'and'."""
+        """Return flag, value and origin of fields, joined with 'and'.
+
+        An example is '--seq-length 512 (run.yaml:9)'. The origin is left out if the value came from
+        a flag.
+        """
         return " and ".join(map(self._describe_field, dotted))
 
     def list_values(self) -> dict[str, Any]:
-        """Every value by its dotted name."""
+        """Return every value by its dotted name."""
         return flatten(self.config)
 
     def _describe_field(self, dotted: str) -> str:
         field, value, origin = all_fields()[dotted], self[dotted], self.origin.get(dotted, "")
+        # A value that came from a flag needs no origin, because the message shows that flag
+        # already.
         note = f" ({origin})" if origin and not origin.startswith("-") else ""
+        # A boolean that is off is spelled --no-x. The message then shows what the user can type.
         if isinstance(value, bool):
             return (field.flag if value else field.negative_flag) + note
         return (

@@ -1,4 +1,4 @@
-"""The corpus, its splits and mixtures, and the tokenizer."""
+"""The corpus with its splits and mixtures, and the tokenizer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,14 +6,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Settings of the data sets and of how their samples are read."""
+
     data_path: tuple[str, ...] = ()
-    """One indexed data set's path without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ..."""
+    """Path of one indexed data set without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ..."""
     split: str = "969,30,1"
-    """Parts of the documents for training, validation and test."""
+    """Shares of the documents for training, validation and test."""
     train_weighted_split_paths: tuple[str, ...] = ()
-    """'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...' with START:END as parts of the documents, as in 0:0.95."""
+    """'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...' with START:END as fractions of the
+    documents, as in 0:0.95."""
     valid_weighted_split_paths: tuple[str, ...] = ()
-    """As --train-weighted-split-paths; several names make several validation sets, each with a loss of its own."""
+    """As --train-weighted-split-paths. Several names make several validation sets, each with its
+    own loss."""
     test_weighted_split_paths: tuple[str, ...] = ()
     """As --valid-weighted-split-paths, for the final test."""
     train_weighted_split_paths_path: str | None = None
@@ -23,25 +27,30 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = None
     """File that holds the argument of --test-weighted-split-paths."""
     data_impl: Literal["mmap", "infer"] = "mmap"
-    """Format of the data set; mmap (.bin/.idx) is the only one."""
+    """Format of the data set. mmap (.bin/.idx) is the only one."""
     data_cache_path: str | None = None
-    """Folder for index caches. Default: beside the data; needed where the data is read-only."""
+    """Folder for index caches. Default: the folder of the data. It is needed where that folder is
+    read-only."""
     num_workers: int = 2
-    """Threads that read training samples ahead; 0 reads in the training thread."""
+    """Threads that read training samples ahead. 0 reads in the training thread."""
     valid_num_workers: int = 2
     """Threads that read validation samples ahead."""
     reset_position_ids: bool = False
-    """Count positions from 0 again behind each end-of-document token."""
+    """Count positions from 0 again after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Attention stays within a document, which ends with its end-of-document token."""
+    """Restrict attention to one document, which ends with its end-of-document token."""
     eod_mask_loss: bool = False
-    """No loss on what is predicted from an end-of-document token: the beginning of another document."""
+    """Exclude from the loss what is predicted from an end-of-document token, which is the start of
+    another document."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
+    """Settings of the tokenizer and of the size of the vocabulary."""
+
     tokenizer_type: Literal["GPT2BPETokenizer", "PretrainedFromHF"] = "GPT2BPETokenizer"
-    """GPT2BPETokenizer: from --vocab-file and --merge-file. PretrainedFromHF: any Hugging Face tokenizer from a local folder."""
+    """GPT2BPETokenizer: from --vocab-file and --merge-file. PretrainedFromHF: any Hugging Face
+    tokenizer from a local folder."""
     vocab_file: str | None = None
     """vocab.json of GPT2BPETokenizer."""
     merge_file: str | None = None
@@ -49,9 +58,10 @@ class TokenizerConfig:
     tokenizer_name_or_path: str | None = None
     """Folder or name of the Hugging Face tokenizer."""
     vocab_size: int | None = None
-    """Number of token ids, where the tokenizer's files are not at hand: planning, or data that is tokenised already."""
+    """Number of token ids, if the tokenizer's files are not available: for planning, or for data
+    that is tokenised already."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this x tensor-parallel size."""
     pad_vocab_size_to: int | None = None
-    """Pad the vocabulary to exactly this size, a multiple of --make-vocab-size-divisible-by and of the
-    tensor-parallel size."""
+    """Pad the vocabulary to exactly this size. It must be a multiple of
+    --make-vocab-size-divisible-by and of the tensor-parallel size."""

@@ -1,9 +1,18 @@
-"""DeepSpeed's JSON, read into the same configuration as the flags: what both give must agree, "auto" is left to the flags.
+"""Reads DeepSpeed's JSON into the same configuration as the flags.
 
-Invariant: no key is dropped in silence. A key is a field of the configuration under another name, or has one value that is taken,
-or has no effect and a warning says so, or goes on to DeepSpeed as it is (`select_passed_on`); every other one is an error. Which is which
-is in `deepspeed_keys.py`. Two blocks have their own rule: of the loss scale the fp16 block decides, as in Megatron-DeepSpeed; and
-the legacy `curriculum_learning` block, which DeepSpeed itself has dropped, describes our own schedule.
+What both give must agree. "auto" leaves a value to the flags.
+
+Invariant: no key is dropped silently. This is what can become of a key:
+
+- It is a field of the configuration under another name.
+- It has a closed set of values that are accepted.
+- It has no effect, and a warning reports that.
+- It goes to DeepSpeed unchanged (`select_passed_on`).
+- It is an error.
+
+The tables are in `deepspeed_keys.py`. Two blocks have rules of their own. The fp16 block overrides
+the loss scale of the flags, as in Megatron-DeepSpeed. The legacy `curriculum_learning` block, which
+DeepSpeed itself has dropped, describes this trainer's schedule.
 """
 
 import json
@@ -32,14 +41,17 @@ from megatron.errors import ConfigError
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """
+    """Read DeepSpeed's JSON from a file.
+
     Raises:
-        ConfigError: it is missing, no JSON (naming the line), or no object; a key is there twice, or a number not finite.
+        ConfigError: the file is missing, is not JSON (with the line), or is not an object. A key is
+            there twice, or a number is not finite.
     """
     named = f"--deepspeed-config {path}"
     if Path(path).is_dir():
         raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
 
+    # json.loads keeps the last of two equal keys without a message.
     def refuse_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if doubled := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
@@ -48,15 +60,18 @@ def read_json(path: str) -> dict[str, Any]:
             )
         return dict(pairs)
 
+    # Python's json accepts NaN, Infinity and 1e999. None of them is a valid setting.
     def parse_finite(text: str) -> float:
         if not math.isfinite(value := float(text)):
             raise ConfigError(
-                f"{named} has the number {text}, which is not finite; say another, or leave the key out."
+                f"{named} has the number {text}, which is not finite; say another, or leave the "
+                "key out."
             )
         return value
 
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
+        # utf-8-sig drops the byte-order mark that editors on Windows write first.
+        text = Path(path).read_text(encoding="utf-8-sig")
         content = json.loads(
             text,
             object_pairs_hook=refuse_doubled_keys,
@@ -66,11 +81,13 @@ def read_json(path: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
         raise ConfigError(
-            f"{named}:{error.lineno} is not JSON: {error.msg}, at {repr(line[:80]) if line else 'the end of a line'}; JSON has no "
-            "comments, no trailing commas and no underscores in numbers, and every bracket is closed."
+            f"{named}:{error.lineno} is not JSON: {error.msg}, at "
+            f"{repr(line[:80]) if line else 'the end of a line'}; JSON has no comments, no "
+            "trailing commas and no underscores in numbers, and every bracket is closed."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{named} cannot be read: {error}.") from error
+    # Python refuses to convert an integer of more than 4300 digits.
     except ValueError as error:
         raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
     except RecursionError as error:
@@ -87,7 +104,12 @@ def read_json(path: str) -> dict[str, Any]:
 def merge_json(
     path: str, given: Mapping[str, ValueWithOrigin]
 ) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
-    """(fields that the JSON gives, errors, warnings); `given`: what flags and YAML say."""
+    """Return the fields that the JSON gives, the errors and the warnings.
+
+    Args:
+        path: The JSON file.
+        given: What flags and YAML gave.
+    """
     try:
         flat, problems = _flatten(read_json(path))
     except ConfigError as error:
@@ -97,6 +119,7 @@ def merge_json(
     errors = [f"{path}: {problem}." for problem in (*problems, *_find_refusals(flat, given))]
     warnings = [f"{path}: {key} has no effect here." for key in flat if key in WITHOUT_EFFECT]
     for key, value in flat.items():
+        # "auto" gives no value, and `_find_refusals` has reported a value that is not accepted.
         if value == "auto" or not _is_taken(key, value):
             continue
         for dotted, convert in FIELDS.get(key, ()) + LOSS_SCALE.get(key, ()):
@@ -105,30 +128,41 @@ def merge_json(
             except ValueError as error:
                 errors.append(f"{path}: {key} is {_format_value(value)}, and {error}.")
                 continue
+            # Two keys of the JSON may give one field, for example under an old and a new name. They
+            # must agree as well.
             before = found.get(dotted) or given.get(dotted)
             if before is None or before.value == item.value:
                 found[dotted] = item
+            # Megatron-DeepSpeed takes the loss scale from the JSON, whatever the flags give.
             elif key in LOSS_SCALE:
                 found[dotted] = item
                 warnings.append(
-                    f"{_format_field(dotted, before)} is not used: {path} says {key} {json.dumps(value)}, which decides."
+                    f"{_format_field(dotted, before)} is not used: {path} says {key} "
+                    f"{json.dumps(value)}, which decides."
                 )
             else:
                 errors.append(
-                    f"{_format_field(dotted, before)} contradicts {path}, where {key} is {_format_value(value)}; change one of them, or "
+                    f"{_format_field(dotted, before)} contradicts {path}, where {key} is "
+                    f"{_format_value(value)}; change one of them, or "
                     'say "auto" there.'
                 )
     fp16 = found.get("precision.fp16") or given.get("precision.fp16")
+    # DeepSpeed accumulates in fp16 here, although the key asks for fp32. Training would differ
+    # without a message.
     if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
         errors.append(
-            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed adds microbatches up in fp16; leave it out, '
-            "or choose --bf16, or run without --deepspeed: there the sums are in fp32."
+            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed adds '
+            "microbatches up in fp16; leave it out, or choose --bf16, or run without "
+            "--deepspeed: there the sums are in fp32."
         )
     return found, list(dict.fromkeys(errors)), warnings
 
 
 def select_passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What is DeepSpeed's own business, of a JSON in which `merge_json` found no error."""
+    """Return the part of the JSON that only DeepSpeed reads, for a JSON without errors.
+
+    `merge_json` must have found no error in it.
+    """
     result: dict[str, Any] = {}
     for key, value in _flatten(content)[0].items():
         if key in PASSED and value != "auto":
@@ -136,18 +170,25 @@ def select_passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
             part = result
             for block in blocks:
                 part = part.setdefault(block, {})
+            # Convert the value, because DeepSpeed needs an integer where a template has 5e8.
             part[name] = PASSED[key](value)
     return result
 
 
 def read_accumulation_steps(content: Mapping[str, Any]) -> int | None:
-    """What the JSON says of them, where `merge_json` found no error in it; None: nothing, or "auto"."""
+    """Return the accumulation steps that the JSON gives, or None if it has none or "auto".
+
+    `merge_json` must have found no error in it.
+    """
     steps = content.get(STEPS, "auto")
     return None if steps == "auto" else int(steps)
 
 
 def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(value by dotted key, what is wrong with keys). Blocks that say that they are off are left out."""
+    """Return the values by dotted key, and the problems with keys.
+
+    Blocks that switch themselves off are left out.
+    """
     flat: dict[str, Any] = {}
     problems: list[str] = []
 
@@ -155,10 +196,12 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for name, value in part.items():
             key = prefix + name
             if key in OFF:
+                # An empty block and a block with "enabled": false ask for nothing.
                 if value != {} and not (
                     isinstance(value, Mapping) and value.get("enabled") is False
                 ):
                     problems.append(f"{key} is not taken; {OFF[key]}")
+            # A dot in a name would make "a.b" at the top look like b in the block a.
             elif key in BLOCKS and "." not in name:
                 if isinstance(value, Mapping):
                     walk(value, f"{key}.")
@@ -176,7 +219,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _rename_bfloat16(content: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
-    """DeepSpeed reads an older name of the block, too."""
+    """Return the JSON with the block bfloat16 renamed to bf16. DeepSpeed reads both names."""
     if "bfloat16" not in content:
         return content
     if "bf16" in content:
@@ -191,8 +234,12 @@ def _rename_bfloat16(content: Mapping[str, Any], problems: list[str]) -> Mapping
 def _drop_disabled_blocks(
     flat: dict[str, Any], given: Mapping[str, ValueWithOrigin]
 ) -> dict[str, Any]:
-    """Without blocks that are switched off; an fp16 block that names no loss scale means a dynamic one."""
+    """Return the values without those of blocks that are switched off.
+
+    An fp16 block without a loss scale means a dynamic one.
+    """
     fp16 = flat.get("fp16.enabled", False)
+    # "auto" leaves the decision to --fp16, so the block counts as switched on only with that flag.
     if fp16 == "auto":
         fp16 = "precision.fp16" in given and given["precision.fp16"].value
     for block, on in (
@@ -206,50 +253,75 @@ def _drop_disabled_blocks(
                 if key == f"{block}.enabled" or not key.startswith(f"{block}.")
             }
     if fp16:
+        # DeepSpeed's default is 0, which means a dynamic scale. It overrides --loss-scale like a
+        # value that is written out.
         flat.setdefault("fp16.loss_scale", 0)
     return flat
 
 
 def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]) -> Iterator[str]:
+    """Yield a message for each value that is not accepted."""
     for key, value in flat.items():
         if value == "auto" and key not in WITHOUT_EFFECT:
             if not can_be_auto(key):
                 yield f'{key} is "auto", which no flag fills; say a value, or leave it out'
         elif not _is_taken(key, value):
             allowed, reason = ONLY[key]
-            yield f"{key} is {_format_value(value)}; {reason}: say {' or '.join(json.dumps(one) for one in allowed)}"
+            yield (
+                f"{key} is {_format_value(value)}; {reason}: say "
+                f"{' or '.join(json.dumps(one) for one in allowed)}"
+            )
         elif key in PASSED or key in CHECKED:
             try:
                 (PASSED | CHECKED)[key](value)
             except ValueError as error:
                 yield f"{key} is {_format_value(value)}, and {error}"
+    # Without a type the curriculum would stay off, although the block switches it on.
     if (
         flat.get("curriculum_learning.enabled") is True
         and "curriculum_learning.schedule_type" not in flat
     ):
-        yield "curriculum_learning is enabled and has no schedule_type; say fixed_linear, fixed_root or fixed_discrete"
+        yield (
+            "curriculum_learning is enabled and has no schedule_type; say fixed_linear, "
+            "fixed_root or fixed_discrete"
+        )
     yield from _find_refusals_with_flags(flat, given)
 
 
 def _find_refusals_with_flags(
     flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
 ) -> Iterator[str]:
+    """Yield a message for each value that does not fit the flags."""
     stages = given.get("parallel.pipeline_model_parallel_size")
     for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
         if flat.get(key) is True and stages is not None and stages.value > 1:
-            yield f"{key} is true; DeepSpeed's timers fail in its pipeline: say false; --log-timers-to-tensorboard has times"
-    # What stages send is cut over tensor ranks, or whole; the gradients as the activations.
+            yield (
+                f"{key} is true; DeepSpeed's timers fail in its pipeline: say false; "
+                "--log-timers-to-tensorboard has times"
+            )
+    # DeepSpeed sends activations and gradients between stages either sharded over tensor ranks or
+    # not. Both must use the same form.
     said = [flat.get(f"pipeline.{what}_partitioned") for what in ("pipe", "grad")]
     sequence = given.get("parallel.sequence_parallel")
+    # Each tensor rank has its own part of the sequence then, so there is nothing left to shard.
     if sequence is not None and sequence.value:
         if True in said:
-            yield "pipeline.pipe_partitioned and grad_partitioned are false under --sequence-parallel; say so, or leave them out"
+            yield (
+                "pipeline.pipe_partitioned and grad_partitioned are false under "
+                "--sequence-parallel; say so, or leave them out"
+            )
     elif said.count(False) == 1:
-        yield "pipeline.pipe_partitioned and grad_partitioned must be the same, and are true where they are left out"
+        yield (
+            "pipeline.pipe_partitioned and grad_partitioned must be the same, and are true where "
+            "they are left out"
+        )
 
 
 def _is_taken(key: str, value: Any) -> bool:
-    """Whether it is among the values that the key may have. 1 is not true."""
+    """Return whether a value is among those that the key may have.
+
+    1 is not accepted for true, although they are equal in Python.
+    """
     if key not in ONLY or value == "auto":
         return True
     return any(
@@ -258,13 +330,18 @@ def _is_taken(key: str, value: Any) -> bool:
 
 
 def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
-    """Read as a flag's text is. Raises ValueError."""
+    """Return a JSON value, read by the rules for a flag's text.
+
+    Raises:
+        ValueError: the value does not fit the field.
+    """
     field = all_fields()[dotted]
     if value is None and field.optional:
         return ValueWithOrigin(None, origin)
     if isinstance(value, list) != (field.arity == "*"):
         raise ValueError(f"must be {field.expected}")
     items = value if isinstance(value, list) else [value]
+    # Field.convert reads text, as on the command line. Python's str(True) would be "True".
     return ValueWithOrigin(
         field.convert(
             [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
@@ -274,18 +351,23 @@ def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
 
 
 def _format_field(dotted: str, item: ValueWithOrigin) -> str:
+    """Return flag, value and origin of a field that the JSON contradicts."""
     field = all_fields()[dotted]
     note = "" if item.origin.startswith("-") else f" ({item.origin})"
     if isinstance(item.value, bool):
         return (field.flag if item.value else field.negative_flag) + note
-    return f"{field.flag} {' '.join(map(str, item.value)) if isinstance(item.value, tuple) else item.value}{note}"
+    return (
+        f"{field.flag} "
+        f"{' '.join(map(str, item.value)) if isinstance(item.value, tuple) else item.value}{note}"
+    )
 
 
 def _format_value(value: Any) -> str:
+    """Return a value as JSON of at most 80 characters."""
     shown = json.dumps(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _format_key(key: str) -> str:
-    """As it is, or in quotes where spaces or strange letters could hide."""
+    """Return a key, in quotes if spaces or unusual letters could be overlooked."""
     return key if re.fullmatch(r"[\w.-]+", key, re.ASCII) else json.dumps(key)

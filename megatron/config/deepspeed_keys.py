@@ -1,7 +1,8 @@
-"""Every key of DeepSpeed's JSON that is taken, and what becomes of it.
+"""All keys of DeepSpeed's JSON that are accepted, and what becomes of each.
 
-Invariant: a closed world. A key that stands in none of these tables is an error, because DeepSpeed (0.19.8) would ignore it, or
-compute other numbers. What goes on to DeepSpeed (`PASSED`) was looked at: sizes, overlap and printing, never numbers.
+Invariant: the tables are closed. A key in none of them is an error, because DeepSpeed (0.19.8)
+would ignore it or compute other numbers. The keys that go to DeepSpeed (`PASSED`) were checked one
+by one. They set sizes, overlap and printing, and never change numbers.
 """
 
 import difflib
@@ -10,20 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 Convert = Callable[[Any], Any]
-"""What a value means. Raises ValueError: "must be ..."."""
+"""Converts a value, or raises ValueError with a text that begins with "must be"."""
 
 
 def keep_value(value: Any) -> Any:
+    """Return the value. `Field.convert` checks it later."""
     return value
 
 
 def read_flag(value: Any) -> bool:
+    """Return a boolean. Raise ValueError for any other value."""
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
 
 
 def read_number(value: Any) -> float:
+    """Return a number as a float. Raise ValueError for any other value."""
+    # bool is a subclass of int in Python, but true is not a number in JSON.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
     try:
@@ -33,44 +38,56 @@ def read_number(value: Any) -> float:
 
 
 def read_whole(value: Any) -> int:
-    """5e8 is one, too: templates write sizes so."""
+    """Return a whole number. Raise ValueError for any other value.
+
+    5e8 is one as well, because templates write sizes in this form.
+    """
+    # The last condition is true for numbers with a fraction.
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise ValueError("must be a whole number")
     return int(value)
 
 
 def read_count(value: Any) -> int:
+    """Return a whole number of at least 0. Raise ValueError for any other value."""
     if read_whole(value) < 0:
         raise ValueError("must be at least 0")
     return read_whole(value)
 
 
 def read_positive(value: Any) -> int:
+    """Return a whole number of at least 1. Raise ValueError for any other value."""
     if read_whole(value) < 1:
         raise ValueError("must be at least 1")
     return read_whole(value)
 
 
 def read_text(value: Any) -> str:
+    """Return a text. Raise ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError("must be text")
     return value
 
 
 def read_texts(value: Any) -> list[str]:
+    """Return a list of texts. Raise ValueError for any other value."""
     if not isinstance(value, list):
         raise ValueError("must be a list of text")
     return [read_text(item) for item in value]
 
 
 def _read_power_of_two(value: Any) -> float:
+    """Return two to the power of the value."""
     power = read_whole(value)
+    # math.ldexp raises OverflowError above 1023.
     if abs(power) > 1000:
         raise ValueError("must be between -1000 and 1000")
     return math.ldexp(1.0, power)
 
 
 def _read_beta(index: int) -> Convert:
+    """Return a reader for one of AdamW's two betas."""
+
     def take(betas: Any) -> float:
         if not isinstance(betas, list) or len(betas) != 2:
             raise ValueError("must be a list of two numbers")
@@ -87,9 +104,8 @@ FIELDS: dict[str, tuple[tuple[str, Convert], ...]] = {
     "zero_optimization.offload_optimizer.device": (
         ("optimizer.cpu_optimizer", lambda device: device == "cpu"),
     ),
-    "zero_optimization.cpu_offload": (
-        ("optimizer.cpu_optimizer", read_flag),
-    ),  # its name before 0.3.16
+    # This is the name of offload_optimizer before DeepSpeed 0.3.16.
+    "zero_optimization.cpu_offload": (("optimizer.cpu_optimizer", read_flag),),
     "fp16.enabled": (("precision.fp16", keep_value),),
     "bf16.enabled": (("precision.bf16", keep_value),),
     "optimizer.params.lr": (("optimizer.lr", keep_value),),
@@ -122,18 +138,20 @@ FIELDS: dict[str, tuple[tuple[str, Convert], ...]] = {
         ("curriculum.curriculum_max_steps", keep_value),
     ),
 }
-"""Fields of the configuration under another name: a JSON value that flags contradict is an error."""
+"""Fields of the configuration under another name. A value that flags contradict is an error."""
 LOSS_SCALE: dict[str, tuple[tuple[str, Convert], ...]] = {
+    # DeepSpeed writes 0 for a dynamic scale, and this configuration writes None.
     "fp16.loss_scale": (("precision.loss_scale", lambda value: read_number(value) or None),),
     "fp16.initial_scale_power": (("precision.initial_loss_scale", _read_power_of_two),),
     "fp16.loss_scale_window": (("precision.loss_scale_window", read_whole),),
     "fp16.hysteresis": (("precision.hysteresis", read_whole),),
     "fp16.min_loss_scale": (("precision.min_loss_scale", read_number),),
 }
-"""The same, but the JSON decides."""
+"""The same as FIELDS, but the JSON's value replaces that of a flag."""
 STEPS = "gradient_accumulation_steps"
-"""Follows from the batch sizes and the number of ranks: the plan's to compare."""
+"""Follows from the batch sizes and the number of ranks, so the plan compares it."""
 CHECKED: dict[str, Convert] = {STEPS: read_positive, "curriculum_learning.enabled": read_flag}
+"""Keys whose values are only checked here. Other code reads them."""
 
 PASSED: dict[str, Convert] = {
     "steps_per_print": read_positive,
@@ -166,6 +184,7 @@ PASSED: dict[str, Convert] = {
     "zero_optimization.allgather_partitions": read_flag,
     "zero_optimization.allgather_bucket_size": read_positive,
     "zero_optimization.sub_group_size": read_positive,
+    # These sizes may be 0. The bucket sizes above may not.
     "zero_optimization.stage3_prefetch_bucket_size": read_count,
     "zero_optimization.stage3_param_persistence_threshold": read_count,
     "zero_optimization.stage3_model_persistence_threshold": read_count,
@@ -175,8 +194,9 @@ PASSED: dict[str, Convert] = {
     "zero_optimization.enable_sanity_checks": read_flag,
     "zero_optimization.offload_optimizer.pin_memory": read_flag,
 }
-"""What goes on to DeepSpeed as it is."""
+"""Keys that go to DeepSpeed unchanged."""
 
+# These settings may be correct, but no test compares their results with this trainer's.
 _NUMBERS = "what DeepSpeed then computes was not compared with this trainer's own numbers"
 _WEIGHTS_STAY = "weights stay on the device; --cpu-optimizer moves master weights and moments"
 _MASTERS = "master weights, gradients and moments are fp32, and so are checkpoints"
@@ -242,8 +262,9 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
         "--load reads this trainer's checkpoints, at any layout",
     ),
 }
-"""Where DeepSpeed could do what this trainer does not: the values that are taken, and why."""
+"""Keys with which DeepSpeed could do what this trainer does not: the accepted values, and why."""
 
+# Templates for DeepSpeed often have these keys, so they give a warning and not an error.
 WITHOUT_EFFECT = {
     *(
         f"activation_checkpointing.{key}"
@@ -291,7 +312,7 @@ WITHOUT_EFFECT = {
     ),
     "zero_optimization.offload_param.pin_memory",
 }
-"""About DeepSpeed's own loading, saving and NVMe, which are not used."""
+"""Keys about DeepSpeed's own loading, saving and NVMe, which are not used."""
 
 _MONITORS = "say --tensorboard-dir; the same numbers are in metrics.jsonl"
 OFF: dict[str, str] = {
@@ -308,37 +329,47 @@ OFF: dict[str, str] = {
         "leave it out",
     ),
 }
-"""Blocks that may be there if they say "enabled": false, and what else to do."""
+"""Blocks that are accepted only if they are empty or have "enabled": false, and what to do
+instead."""
 WAYS_OUT: dict[str, str] = {
     "scheduler": "the learning rate follows --lr-decay-style and the flags beside it",
     "compile": "leave it out; --use-torch-compile compiles, without --deepspeed",
     "tensor_parallel": "say --tensor-model-parallel-size",
     "sequence_parallel_size": "say --sequence-parallel; it spans the tensor-parallel ranks",
     "pipeline.stages": "say --pipeline-model-parallel-size",
-    "communication_data_type": "leave it out; gradients travel in bf16 with --bf16, and else in fp32",
+    "communication_data_type": "leave it out; gradients travel in bf16 with --bf16, and else in "
+    "fp32",
     "zero_optimization.cpu_offload_use_pin_memory": "say offload_optimizer.pin_memory",
     "data_types.param_dtype": "say --fp16 or --bf16",
 }
-"""For some keys that are not taken: what to do instead."""
+"""What to do instead, for some keys that are not accepted."""
 
+# A key may be in two tables. offload_optimizer.device is in FIELDS and ONLY.
 LEAVES = {*FIELDS, *LOSS_SCALE, *CHECKED, *PASSED, *ONLY, *WITHOUT_EFFECT}
+# Every proper prefix of an accepted key that ends before a dot is the name of a block.
 BLOCKS = {key[:index] for key in LEAVES for index, letter in enumerate(key) if letter == "."}
+# DeepSpeed itself accepts "auto" in these blocks.
 _AUTO = ("zero_optimization.", "fp16.", "bf16.")
 
 
 def can_be_auto(key: str) -> bool:
-    """Whether "auto" means: as the flags say; or in some blocks, where DeepSpeed knows the word, its default."""
+    """Return whether "auto" is accepted for a key.
+
+    For fields of the configuration it means the value of the flags. In some blocks DeepSpeed
+    accepts the word, and it means DeepSpeed's default.
+    """
     return key in FIELDS or key in LOSS_SCALE or key == STEPS or key.startswith(_AUTO)
 
 
 def suggest_fix(key: str) -> str:
-    """What to do about a key that is not taken."""
+    """Return what to do about a key that is not accepted."""
     block, _, name = key.rpartition(".")
     siblings = [
         known.rpartition(".")[2]
         for known in LEAVES | BLOCKS | set(OFF)
         if known.rpartition(".")[0] == block
     ]
+    # Look for a similar name in the same block first, then for the same name in another block.
     close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
     elsewhere = sorted(known for known in LEAVES | BLOCKS if known.rpartition(".")[2] == name)[:2]
     if key in WAYS_OUT:

@@ -1,7 +1,8 @@
-"""The table of all configuration fields, read off the dataclasses: flag, type, default, help text.
+"""The table of all configuration fields, read from the dataclasses: flag, type, default, help text.
 
-Invariant: every field of every group in `Config` is here once, and its name is unique over the groups, so that flags can be flat.
-Text becomes values here and nowhere else: the command line and YAML files are read by the same rules.
+Invariant: every field of every group in `Config` is here once. Its name is unique over the groups,
+so that flags can be flat. Text is converted to values only here, so the command line and YAML files
+follow the same rules.
 """
 
 import ast
@@ -24,6 +25,7 @@ from megatron.config.tree import Config
 
 Arity = int | typing.Literal["*"]
 
+# These words complete the message "--flag value must be ...".
 _EXPECTED = {
     int: "a whole number (as in 2048 or 6_000_000)",
     float: "a number (as in 0.1 or 6e-5)",
@@ -37,24 +39,27 @@ class Field:
 
     dotted: str
     annotation: typing.Any
-    """Type without None."""
+    """Type of the value, without None."""
     optional: bool
     """Whether None is allowed."""
     default: typing.Any
-    """The default, or dataclasses.MISSING for a required field."""
+    """The default, or `dataclasses.MISSING` for a required field."""
     doc: str
     spec: PrimitiveConstructorSpec[typing.Any] = dataclasses.field(repr=False, compare=False)
 
     @property
     def group(self) -> str:
+        """The group that holds the field, as in `model`."""
         return self.dotted.partition(".")[0]
 
     @property
     def name(self) -> str:
+        """The field's name within its group, as in `hidden_size`."""
         return self.dotted.partition(".")[2]
 
     @property
     def flag(self) -> str:
+        """The flag that sets the field, as in `--hidden-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -64,22 +69,24 @@ class Field:
 
     @property
     def is_bool(self) -> bool:
+        """Whether the field is a boolean, whose flag takes no value."""
         return self.annotation is bool
 
     @property
     def required(self) -> bool:
+        """Whether the field has no default."""
         return self.default is dataclasses.MISSING
 
     @property
     def arity(self) -> Arity:
-        """Number of values that the flag takes; 0 for booleans, '*' for one or more."""
+        """Number of values that the flag takes: 0 for booleans, '*' for one or more."""
         if self.is_bool:
             return 0
         return self.spec.nargs if isinstance(self.spec.nargs, int) else "*"
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """What a value must be, in words that complete "must be ..."."""
         if self.is_bool:
             return "true or false"
         if isinstance(self.arity, int) and self.arity > 1:
@@ -95,20 +102,28 @@ class Field:
         return _describe_type(self.annotation)
 
     def convert(self, texts: Sequence[str]) -> typing.Any:
-        """The value that `texts` stand for. Raises ValueError saying what was expected."""
+        """Return the value that `texts` spell.
+
+        Raises:
+            ValueError: the texts do not fit. The message describes what was expected.
+        """
+        # tyro reads only True and False with capitals. Flags and YAML may have any case.
         if self.is_bool and len(texts) == 1 and texts[0].lower() in ("true", "false"):
             return texts[0].lower() == "true"
         try:
             if self.is_bool or (self.arity != "*" and len(texts) != self.arity):
+                # The message of this error is not used. The handler below writes the same one for
+                # every reason.
                 raise ValueError
             return self.spec.instance_from_str(list(texts))
         except ValueError:
+            # `from None` hides tyro's own message, which does not name what the field expects.
             raise ValueError(f"must be {self.expected}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueWithOrigin:
-    """A value that somebody gave, and where: '--lr' or 'run.yaml:9'."""
+    """A value that a user gave, and where: '--lr' or 'run.yaml:9'."""
 
     value: typing.Any
     origin: str
@@ -116,7 +131,7 @@ class ValueWithOrigin:
 
 @functools.cache
 def all_fields() -> dict[str, Field]:
-    """Every field by its dotted name, in the order of declaration."""
+    """Return every field by its dotted name, in the order of declaration."""
     table = {}
     for group, cls in list_groups().items():
         docs, types_ = _read_attribute_docs(cls), typing.get_type_hints(cls)
@@ -124,6 +139,8 @@ def all_fields() -> dict[str, Field]:
             table[f"{group}.{item.name}"] = _make_field(
                 f"{group}.{item.name}", types_[item.name], item, docs.get(item.name, "")
             )
+    # Flags do not name their group. Two fields with one name, or a field named `no_x` for a boolean
+    # `x`, would make a flag ambiguous.
     flags = [field.flag for field in table.values()] + [
         field.negative_flag for field in table.values() if field.is_bool
     ]
@@ -134,13 +151,16 @@ def all_fields() -> dict[str, Field]:
 
 @functools.cache
 def list_groups() -> dict[str, type]:
-    """The groups of `Config` by name."""
+    """Return the groups of `Config` by name."""
     hints = typing.get_type_hints(Config)
     return {item.name: hints[item.name] for item in dataclasses.fields(Config)}
 
 
 def build_config(values: dict[str, typing.Any]) -> Config:
-    """The `Config` with these values by dotted name, and defaults elsewhere; every required field must be there."""
+    """Return the `Config` with these values, by dotted name, and defaults elsewhere.
+
+    `values` must have every required field.
+    """
     kwargs: dict[str, dict[str, typing.Any]] = {group: {} for group in list_groups()}
     for dotted, value in values.items():
         group, _, name = dotted.partition(".")
@@ -149,7 +169,7 @@ def build_config(values: dict[str, typing.Any]) -> Config:
 
 
 def flatten(config: Config) -> dict[str, typing.Any]:
-    """Every value of `config` by its dotted name."""
+    """Return every value of `config` by its dotted name."""
     return {
         dotted: getattr(getattr(config, field.group), field.name)
         for dotted, field in all_fields().items()
@@ -157,7 +177,7 @@ def flatten(config: Config) -> dict[str, typing.Any]:
 
 
 def find_missing(given: Iterable[str]) -> list[str]:
-    """A message for each required field that is not among the dotted names `given`."""
+    """Return a message for each required field that is not among the dotted names `given`."""
     absent = [
         field
         for field in all_fields().values()
@@ -170,6 +190,9 @@ def find_missing(given: Iterable[str]) -> list[str]:
 
 
 def _describe_type(annotation: typing.Any) -> str:
+    """Return in words what a value of this type looks like."""
+    # The order of these tests follows the types that the groups use. Another type raises KeyError
+    # below.
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
@@ -180,27 +203,33 @@ def _describe_type(annotation: typing.Any) -> str:
 def _make_field(
     dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.Any]", doc: str
 ) -> Field:
+    """Build the `Field` of one dataclass field from its type hint."""
     options = (
         typing.get_args(hint)
         if typing.get_origin(hint) in (types.UnionType, typing.Union)
         else (hint,)
     )
     optional = type(None) in options
+    # A union of one type is that type itself, so `int | None` becomes `int` and `int | str | None`
+    # becomes `int | str`.
     annotation: typing.Any = typing.Union.__getitem__(
         tuple(option for option in options if option is not type(None))
     )
+    # tyro reads the same annotations for --help, so help text and parsing cannot disagree.
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     assert not isinstance(spec, UnsupportedTypeAnnotationError), (
         f"{dotted}: tyro cannot read {hint}"
     )
     default = item.default
+    # A field has a default or a factory for it, never both.
     if item.default_factory is not dataclasses.MISSING:
         default = item.default_factory()
     return Field(dotted, annotation, optional, default, doc, spec)
 
 
 def _read_attribute_docs(cls: type) -> dict[str, str]:
-    """The string literal below each attribute of a dataclass, by the attribute's name."""
+    """Return the string literal below each attribute of a dataclass, by the attribute's name."""
+    # Python does not keep these literals at run time. They are read from the source instead.
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}

@@ -1,6 +1,7 @@
-"""--help: every group, flag, default and help text, laid out by tyro.
+"""Prints --help with every group, flag, default and help text. tyro makes the layout.
 
-Invariant: the text of a flag is its field's attribute docstring; nothing is written here a second time.
+Invariant: the text of a flag is its field's attribute docstring. Nothing is written here a second
+time.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ _MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 def print_help(prog: str | None = None) -> None:
     """Print the help text to stdout."""
+    # tyro exits after it printed the help. The caller decides how the process ends.
     with contextlib.suppress(SystemExit):
         tyro.cli(
             _make_help_class(), prog=prog, description=DESCRIPTION, args=["--help"], config=_MARKERS
@@ -31,7 +33,10 @@ def print_help(prog: str | None = None) -> None:
 
 
 def _make_help_class() -> type:
-    """A copy of `Config` whose fields carry their help text."""
+    """Return a copy of `Config` whose fields carry their help text.
+
+    tyro only prints this class. It never builds an instance of it.
+    """
     by_group: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in list_groups()}
     for field in all_fields().values():
         by_group[field.group].append(
@@ -46,13 +51,17 @@ def _make_help_class() -> type:
         ("config", Annotated[str | None, file_help], dataclasses.field(default=None))
     ]
     for group, items in by_group.items():
+        # Keyword-only fields may be without a default after others that have one.
         cls = dataclasses.make_dataclass(group, items, kw_only=True)
         members.append((group, cls, dataclasses.MISSING))
     return dataclasses.make_dataclass("Config", members, kw_only=True)
 
 
 def _add_help(field: Field) -> Any:
-    """The field's type with its text; for a boolean that is on, --help shows the form that turns it off."""
+    """Return the field's type, annotated with its text.
+
+    For a boolean that is on, --help shows the flag that turns it off.
+    """
     metavar, text, hint = format_help_line(field)
     annotation = field.annotation | None if field.optional else field.annotation
     return Annotated[
@@ -61,7 +70,10 @@ def _add_help(field: Field) -> Any:
 
 
 def format_help_line(field: Field) -> tuple[str, str, str]:
-    """(what its values look like, its text, its default), as --help shows them; empty where there is nothing to show."""
+    """Return what the field's values look like, its text and its default, as --help shows them.
+
+    A part is empty if there is nothing to show.
+    """
     many = field.arity == "*" and ("INT ..." if field.annotation == tuple[int, ...] else "STR ...")
     metavar = "" if field.is_bool else many or field.spec.metavar
     if field.required:
@@ -73,5 +85,7 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
             ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
         )
         hint = f"(default: {shown})"
+    # For a boolean that is on, the flag shown is --no-x. The text describes what happens when it is
+    # on.
     doc = f"Turns off: {field.doc}" if field.is_bool and field.default else field.doc
     return metavar, doc, hint

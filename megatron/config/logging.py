@@ -1,39 +1,42 @@
-"""What a run tells, and where."""
+"""What a run logs, and where."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
+    """Settings of the log, TensorBoard, metrics and energy measurement."""
+
     log_interval: int = 100
     """Iterations between log lines."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard events; one event file for each launch."""
+    """Folder for TensorBoard events. Each launch writes one event file."""
     tensorboard_queue_size: int = 1000
     """Events kept in memory before they are written."""
     tensorboard_log_interval: int = 1
     """Iterations between TensorBoard points."""
     log_timers_to_tensorboard: bool = False
-    """Write the times of a step's parts."""
+    """Write the times of the parts of a step."""
     log_batch_size_to_tensorboard: bool = False
     """Write the global batch size."""
     log_validation_ppl_to_tensorboard: bool = False
-    """Write the perplexity beside the validation loss."""
+    """Write the perplexity together with the validation loss."""
     log_learning_rate_to_tensorboard: bool = True
     """Write the learning rate."""
     log_loss_scale_to_tensorboard: bool = True
     """Write the loss scale (fp16)."""
     log_num_zeros_in_grad: bool = False
-    """Count the gradient's zeros in each step and log them."""
+    """Count the zeros in the gradient in each step and log them."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
     metrics_file: str | None = None
-    """JSON lines, one for each iteration. Default: metrics.jsonl in --save."""
+    """File of JSON lines, one for each iteration. Default: metrics.jsonl in --save."""
     codecarbon_dir: str | None = None
-    """Folder for codecarbon's emissions; off by default."""
+    """Folder for codecarbon's emissions. Default: off."""
     codecarbon_country_iso_code: str = "FRA"
-    """Country whose energy mix codecarbon reckons with (it asks no network)."""
+    """Country whose energy mix codecarbon uses. It makes no network requests."""
     peak_tflops_per_device: float | None = None
-    """The device's peak in TFLOPs for MFU. Default: known GPUs by name; elsewhere MFU is not printed."""
+    """The device's peak in TFLOPs, for MFU. Default: known for some GPUs by name. For others MFU is
+    not printed."""
     show_progress: bool = False
-    """Show a progress bar when the output is a terminal."""
+    """Show a progress bar if the output is a terminal."""

@@ -1,4 +1,4 @@
-"""The architecture of the network: everything that changes what a checkpoint's weights mean."""
+"""The architecture of the network: all settings that change what a checkpoint's weights mean."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,8 @@ GLU = Literal["swiglu", "geglu", "reglu", "liglu"]
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Settings of the network's architecture and initialisation."""
+
     num_layers: int
     """Number of transformer layers."""
     hidden_size: int
@@ -19,38 +21,47 @@ class ModelConfig:
     seq_length: int
     """Tokens in a training sample, s."""
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP. Default: 4 x hidden size (with a GLU too: set it yourself to about 8/3 x hidden size)."""
+    """Inner width of the MLP. Default: 4 x hidden size, also with a GLU. With a GLU, set it
+    yourself to about 8/3 x hidden size."""
     num_query_groups: int | None = None
-    """Key/value heads of grouped-query attention (https://arxiv.org/abs/2305.13245). Default: one for each attention head."""
+    """Key/value heads of grouped-query attention (https://arxiv.org/abs/2305.13245). Default: one
+    for each attention head."""
     kv_channels: int | None = None
     """Width of one attention head. Default: hidden size / number of attention heads."""
     max_position_embeddings: int | None = None
-    """Size of the table of learned positions; at least the sequence length. Default: the sequence length."""
+    """Size of the table of learned positions. It must be at least the sequence length. Default: the
+    sequence length."""
     position_embedding_type: PositionEmbedding = "absolute"
-    """absolute: learned table (GPT-2); rotary: RoPE (https://arxiv.org/abs/2104.09864); alibi: linear biases (https://arxiv.org/abs/2108.12409)."""
+    """absolute: learned table (GPT-2). rotary: RoPE (https://arxiv.org/abs/2104.09864). alibi:
+    linear biases (https://arxiv.org/abs/2108.12409)."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
-    """Part of each head's channels that is rotated, 0 < p <= 1."""
+    """Fraction of each head's channels that is rotated, 0 < p <= 1."""
     normalization: Normalization = "LayerNorm"
-    """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Statistics are in fp32 in both."""
+    """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Both compute their statistics in
+    fp32."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in every norm."""
     glu_activation: GLU | None = None
-    """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear). Default: a plain GELU MLP."""
+    """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear).
+    Default: an MLP with GELU and no gate."""
     bias_gelu_fusion: bool = True
-    """GELU in its tanh form, as Megatron's fused kernel has it. Off (--no-bias-gelu-fusion): the erf form. Exports depend on it."""
+    """Use the tanh form of GELU, as Megatron's fused kernel does. Off (--no-bias-gelu-fusion): the
+    erf form. Exported models depend on it."""
     add_bias_linear: bool = True
-    """Biases in the linear layers. Off (--no-add-bias-linear): none, as in Llama."""
+    """Use biases in the linear layers. Off (--no-add-bias-linear): no biases, as in Llama."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output projection weights of its own instead of the word embedding's."""
+    """Give the output projection its own weights instead of those of the word embedding."""
     embed_layernorm: bool = False
-    """Normalise the word embedding's output: fewer spikes at 100B scale. It has weights: only from the first iteration on."""
+    """Normalise the word embedding's output, which gives fewer loss spikes at 100B scale. It has
+    weights, so it can be used only from the first iteration on."""
     hidden_dropout: float = 0.1
-    """Dropout probability on the residual branches and the embedding; 0 turns it off."""
+    """Dropout probability on the residual branches and the embedding. 0 turns it off."""
     attention_dropout: float = 0.1
-    """Dropout probability on the attention weights; 0 turns it off (and lets SDPA take its fast kernels)."""
+    """Dropout probability on the attention weights. 0 turns it off and lets SDPA use its fast
+    kernels."""
     init_method_std: float | Literal["small", "megatron"] = 0.02
-    """Std of the normal initialisation. small = sqrt(2/(5h)) (https://arxiv.org/abs/1910.05895),
-    megatron = sqrt(1/(3h)) (530B, 176B).
-    Output projections of attention and MLP use std / sqrt(2 x layers)."""
+    """Standard deviation of the normal initialisation. small = sqrt(2/(5h))
+    (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)) (530B, 176B). Output projections of
+    attention and MLP use std / sqrt(2 x layers)."""

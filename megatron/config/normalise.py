@@ -1,7 +1,7 @@
-"""argv -> values by field: the pre-pass that makes one command line out of all spellings that scripts and launchers use.
+"""Reads argv into values by field, in all spellings that scripts and launchers use.
 
-Invariant: of a field given several times, under whatever names, the last wins. Nothing is dropped silently: a token is read, or
-there is a warning or an error that names it.
+Invariant: if a field is given several times, under any names, the last one wins. Nothing is dropped
+silently. A token is read, or a warning or an error names it.
 """
 
 import dataclasses
@@ -19,25 +19,27 @@ from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
 
 @dataclasses.dataclass
 class CommandLine:
-    """What a command line says."""
+    """The values, warnings and errors that a command line gave."""
 
     given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
     help: bool = False
     conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
-    """Flags that are fine only where another field is given too."""
+    """(flag as typed, row) of flags that are valid only if another field is given too."""
     warnings: list[str] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_argv(argv: Sequence[str]) -> CommandLine:
-    """Read a command line; what is wrong with it is in `.errors`, all of it."""
+    """Read a command line, and collect everything that is wrong with it in `.errors`."""
     line = CommandLine()
     tokens = deque(argv)
     before: list[str] = []
     while tokens:
         token = tokens.popleft()
         if not _is_flag(token):
+            # `before` is the flag and values that the message names, since the stray value often
+            # belongs there.
             line.errors.append(_describe_stray(token, before))
             continue
         typed, equals, attached = token.partition("=")
@@ -45,26 +47,32 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
         if flag in ("-h", "--help"):
             line.help = True
             continue
+        # The arity of the flag decides how many tokens it takes. A further value is reported as a
+        # stray one.
         values += _take(tokens, _get_arity(flag), len(values))
         before = [typed, *values]
         _read_flag(line, typed, flag, values)
+    # A flag given twice warns once. A dict keeps the order.
     line.warnings = list(dict.fromkeys(line.warnings))
     return line
 
 
 @functools.cache
 def list_known_flags() -> dict[str, Field]:
-    """Every flag of the configuration itself, negative forms of booleans included."""
+    """Return every flag of the configuration itself, including the negative forms of booleans."""
     fields = all_fields().values()
     return {f.flag: f for f in fields} | {f.negative_flag: f for f in fields if f.is_bool}
 
 
 def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> None:
+    """Read one flag with its values into `line`."""
     if flag == "--config":
         if len(values) == 1:
             line.config_file = values[0]
         else:
             line.errors.append("--config needs the name of a YAML file.")
+    # The table comes first, because one of its rows may hold for some values of a flag that also
+    # exists here.
     elif row := find_row(flag, values):
         _read_row(line, typed, row, values)
     elif field := list_known_flags().get(flag):
@@ -79,10 +87,12 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
 
 
 def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
+    """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
     flags = _split_at_flags(row.to)
     if row.arity == 0 and values:
         word = values[0].lower()
+        # --flag=False of a flag that is refused asks for what happens anyway.
         if word == "false" and row.kind == "refused":
             line.warnings.append(f"{shown} has no effect here: it asks for nothing.")
             return
@@ -100,7 +110,9 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
         return
     passed = [] if row.only else values
-    if row.arity == 0 and passed:  # "false": it is off, whatever it stands for
+    # The value is "false" here. Each boolean that the flag maps to gets it, and the row's fixed
+    # values do not apply.
+    if row.arity == 0 and passed:
         flags = [[flag, *passed] for flag, *_ in flags]
     else:
         flags[-1] += passed
@@ -113,7 +125,7 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
 
 
 def _split_at_flags(words: Sequence[str]) -> list[list[str]]:
-    """`--a 1 --b` as [[--a, 1], [--b]]."""
+    """Return `--a 1 --b` as [[--a, 1], [--b]]."""
     cuts: list[list[str]] = []
     for word in words:
         if _is_flag(word):
@@ -123,25 +135,36 @@ def _split_at_flags(words: Sequence[str]) -> list[list[str]]:
 
 
 def _set_field(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
+    """Convert the values of one field and record them, or record the error."""
     bare = [_strip_quotes(value) for value in values]
     if bare != values:
         line.warnings.append(
-            f"{' '.join([typed, *values])} is read as {' '.join([typed, *bare])}: the shell left the quotes in."
+            f"{' '.join([typed, *values])} is read as {' '.join([typed, *bare])}: the shell left "
+            "the quotes in."
         )
         values = bare
     try:
+        # A later flag of the same field replaces this entry, so the last one wins.
         line.given[field.dotted] = ValueWithOrigin(_convert_values(field, flag, values), typed)
     except ValueError as error:
         line.errors.append(f"{' '.join([typed, *values])} {error}.")
 
 
 def _strip_quotes(value: str) -> str:
-    """`'type:embedding'` as a script that keeps its flags in a variable passes it, quotes and all."""
+    """Return a value without the quotes around it.
+
+    A script that keeps its flags in a variable passes `'type:embedding'` with the quotes.
+    """
     quoted = len(value) > 2 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if quoted else value
 
 
 def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
+    """Return the value that the texts spell, inverted for the negative form of a boolean.
+
+    Raises:
+        ValueError: the texts do not fit the field.
+    """
     if field.is_bool:
         on = field.convert(values or ["true"])
         return on if flag == field.flag else not on
@@ -152,20 +175,28 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
             else f"needs a value; it must be {field.expected}"
         )
     if values == ["None"] and (field.optional or field.arity == "*"):
+        # The word None unsets a value. A list has the empty tuple instead.
         return None if field.optional else ()
     return field.convert(values)
 
 
 def _get_arity(flag: str) -> Arity:
+    """Return how many values follow the flag."""
     if flag == "--config":
         return 1
     if found := find_rows(flag):
+        # All rows of one flag take the same number of values.
         return found[0].arity
+    # An unknown flag takes all values that follow it, so that they are not reported as errors of
+    # their own.
     return list_known_flags()[flag].arity if flag in list_known_flags() else "*"
 
 
 def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
-    """The values at the head of `tokens` that belong to a flag which has `taken` of them already."""
+    """Remove and return the values at the head of `tokens` that belong to a flag.
+
+    The flag has `taken` values already, because one may be attached with `=`.
+    """
     values: list[str] = []
     while tokens and not _is_flag(tokens[0]) and (arity == "*" or taken + len(values) < arity):
         values.append(tokens.popleft())
@@ -173,16 +204,17 @@ def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
 
 
 def _is_flag(token: str) -> bool:
+    """Return whether a token is a flag. Negative numbers and -inf are values."""
     return token.startswith("-") and len(token) > 1 and not re.match(r"-(\d|\.\d|inf$|nan$)", token)
 
 
 def _normalise_flag(typed: str) -> str:
-    """`--hidden_size` is `--hidden-size`."""
+    """Return the flag with hyphens: `--hidden_size` becomes `--hidden-size`."""
     return typed[:2] + typed[2:].replace("_", "-")
 
 
 def _describe_stray(token: str, before: list[str]) -> str:
-    """The message for a value that follows no flag, or one flag's values too many."""
+    """Return the message for a value that follows no flag or exceeds a flag's number of values."""
     after = f" after {' '.join(before)}" if before else ""
     attach = (
         f"; write {before[0]}={token}"
@@ -193,7 +225,9 @@ def _describe_stray(token: str, before: list[str]) -> str:
 
 
 def _suggest_flag(flag: str) -> str:
+    """Return the end of a message about an unknown flag."""
     known = list(list_known_flags())
+    # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
     begun = [name for name in known if name.startswith(flag)] if len(flag) > 4 else []
     close = begun[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     return f"; perhaps you meant {' or '.join(close)}." if close else "; --help lists all flags."

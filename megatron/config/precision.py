@@ -1,14 +1,19 @@
-"""Number formats and loss scaling. Master weights, moments and gradient accumulation over microbatches are fp32 always."""
+"""Number formats and loss scaling.
+
+Master weights, moments and gradient accumulation over microbatches are always fp32.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
+    """Settings of the compute format and of the loss scale for fp16."""
+
     fp16: bool = False
     """Compute in fp16, with loss scaling."""
     bf16: bool = False
-    """Compute in bf16. Without --fp16 and --bf16: fp32."""
+    """Compute in bf16. Without --fp16 and --bf16, compute in fp32."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32 with --fp16 or --bf16."""
     loss_scale: float | None = None
@@ -20,4 +25,5 @@ class PrecisionConfig:
     loss_scale_window: int = 1000
     """Iterations without overflow after which the dynamic scale doubles."""
     hysteresis: int = 2
-    """Overflow with which the dynamic scale begins to halve, counted since it last doubled: 2 lets one pass."""
+    """Number of the overflow, counted since the scale last doubled, at which the dynamic scale
+    starts to halve. With 2, the first overflow leaves the scale as it is."""

@@ -1,6 +1,7 @@
 """What each number may be by itself.
 
-Invariant: every number of the configuration has a range; one without an entry here must be at least 1 (a whole number) or finite.
+Invariant: every number of the configuration has a range. Without an entry here, a whole number must
+be at least 1 and any other number must be finite.
 """
 
 import math
@@ -12,7 +13,8 @@ from megatron.config.fields import all_fields
 _POSITIVE = "(0, inf)"
 _NOT_NEGATIVE = "[0, inf)"
 _PROBABILITY = "[0, 1)"
-_COUNT = "[1, 1e15]"  # beyond it, products with the sequence length leave 64 bits
+# Above 1e15, products with a usual sequence length exceed 64 bits.
+_COUNT = "[1, 1e15]"
 _WORKERS = "[0, 64]"
 
 RANGES = {
@@ -22,12 +24,14 @@ RANGES = {
     "model.hidden_dropout": _PROBABILITY,
     "model.attention_dropout": _PROBABILITY,
     "model.init_method_std": _POSITIVE,
-    "batch.seed": "[0, 4294967295]",  # what numpy.random.RandomState takes
+    # `numpy.random.RandomState` takes seeds of 32 bits.
+    "batch.seed": "[0, 4294967295]",
     "batch.eval_iters": _NOT_NEGATIVE,
     "batch.exit_duration_in_mins": _POSITIVE,
     "parallel.check_invariants_interval": _NOT_NEGATIVE,
     "parallel.distributed_timeout_minutes": _POSITIVE,
-    "parallel.local_rank": "[-1, inf)",  # -1 is what some launchers pass for "none"
+    # Some launchers pass -1 for "none".
+    "parallel.local_rank": "[-1, inf)",
     "optimizer.lr": _POSITIVE,
     "optimizer.min_lr": _NOT_NEGATIVE,
     "optimizer.lr_warmup_fraction": "[0, 1]",
@@ -54,16 +58,19 @@ RANGES = {
     "checkpoint.save_at": "[1, inf)",
     "checkpoint.load_iteration": "[1, inf)",
 }
-"""Intervals in mathematical notation: [a, b) holds a but not b."""
+"""Intervals in mathematical notation: [a, b) contains a but not b."""
 
 
 def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
-    """A message for each number that is out of its range."""
+    """Yield a message for each number that is out of its range."""
     for dotted, value in settings.list_values().items():
+        # A tuple with an entry in RANGES is checked number by number. Tuples without one have rules
+        # of their own.
         several = value if isinstance(value, tuple) and dotted in RANGES else (value,)
         numbers = [
             number
             for number in several
+            # bool is a subclass of int, so it must be left out explicitly.
             if isinstance(number, int | float) and not isinstance(number, bool)
         ]
         default = "[1, inf)" if all_fields()[dotted].annotation is int else "(-inf, inf)"
@@ -76,7 +83,8 @@ def _is_inside(value: float, interval: str) -> bool:
     low, high = _parse_bounds(interval)
     above = value >= low if interval.startswith("[") else value > low
     below = value <= high if interval.endswith("]") else value < high
-    return above and below  # false for nan
+    # All comparisons with nan are false, so nan is in no interval.
+    return above and below
 
 
 def _describe_interval(interval: str) -> str:

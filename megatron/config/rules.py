@@ -1,7 +1,11 @@
-"""Rules that connect fields and need neither the number of processes nor a derived number; those that do are with the plan.
+"""Rules that connect fields, and need neither the number of processes nor a derived number.
 
-Invariant: a rule raises nothing and reads nothing but the configuration; all of them run, and all failures are reported together.
-What a schedule itself refuses (ramp arithmetic, --min-lr above --lr, skip ranges) it says when the plan builds it, once.
+Rules that need those are with the plan.
+
+Invariant: a rule raises nothing and reads nothing but the configuration. All of them run, and all
+failures are reported together. What a schedule itself refuses is reported once, when the plan
+builds it. Examples are ramp arithmetic, --min-lr above --lr, and skip ranges.
+
 Source of the defaults and of what may be combined: Megatron-LM and Megatron-DeepSpeed.
 """
 
@@ -19,10 +23,16 @@ from megatron.config.warning_rules import WARNINGS
 Rule = Callable[[ConfigWithOrigin], Iterator[str]]
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
+"""Fields that need the id of the end-of-document token."""
 
 
 def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of all rules. `origin`: where each field came from, as in `LoadedConfig`; may be empty."""
+    """Return the errors and the warnings of all rules.
+
+    Args:
+        config: The configuration to check.
+        origin: Where each field came from, as in `LoadedConfig`. It may be empty.
+    """
     settings = ConfigWithOrigin(config, origin)
     return _run(ERRORS, settings), _run(WARNINGS, settings)
 
@@ -31,28 +41,42 @@ def _run(rules: tuple[Rule, ...], settings: ConfigWithOrigin) -> list[str]:
     return [message for rule in rules for message in rule(settings)]
 
 
-# ---- Errors --------------------------------------------------------------------------------------------------------------------
-
-
 def check_no_empty_text(settings: ConfigWithOrigin) -> Iterator[str]:
-    """An empty path would mean the present folder, or nothing at all."""
+    """Check that no text is empty.
+
+    An empty path would mean the present folder, or nothing at all.
+    """
     for dotted, value in settings.list_values().items():
         if value == "" or (isinstance(value, tuple) and "" in value):
             flag = all_fields()[dotted].flag
-            yield f"{flag} is given an empty text; is a shell variable unset? Leave the flag out, or give a value."
+            yield (
+                f"{flag} is given an empty text; is a shell variable unset? Leave the flag out, "
+                "or give a value."
+            )
 
 
 def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that exactly one of --train-iters and --train-samples gives the length of training."""
     batch = settings.config.batch
     if batch.train_iters is not None and batch.train_samples is not None:
-        yield f"{settings.describe('batch.train_iters', 'batch.train_samples')} both say how long to train; give one of them."
+        yield (
+            f"{settings.describe('batch.train_iters', 'batch.train_samples')} both say how long "
+            "to train; give one of them."
+        )
     if batch.train_iters is None and batch.train_samples is None and not batch.eval_only:
-        yield "how long to train is not said: give --train-iters or --train-samples (or --eval-only)."
+        yield (
+            "how long to train is not said: give --train-iters or --train-samples (or --eval-only)."
+        )
 
 
 def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
-    """A run by samples has its learning rate by samples, a run by iterations by iterations."""
+    """Check that the learning rate is given in the unit that gives the length of training.
+
+    A run by samples has its learning rate by samples. A run by iterations has it by iterations.
+    """
     batch = settings.config.batch
+    # Without exactly one length there is no unit to compare with. `check_one_training_length`
+    # reports that.
     if (batch.train_iters is None) == (batch.train_samples is None):
         return
     length, foreign, own = (
@@ -64,59 +88,85 @@ def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
         dotted = f"optimizer.{name}_{foreign}"
         if settings[dotted]:
             instead = all_fields()[f"optimizer.{name}_{own}"].flag
-            yield f"{settings.describe(dotted)} does not go with {settings.describe(length)}; use {instead}."
+            yield (
+                f"{settings.describe(dotted)} does not go with {settings.describe(length)}; use "
+                f"{instead}."
+            )
 
 
 def check_one_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --lr-warmup-fraction is not combined with a warm-up in iterations or samples."""
     optimizer = settings.config.optimizer
     if optimizer.lr_warmup_fraction is not None:
         for dotted in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
             if settings[dotted]:
-                yield f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both say how long to warm up; give one of them."
+                yield (
+                    f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both say how "
+                    "long to warm up; give one of them."
+                )
 
 
 def check_lr_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --lr is given, unless the run only evaluates."""
     if settings.config.optimizer.lr is None and not settings.config.batch.eval_only:
         yield "--lr is required: the peak learning rate, as in 6e-5."
 
 
 def check_one_batch_size_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that at most one schedule of the batch size is given."""
     batch = settings.config.batch
     if batch.rampup_batch_size is not None and batch.step_batch_size_schedule is not None:
-        yield f"{settings.describe('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} exclude each other; give one of them."
+        yield (
+            f"{settings.describe('batch.rampup_batch_size', 'batch.step_batch_size_schedule')} "
+            "exclude each other; give one of them."
+        )
 
 
 def check_one_source_of_lr_schedule(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that a resume takes the learning rate's schedule from one source only."""
     optimizer = settings.config.optimizer
     if optimizer.override_lr_scheduler and optimizer.use_checkpoint_lr_scheduler:
         yield (
-            f"{settings.describe('optimizer.override_lr_scheduler', 'optimizer.use_checkpoint_lr_scheduler')} exclude each other: the "
-            "schedule comes from here or from the checkpoint; give one of them."
+            f"""{
+                settings.describe(
+                    "optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"
+                )
+            } exclude each other: """
+            "the schedule comes from here or from the checkpoint; give one of them."
         )
 
 
 def check_one_precision(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that at most one of --fp16 and --bf16 is given."""
     if settings.config.precision.fp16 and settings.config.precision.bf16:
-        yield f"{settings.describe('precision.fp16', 'precision.bf16')} exclude each other; give one of them."
+        yield (
+            f"{settings.describe('precision.fp16', 'precision.bf16')} exclude each other; give "
+            "one of them."
+        )
 
 
 def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the dynamic loss scale does not start below its minimum."""
     precision = settings.config.precision
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
-            f"{settings.describe('precision.min_loss_scale')} must not exceed {settings.describe('precision.initial_loss_scale')}, which the "
-            "dynamic loss scale begins with."
+            f"{settings.describe('precision.min_loss_scale')} must not exceed "
+            f"{settings.describe('precision.initial_loss_scale')}, which the dynamic loss scale "
+            "begins with."
         )
 
 
 def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the heads divide the hidden size, and the key/value heads divide the heads."""
     model = settings.config.model
+    # `check_ranges` reports this value. Here it would be a division by zero.
     if model.num_attention_heads < 1:
         return
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         yield (
-            f"{settings.describe('model.num_attention_heads')} must divide {settings.describe('model.hidden_size')}; change one, or give the "
-            "width of a head by --kv-channels."
+            f"{settings.describe('model.num_attention_heads')} must divide "
+            f"{settings.describe('model.hidden_size')}; change one, or give the width of a head "
+            "by --kv-channels."
         )
     groups = model.num_query_groups
     if groups is not None and groups >= 1 and model.num_attention_heads % groups:
@@ -124,15 +174,21 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
             n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0
         ]
         yield (
-            f"{settings.describe('model.num_query_groups')} must divide {settings.describe('model.num_attention_heads')}; use one of "
+            f"{settings.describe('model.num_query_groups')} must divide "
+            f"{settings.describe('model.num_attention_heads')}; use one of "
             f"{', '.join(map(str, divisors))}."
         )
 
 
 def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Rotary positions turn channels in pairs."""
+    """Check that the rotated channels of a head are an even number of at least 2.
+
+    Rotary positions rotate channels in pairs.
+    """
     model = settings.config.model
     if (
+        # Values outside their range are reported by `check_ranges`. The arithmetic below needs
+        # valid ones.
         model.position_embedding_type != "rotary"
         or model.num_attention_heads < 1
         or not 0 < model.rotary_percent <= 1
@@ -146,24 +202,28 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
     rotated = int(head * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield (
-            f"{settings.describe('model.rotary_percent')} of a head's {head} channels are {rotated}, but rotary positions turn pairs; "
-            "choose a head size or part that makes an even number of at least 2."
+            f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
+            f"{rotated}, but rotary positions turn pairs; choose a head size or part that makes "
+            "an even number of at least 2."
         )
 
 
 def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the table of learned positions has a row for each token of a sample."""
     model = settings.config.model
     size = model.max_position_embeddings
     if size is not None and model.position_embedding_type == "absolute" and size < model.seq_length:
         yield (
-            f"{settings.describe('model.max_position_embeddings')} must be at least {settings.describe('model.seq_length')}: each token of a "
-            "sample needs a position."
+            f"{settings.describe('model.max_position_embeddings')} must be at least "
+            f"{settings.describe('model.seq_length')}: each token of a sample needs a position."
         )
 
 
 def check_split_has_three_weights(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --split consists of at most three weights, not negative and not all 0."""
     text = settings.config.data.split
     try:
+        # Slashes separate weights too, as in Megatron-LM.
         shares = [float(share) for share in text.replace("/", ",").split(",")]
     except ValueError:
         shares = []
@@ -172,25 +232,34 @@ def check_split_has_three_weights(settings: ConfigWithOrigin) -> Iterator[str]:
         or not all(math.isfinite(share) and share >= 0 for share in shares)
         or not sum(shares) > 0
     ):
-        yield f"{settings.describe('data.split')} must be three numbers, not negative and not all 0, as in 949,50,1."
+        yield (
+            f"{settings.describe('data.split')} must be three numbers, not negative and not all "
+            "0, as in 949,50,1."
+        )
 
 
 def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that a mixture in --data-path consists of pairs of a weight and a path."""
     values = settings.config.data.data_path
+    # A single value is the path of one data set and has no weight.
     if len(values) < 2:
         return
     if len(values) % 2:
         yield (
-            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture is pairs: WEIGHT PATH WEIGHT PATH ... "
-            "(a single data set: PATH alone)."
+            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture is "
+            "pairs: WEIGHT PATH WEIGHT PATH ... (a single data set: PATH alone)."
         )
         return
     for weight in values[::2]:
         if not _is_weight(weight):
-            yield f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number above 0, as in 0.7 PATH 0.3 PATH."
+            yield (
+                f"{settings.describe('data.data_path')}: '{weight}' must be a weight, a number "
+                "above 0, as in 0.7 PATH 0.3 PATH."
+            )
 
 
 def _is_weight(text: str) -> bool:
+    """Return whether a text is a finite number above 0."""
     try:
         return 0 < float(text) < math.inf
     except ValueError:
@@ -198,6 +267,7 @@ def _is_weight(text: str) -> bool:
 
 
 def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that each split of the data is described in one way only."""
     data = settings.config.data
     for which in ("train", "valid", "test"):
         paths, file = (
@@ -206,19 +276,23 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
         )
         if settings[paths] and settings[file] is not None:
             yield f"{settings.describe(paths, file)} both name the data; give one of them."
+        # --split divides the documents of --data-path, and weighted split paths name their own
+        # parts of them.
         for dotted in (paths, file):
             if data.data_path and settings[dotted]:
                 yield (
-                    f"{settings.describe('data.data_path')} is divided by --split, {settings.describe(dotted)} says the parts itself; "
-                    "give one of them."
+                    f"{settings.describe('data.data_path')} is divided by --split, "
+                    f"{settings.describe(dotted)} says the parts itself; give one of them."
                 )
 
 
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that flags for saving have --save, and flags for loading have --load."""
     checkpoint, batch = settings.config.checkpoint, settings.config.batch
     saving = {
         "checkpoint.save_interval": checkpoint.save_interval is not None,
         "checkpoint.save_at": bool(checkpoint.save_at),
+        # A run with --async-save and no folder would train to its end and leave no checkpoint.
         "checkpoint.async_save": checkpoint.async_save,
         "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
     }
@@ -227,9 +301,10 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
             yield f"{settings.describe(dotted)} needs --save: without it nothing would be saved."
     if checkpoint.keep_every is not None and checkpoint.keep_latest_checkpoints is None:
         yield (
-            f"{settings.describe('checkpoint.keep_every')} says what --keep-latest-checkpoints may not remove; without that flag all "
-            "checkpoints are kept."
+            f"{settings.describe('checkpoint.keep_every')} says what --keep-latest-checkpoints "
+            "may not remove; without that flag all checkpoints are kept."
         )
+    # These flags have a meaning only for a checkpoint that is loaded.
     wanting = {
         "checkpoint.finetune": checkpoint.finetune,
         "checkpoint.require_load": checkpoint.require_load,
@@ -242,51 +317,86 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def check_one_kind_of_start(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --require-load and --allow-fresh-start are not combined."""
     if settings.config.checkpoint.require_load and settings.config.checkpoint.allow_fresh_start:
-        yield f"{settings.describe('checkpoint.require_load', 'checkpoint.allow_fresh_start')} exclude each other; give one of them."
+        yield (
+            f"{settings.describe('checkpoint.require_load', 'checkpoint.allow_fresh_start')} "
+            "exclude each other; give one of them."
+        )
 
 
 def check_deepspeed_optimizers(settings: ConfigWithOrigin) -> Iterator[str]:
-    """FSDP2 has neither."""
+    """Check that DeepSpeed's two optimizers are not combined, and have --deepspeed.
+
+    FSDP2 has neither of them.
+    """
     optimizer = settings.config.optimizer
     if optimizer.cpu_optimizer and optimizer.use_bnb_optimizer:
-        yield f"{settings.describe('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} exclude each other; give one of them."
+        yield (
+            f"{settings.describe('optimizer.cpu_optimizer', 'optimizer.use_bnb_optimizer')} "
+            "exclude each other; give one of them."
+        )
     for dotted in ("optimizer.cpu_optimizer", "optimizer.use_bnb_optimizer"):
         if settings[dotted] and not settings.config.parallel.deepspeed:
-            yield f"{settings.describe(dotted)} needs --deepspeed; without it, --zero-stage shards the optimizer's states over the ranks."
+            yield (
+                f"{settings.describe(dotted)} needs --deepspeed; without it, --zero-stage shards "
+                "the optimizer's states over the ranks."
+            )
 
 
 def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[str]:
-    """A forgotten --curriculum-schedule-type would train another run, so a flag that has no effect is an error here."""
+    """Check that the curriculum's fields fit its type of schedule.
+
+    A field that has no effect is an error here. If --curriculum-schedule-type was forgotten, the
+    run would train with other sequence lengths than intended.
+    """
     style = settings.config.curriculum.curriculum_schedule_type
     needed, taken = USED[style] if style is not None else (set(), set())
     for name in vars(settings.config.curriculum):
         dotted = f"curriculum.{name}"
         if name in needed and not settings.is_changed(dotted):
-            yield f"{settings.describe('curriculum.curriculum_schedule_type')} needs {all_fields()[dotted].flag}."
+            yield (
+                f"{settings.describe('curriculum.curriculum_schedule_type')} needs "
+                f"{all_fields()[dotted].flag}."
+            )
         elif name in {"curriculum_schedule_type", *needed, *taken} or not settings.is_changed(
             dotted
         ):
             continue
         elif style is None:
-            yield f"{settings.describe(dotted)} needs --curriculum-schedule-type; without it there is no curriculum."
+            yield (
+                f"{settings.describe(dotted)} needs --curriculum-schedule-type; without it there "
+                "is no curriculum."
+            )
         else:
-            yield f"{settings.describe(dotted)} has no effect with {settings.describe('curriculum.curriculum_schedule_type')}; leave it out."
+            yield (
+                f"{settings.describe(dotted)} has no effect with "
+                f"{settings.describe('curriculum.curriculum_schedule_type')}; leave it out."
+            )
 
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that stages are not described by both a partition method and virtual stages."""
     method, virtual = (
         "parallel.pp_partition_method",
         "parallel.num_layers_per_virtual_pipeline_stage",
     )
+    # Virtual stages divide layers uniformly, so the method "uniform" does not contradict them.
     if settings[virtual] is not None and (settings[method] or "uniform").lower() != "uniform":
-        yield f"{settings.describe(method, virtual)} both say where layers are cut into stages; give one of them."
+        yield (
+            f"{settings.describe(method, virtual)} both say where layers are cut into stages; "
+            "give one of them."
+        )
 
 
 def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Only a tokenizer knows the id that ends documents; --vocab-size does not tell it."""
+    """Check that a tokenizer is given if the id that ends documents is needed.
+
+    Only a tokenizer knows this id. --vocab-size does not give it.
+    """
     wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
     tokenizer = settings.config.tokenizer
+    # A tokenizer needs all of its files, so one that is missing makes the id unknown.
     files = (
         (tokenizer.vocab_file, tokenizer.merge_file)
         if tokenizer.tokenizer_type == "GPT2BPETokenizer"
@@ -294,20 +404,23 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     )
     if wanted and None in files:
         yield (
-            f"{settings.describe(*wanted)} must know the id that ends documents, which the tokenizer of the data tells: give "
-            "--vocab-file and --merge-file, or --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+            f"{settings.describe(*wanted)} must know the id that ends documents, which the "
+            "tokenizer of the data tells: give --vocab-file and --merge-file, or "
+            "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
         )
 
 
 def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --checkpoint-fraction is a fraction above 0 and at most 1."""
     try:
         fraction = Fraction(settings.config.recompute.checkpoint_fraction)
     except (ValueError, ZeroDivisionError):
+        # 0 is outside of the valid range, so a text that is no fraction gets the same message.
         fraction = Fraction(0)
     if not 0 < fraction <= 1:
         yield (
-            f"{settings.describe('recompute.checkpoint_fraction')} must be a part of the layers, above 0 and at most 1: 1 for all, 1/3 "
-            "for every third, 0.5 for every other."
+            f"{settings.describe('recompute.checkpoint_fraction')} must be a part of the layers, "
+            "above 0 and at most 1: 1 for all, 1/3 for every third, 0.5 for every other."
         )
 
 
@@ -336,3 +449,4 @@ ERRORS: tuple[Rule, ...] = (
     check_one_partition_method,
     check_recompute_fraction,
 )
+"""All rules whose failure is an error, in the order in which their messages are reported."""

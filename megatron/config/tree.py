@@ -1,4 +1,7 @@
-"""The whole configuration: what was asked, frozen. Derived numbers live in `megatron.plan`, changing ones in `TrainState`."""
+"""The complete configuration that a user asked for, frozen.
+
+Derived numbers are in `megatron.plan`. State that changes during training is in `TrainState`.
+"""
 
 from dataclasses import dataclass, field
 
@@ -17,8 +20,13 @@ from megatron.config.recompute import RecomputeConfig
 
 @dataclass(frozen=True)
 class Config:
-    """Groups nest in YAML (`model: {hidden_size: 384}`) and are flat on the command line (`--hidden-size 384`)."""
+    """All groups of settings.
 
+    Groups nest in YAML (`model: {hidden_size: 384}`). They are flat on the command line
+    (`--hidden-size 384`).
+    """
+
+    # Only these two groups have required fields, so only they have no default.
     model: ModelConfig
     batch: BatchConfig
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)

@@ -1,4 +1,7 @@
-"""Rules whose failure is a warning: what was given trains, but has no effect or an unexpected one. Nothing is silently ignored.
+"""Rules whose failure is a warning.
+
+What was given trains, but a part of it has no effect or an unexpected one. Nothing is silently
+ignored.
 
 Invariant: as in `config/rules.py`, which runs them.
 """
@@ -11,6 +14,10 @@ from megatron.config.fields import all_fields
 
 
 def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if the batch size changes in a run whose length is given in iterations.
+
+    The learning rate's schedule counts samples. It converts iterations with the final batch size.
+    """
     batch = settings.config.batch
     changing = (
         "batch.rampup_batch_size"
@@ -19,19 +26,25 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
     )
     if batch.train_iters is not None and settings[changing] is not None:
         yield (
-            f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: an iteration of the learning rate's warm-up and "
-            "decay counts as the final batch size, so that they last longer than they say; --train-samples and --lr-*-samples "
-            "are exact."
+            f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: an "
+            "iteration of the learning rate's warm-up and decay counts as the final batch size, "
+            "so that they last longer than they say; --train-samples and --lr-*-samples are "
+            "exact."
         )
 
 
 def warn_decay_by_tokens_wins(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if a decay in samples or iterations is given together with one in tokens."""
     for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
         if settings.config.optimizer.lr_decay_tokens is not None and settings[dotted] is not None:
-            yield f"{settings.describe(dotted)} has no effect beside {settings.describe('optimizer.lr_decay_tokens')}, which ends the decay."
+            yield (
+                f"{settings.describe(dotted)} has no effect beside "
+                f"{settings.describe('optimizer.lr_decay_tokens')}, which ends the decay."
+            )
 
 
 def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of WSD's final decay without --lr-decay-style WSD."""
     if settings.config.optimizer.lr_decay_style != "WSD":
         for name in ("iters", "samples", "style"):
             dotted = f"optimizer.lr_wsd_decay_{name}"
@@ -40,6 +53,7 @@ def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of the loss scale without --fp16."""
     precision = settings.config.precision
     if not precision.fp16:
         for name in (
@@ -54,19 +68,27 @@ def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of the dynamic loss scale together with a static one."""
     precision = settings.config.precision
     if precision.fp16 and precision.loss_scale is not None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if settings.is_changed(f"precision.{name}"):
                 static = settings.describe("precision.loss_scale")
-                yield f"{settings.describe(f'precision.{name}')} has no effect beside {static}, which is static."
+                yield (
+                    f"{settings.describe(f'precision.{name}')} has no effect beside {static}, "
+                    "which is static."
+                )
 
 
 def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
-    """A power of two changes exponents only; any other scale rounds each gradient once more."""
+    """Warn about a loss scale that is not a power of two.
+
+    A power of two changes exponents only. Any other scale rounds each gradient once more.
+    """
     precision = settings.config.precision
     if not precision.fp16:
         return
+    # A static scale replaces the dynamic one, so only the scales in use are checked.
     used = (
         ("loss_scale",)
         if precision.loss_scale is not None
@@ -74,57 +96,76 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
     )
     for name in used:
         scale = settings[f"precision.{name}"]
+        # frexp returns a mantissa in [0.5, 1). It is exactly 0.5 for powers of two and for nothing
+        # else.
         if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
             below = 2.0 ** (math.frexp(scale)[1] - 1)
             others = f"{below:.10g} and {2 * below:.10g}"
-            yield f"{settings.describe(f'precision.{name}')} is no power of two, so scaling rounds; {others} do not."
+            yield (
+                f"{settings.describe(f'precision.{name}')} is no power of two, so scaling rounds; "
+                f"{others} do not."
+            )
 
 
 def warn_fp32_residual_in_fp32(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --fp32-residual-connection in a run that computes in fp32 anyway."""
     precision = settings.config.precision
     if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
-        yield f"{settings.describe('precision.fp32_residual_connection')} has no effect without --fp16 or --bf16: everything is fp32."
+        yield (
+            f"{settings.describe('precision.fp32_residual_connection')} has no effect without "
+            "--fp16 or --bf16: everything is fp32."
+        )
 
 
 def warn_alibi_has_no_positions_to_reset(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --reset-position-ids with ALiBi, which uses distances only."""
     if (
         settings.config.data.reset_position_ids
         and settings.config.model.position_embedding_type == "alibi"
     ):
         yield (
-            f"{settings.describe('data.reset_position_ids')} has no effect with --position-embedding-type alibi, whose bias depends on "
-            "distances only."
+            f"{settings.describe('data.reset_position_ids')} has no effect with "
+            "--position-embedding-type alibi, whose bias depends on distances only."
         )
 
 
 def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --deepspeed-config without --deepspeed."""
     parallel = settings.config.parallel
     if parallel.deepspeed_config is not None and not parallel.deepspeed:
         yield f"{settings.describe('parallel.deepspeed_config')} has no effect without --deepspeed."
 
 
 def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if what is saved cannot be resumed by the same command, or is saved only at the end."""
     checkpoint = settings.config.checkpoint
     if (
+        # The same command resumes only if it loads what it saves. Then it would ask for a state
+        # that was not saved.
         checkpoint.save is not None
         and not checkpoint.save_optim
         and checkpoint.load_optim
         and checkpoint.resumes_itself
     ):
         yield (
-            "--no-save-optim: this command will not resume what it saves, since there will be no optimizer state; with "
-            "--no-load-optim it goes on with fresh moments."
+            "--no-save-optim: this command will not resume what it saves, since there will be no "
+            "optimizer state; with --no-load-optim it goes on with fresh moments."
         )
     if (
         checkpoint.save is not None
         and checkpoint.save_interval is None
         and not settings.config.batch.eval_only
     ):
-        yield f"{settings.describe('checkpoint.save')} without --save-interval saves only when training ends or is asked to stop."
+        yield (
+            f"{settings.describe('checkpoint.save')} without --save-interval saves only when "
+            "training ends or is asked to stop."
+        )
 
 
 def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of TensorBoard without --tensorboard-dir."""
     if settings.config.logging.tensorboard_dir is None:
+        # Select by name, so that a new field for TensorBoard needs no entry here.
         for field in all_fields().values():
             if (
                 field.group == "logging"
@@ -135,32 +176,47 @@ def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[str]
 
 
 def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of rotary positions without rotary positions."""
     if settings.config.model.position_embedding_type != "rotary":
         for dotted in ("model.rotary_percent", "model.rotary_base"):
             if settings.is_changed(dotted):
-                yield f"{settings.describe(dotted)} has no effect without --position-embedding-type rotary."
+                yield (
+                    f"{settings.describe(dotted)} has no effect without --position-embedding-type "
+                    "rotary."
+                )
 
 
 def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of recomputation that have no effect in this combination."""
     recompute = settings.config.recompute
     if (
         settings.is_changed("recompute.checkpoint_fraction")
         and not recompute.checkpoint_activations
     ):
-        yield f"{settings.describe('recompute.checkpoint_fraction')} has no effect without --checkpoint-activations."
+        yield (
+            f"{settings.describe('recompute.checkpoint_fraction')} has no effect without "
+            "--checkpoint-activations."
+        )
     for dotted in ("recompute.partition_activations", "recompute.checkpoint_in_cpu"):
         if settings[dotted] and not recompute.checkpoint_activations:
             yield f"{settings.describe(dotted)} has no effect without --checkpoint-activations."
+    # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
     if recompute.partition_activations and settings.config.parallel.sequence_parallel:
-        yield f"{settings.describe('recompute.partition_activations')} has no effect beside --sequence-parallel, which cuts them already."
+        yield (
+            f"{settings.describe('recompute.partition_activations')} has no effect beside "
+            "--sequence-parallel, which cuts them already."
+        )
     if (
         recompute.recompute_attention_core
         and recompute.checkpoint_activations
+        # With a fraction below 1 some layers are not recomputed completely, and the flag still
+        # applies to them.
         and recompute.checkpoint_fraction.strip() == "1"
     ):
         yield (
-            f"{settings.describe('recompute.recompute_attention_core')} has no effect beside --checkpoint-activations, which recomputes "
-            "whole layers; with --checkpoint-fraction it holds for the other layers."
+            f"{settings.describe('recompute.recompute_attention_core')} has no effect beside "
+            "--checkpoint-activations, which recomputes whole layers; with --checkpoint-fraction "
+            "it holds for the other layers."
         )
 
 
@@ -179,3 +235,4 @@ WARNINGS = (
     warn_rotary_settings_without_rotary,
     warn_recompute_flags_without_effect,
 )
+"""All rules whose failure is a warning, in the order in which their messages are reported."""

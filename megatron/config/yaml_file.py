@@ -1,7 +1,8 @@
-"""YAML in and out. A file nests groups: `model: {hidden_size: 384}`.
+"""Reads and writes the configuration as YAML, which nests groups: `model: {hidden_size: 384}`.
 
-Invariant: YAML gives the structure only. Values are read by `Field.convert`, as on the command line, so that 1e-4, 1:30 and NO
-mean what they look like (YAML 1.1 reads them as text, a number of base 60, and false). No tag is ever executed.
+Invariant: YAML gives the structure only. Values are read by `Field.convert`, as on the command
+line, so that 1e-4, 1:30 and NO mean what they look like. YAML 1.1 reads them as text, as a number
+of base 60, and as false. No tag is ever executed.
 """
 
 import difflib
@@ -13,6 +14,7 @@ import yaml
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 
+# YAML resolves plain scalars to these tags by itself. Any other tag was written by the user.
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
@@ -22,7 +24,7 @@ _SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
 def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
-    """The values that a file gives by dotted name, and a message for each thing that is wrong with it."""
+    """Return the values that a file gives by dotted name, and a message for each error in it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -32,8 +34,13 @@ def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
 
 
 def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
-    """As `read_file`, for text; `name` stands for the file in origins and messages."""
+    """Return the same as `read_file`, for text.
+
+    `name` replaces the file's name in origins and messages.
+    """
     try:
+        # `compose` stops at the tree of nodes. It keeps each scalar's text and line, and constructs
+        # no object.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -45,7 +52,8 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
     for group, value in _read_items(root, name, "the file", errors):
         if group.value not in list_groups():
             errors.append(
-                f"{name}:{_get_line(group)} has an unknown group '{group.value}'{_suggest_group(group.value)}"
+                f"{name}:{_get_line(group)} has an unknown group "
+                f"'{group.value}'{_suggest_group(group.value)}"
             )
             continue
         for key, node in _read_items(value, name, f"'{group.value}'", errors):
@@ -68,20 +76,27 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
 
 
 def dump_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; `load_yaml` gives back an equal one."""
+    """Return the complete configuration as YAML, defaults included.
+
+    `load_yaml` of the result returns an equal configuration.
+    """
     tree: dict[str, dict[str, Any]] = {group: {} for group in list_groups()}
     for dotted, value in flatten(config).items():
         group, _, name = dotted.partition(".")
         tree[group][name] = _convert_for_dump(value)
+    # The very large width keeps each value on one line.
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
 
 
 class _Text(str):
-    """Text that is written in quotes, so that 'null' or '1' stay text whoever reads the file."""
+    """Text that is written in quotes, so that no reader takes 'null' or '1' for another type."""
 
 
 class _Dumper(yaml.SafeDumper):
+    """Dumper that repeats equal values instead of writing YAML anchors and aliases."""
+
     def ignore_aliases(self, data: Any) -> bool:
+        """Return that no object is written as a reference to another."""
         return True
 
 
@@ -89,6 +104,7 @@ _Dumper.add_representer(
     _Text,
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"'),
 )
+# A tuple is written in one line, as in [1, 2]. PyYAML's safe dumper would write it as a block.
 _Dumper.add_representer(
     tuple,
     lambda dumper, items: dumper.represent_sequence(
@@ -98,30 +114,39 @@ _Dumper.add_representer(
 
 
 def _convert_for_dump(value: Any) -> Any:
+    """Return a value in the types that `_Dumper` writes, also inside of tuples."""
     if isinstance(value, tuple):
         return tuple(_convert_for_dump(item) for item in value)
+    # A str of Python would be written without quotes where YAML permits it.
     return _Text(value) if isinstance(value, str) else value
 
 
 def _read_items(
     node: yaml.Node | None, name: str, what: str, errors: list[str]
 ) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values of a mapping; an absent or empty one has none."""
+    """Return keys and values of a mapping. An absent or empty one has none.
+
+    Doubled keys are added to `errors`, because YAML itself would keep the last one without a
+    message.
+    """
     if node is None or (isinstance(node, yaml.ScalarNode) and _is_null(node)):
         return []
     if not isinstance(node, yaml.MappingNode):
         errors.append(
-            f"{name}:{_get_line(node)} {what} must be a mapping (key: value), not {_format_node(node)}."
+            f"{name}:{_get_line(node)} {what} must be a mapping (key: value), not "
+            f"{_format_node(node)}."
         )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             errors.append(f"{name}:{_get_line(key)} has a key that is not a word.")
+        # PyYAML would keep the last of two equal keys without a message.
         elif key.value in items:
             first = _get_line(items[key.value][0])
             errors.append(
-                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); take one out."
+                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); take "
+                "one out."
             )
         else:
             items[key.value] = (key, value)
@@ -129,10 +154,15 @@ def _read_items(
 
 
 def _read_value(field: Field, node: yaml.Node) -> Any:
-    """The value in `node`. Raises ValueError saying what was expected."""
+    """Return the value in `node`.
+
+    Raises:
+        ValueError: the value does not fit. The message describes what was expected.
+    """
     if node.tag not in _PLAIN_TAGS:
         raise ValueError(
-            f"must be {field.expected}, without the tag {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+            f"must be {field.expected}, without the tag "
+            f"{node.tag.replace('tag:yaml.org,2002:', '!!')}"
         )
     if isinstance(node, yaml.SequenceNode):
         if field.arity in (0, 1) or not all(
@@ -147,22 +177,28 @@ def _read_value(field: Field, node: yaml.Node) -> Any:
             raise ValueError(f"must be {field.expected}; leave the key out for the default")
         return None
     text = node.value
+    # `style` is None for a plain scalar and a quote character for a quoted one.
     if not node.style:
+        # A user who writes `true` for a text field has probably taken it for a boolean.
         if field.annotation is str and text.lower() in ("true", "false"):
             raise ValueError(f"must be text; if the text is {text}, put it in quotes")
+        # YAML spells infinity as .inf, and Python's float() reads inf.
         text = _SPECIAL_FLOATS.get(text.lower(), text)
     return field.convert([text])
 
 
 def _is_null(node: yaml.ScalarNode) -> bool:
+    """Return whether a scalar is null. A quoted one is text."""
     return not node.style and node.value in _NULLS
 
 
 def _get_line(node: yaml.Node) -> int:
+    """Return the 1-based line of a node. PyYAML counts from 0."""
     return node.start_mark.line + 1
 
 
 def _format_node(node: yaml.Node) -> str:
+    """Return a node's value for a message."""
     if isinstance(node, yaml.ScalarNode):
         return f"'{node.value}'"
     if isinstance(node, yaml.SequenceNode):
@@ -177,6 +213,8 @@ def _format_node(node: yaml.Node) -> str:
 
 
 def _suggest_group(word: str) -> str:
+    """Return the end of a message about an unknown group."""
+    # A common mistake is a field at the top level of the file, without its group.
     owners = [field.dotted for field in all_fields().values() if field.name == word]
     if owners:
         return f"; write it under its group: {owners[0]}."
@@ -189,6 +227,7 @@ def _suggest_group(word: str) -> str:
 
 
 def _suggest_key(dotted: str) -> str:
+    """Return the end of a message about an unknown key."""
     group, _, name = dotted.partition(".")
     owners = [
         field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")

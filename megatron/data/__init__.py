@@ -1,0 +1,1 @@
+"""Data path: indexed data sets, their sample order, mixtures, index caches and batches."""

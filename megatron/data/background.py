@@ -1,7 +1,7 @@
-"""Checks that read much: one thread of low priority runs them while the run trains.
+"""Checks that read much, run by one thread of low priority while the run trains.
 
-Invariant: a check delays neither start nor step. What it finds waits here until the run asks,
-before each save.
+Invariant: a check delays neither the start nor a step. Its result is kept here until the run asks
+for it, which it does before each save.
 """
 
 import contextlib
@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 
 BLOCK = 4 << 20
 """Bytes that are read at once."""
+# Linux's range is -20 (highest) to 19. Training and data loading go first.
 _LOWEST_PRIORITY = 19
 _CLOSING_SECONDS = 10.0
+"""`close` does not wait longer than this for a read that does not return."""
 
 
 class Cancelled(Exception):
@@ -22,13 +24,14 @@ class Cancelled(Exception):
 
 
 class Background:
-    """Run checks one after the other in a thread, which is started by the first one.
+    """Run checks one after the other in a thread, which the first check starts.
 
-    A check is a function that returns what is wrong, or None. An OSError in it is no finding: the
-    check could not be done.
+    A check is a function that returns what is wrong, or None. An OSError in it means that the check
+    could not be done. It is kept as a note and not as a problem.
     """
 
     def __init__(self) -> None:
+        """Start without checks and without a thread."""
         self._waiting: deque[tuple[str, Callable[[], str | None]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -38,7 +41,12 @@ class Background:
         self._notes: list[str] = []
 
     def submit(self, name: str, check: Callable[[], str | None]) -> None:
-        """Run `check` later; `name` says what is checked, for messages."""
+        """Run `check` later.
+
+        Args:
+            name: What is checked, for messages.
+            check: Returns what is wrong, or None. It runs in the thread.
+        """
         with self._changed:
             self._waiting.append((name, check))
             if self._thread is None:
@@ -49,41 +57,42 @@ class Background:
             self._changed.notify_all()
 
     def problems(self) -> list[str]:
-        """Return what was found wrong so far."""
+        """Return the problems that were found so far."""
         with self._changed:
             return list(self._problems)
 
     def take_notes(self) -> list[str]:
-        """Return which checks could not be done, each once."""
+        """Return which checks could not be done since the last call."""
         with self._changed:
             notes = list(self._notes)
             self._notes.clear()
             return notes
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all checks are done; return whether they are."""
+        """Wait until all checks are done, and return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._running, seconds)
 
     def close(self) -> None:
-        """End the thread; a check under way is given up."""
+        """Stop the thread. A check that runs is abandoned."""
         self._cancelled.set()
         with self._changed:
             self._waiting.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            # A read from a file system that does not answer cannot be interrupted; the thread is a daemon.
+            # A read from a file system that does not answer cannot be interrupted. The thread is a
+            # daemon, so that it does not keep the process alive.
             self._thread.join(_CLOSING_SECONDS)
 
     def read(self, descriptor: int, begin: int, size: int) -> Iterator[memoryview]:
-        """Yield the bytes [begin, begin + size) of a file in blocks, at no more than half of the
-        disk's speed.
+        """Yield the bytes [begin, begin + size) of a file in blocks.
 
-        A block is valid until the next one is asked for. The pages are dropped from the page cache
-        where nobody maps them, so that reading a large file does not displace what training uses.
+        The file is read at no more than half of the disk's speed. A block is valid until the next
+        one is requested.
 
         Raises:
-            OSError: the file cannot be read, or is shorter. Cancelled: `close` was called.
+            OSError: the file cannot be read, or is shorter.
+            Cancelled: `close` was called.
         """
         buffer = bytearray(BLOCK)
         position, end = begin, begin + size
@@ -94,16 +103,19 @@ class Background:
             if count == 0:
                 raise OSError(f"the file ends at byte {position}, before byte {end}")
             yield block[:count]
+            # Pages that no process maps are dropped from the page cache. Otherwise a large file
+            # would displace the pages that training reads.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, position, count, os.POSIX_FADV_DONTNEED)
             position += count
+            # Pause for as long as the block took. Half of the disk's time is left to training.
             if self._cancelled.wait(time.monotonic() - started):
                 raise Cancelled
 
     def _work(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # Linux has a priority for each thread; elsewhere the pace must do
+        """Run the checks in the order in which they were submitted. The thread runs this method."""
+        # Linux has a priority for each thread. Elsewhere only the pace of `read` limits the load.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while True:
             with self._changed:
@@ -112,6 +124,7 @@ class Background:
                     return
                 name, check = self._waiting.popleft()
                 self._running = True
+            # Without the lock, so that the run can ask for problems while a check reads.
             problem, note = _outcome(name, check)
             with self._changed:
                 self._running = False
@@ -121,7 +134,7 @@ class Background:
 
 
 def _outcome(name: str, check: Callable[[], str | None]) -> tuple[str | None, str | None]:
-    """Return what is wrong, and why the check could not be done."""
+    """Run a check. Return what is wrong, and why the check could not be done."""
     try:
         return check(), None
     except Cancelled:

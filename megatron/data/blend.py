@@ -1,6 +1,11 @@
-"""Weighted mixtures: at each step the data set whose share lags most behind its weight gives its next sample.
+"""Weighted mixtures of data sets.
 
-Invariant: a mixture's first k samples do not depend on how many follow. Source: Megatron-LM's blendable data set, same bytes.
+At each step one data set gives its next sample. It is the one whose share is furthest below its
+weight.
+
+Invariant: the first k samples of a mixture do not depend on how many follow.
+
+Source: Megatron-LM's blendable data set. The indices are the same byte for byte.
 """
 
 import math
@@ -13,17 +18,28 @@ from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_numpy import check_range
 
-SURPLUS = 1.005  # each data set of a mixture is asked for a little more than its share, as the rounding of shares may need
+SURPLUS = 1.005
+"""Each data set of a mixture must provide this many times its share.
+
+The rounding of shares may take a few samples more from a data set than its weight gives.
+"""
 
 
 def normalise(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights that add up to 1; in NumPy's summation, as the reference has it."""
+    """Return the weights divided by their sum.
+
+    NumPy adds them up, as in the reference. Another order of summation could change the last bit of
+    a weight, and with it the mixture.
+    """
     array = np.array(weights, dtype=np.float64)
     return tuple((array / np.sum(array)).tolist())
 
 
 def compute_samples_per_dataset(num_samples: int, weights: Sequence[float]) -> list[int]:
-    """How many samples each data set is asked for, so that `num_samples` can be drawn; all of them from a data set alone."""
+    """Return how many samples each data set must provide for a mixture of `num_samples`.
+
+    A single data set provides all of them, without a surplus.
+    """
     if len(weights) == 1:
         return [num_samples]
     return [math.ceil(num_samples * weight * SURPLUS) for weight in weights]
@@ -32,14 +48,25 @@ def compute_samples_per_dataset(num_samples: int, weights: Sequence[float]) -> l
 def blend(
     weights: Sequence[float], size: int, cache: IndexCache
 ) -> tuple[NDArray, NDArray[np.int64]]:
-    """(which data set, which of its samples) for each of `size` steps; weights add up to 1."""
+    """Return the indices of a mixture, built or from the cache.
+
+    Args:
+        weights: One for each data set. They add up to 1.
+        size: Samples of the mixture.
+        cache: Where the indices are stored.
+
+    Returns:
+        The data set of each sample [size], and the number of the sample in that data set [size].
+    """
 
     def build(arrays: Arrays) -> None:
         index_helpers.blending_indices(
             np.array(weights, np.float64), arrays["dataset_index"], arrays["dataset_sample_index"]
         )
 
+    # hex keeps every bit of a weight. Decimal digits could make two different mixtures share a key.
     key = {"weights": [weight.hex() for weight in weights], "size": size}
+    # One byte for each sample suffices for up to 256 data sets.
     which: type = np.uint8 if len(weights) <= 256 else np.int32
     arrays = cache.open(
         "blend",
@@ -51,7 +78,16 @@ def blend(
 
 
 def count_drawn_samples(dataset_index: NDArray, num_datasets: int) -> list[int]:
-    """How often each data set occurs. Raises RuntimeError where one is named that does not exist."""
+    """Return how many samples each data set of a mixture gives.
+
+    Args:
+        dataset_index: The data set of each sample [size].
+        num_datasets: Number of data sets.
+
+    Raises:
+        RuntimeError: the index names a data set that does not exist.
+    """
+    # In chunks, because the index is memory-mapped and bincount makes an int64 copy.
     counts = np.zeros(num_datasets, np.int64)
     for start in range(0, len(dataset_index), 1 << 24):
         named = dataset_index[start : start + (1 << 24)]

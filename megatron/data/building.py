@@ -1,10 +1,18 @@
-"""How processes that need the same file build it: one at a time where locks work, without harm to
-each other where they do not.
+"""How processes that need the same file build it.
 
-Invariants: a temporary name belongs to one process; only what is provably abandoned is removed; no
-link is followed; nobody waits without a message or a limit. A lock may be unknown to other hosts
-(Lustre's `localflock`), so that it only saves work: whoever builds without knowing of another one
-writes the same bytes under a name of its own, and the last rename wins.
+Where file locks work, one process builds at a time. Where they do not work, several processes may
+build at the same time without harm.
+
+Invariants:
+
+- A temporary name belongs to one process.
+- Only files that are provably abandoned are removed.
+- No link is followed.
+- No process waits without a message or without a limit.
+
+A lock may be invisible to other hosts (Lustre's `localflock`). It therefore only saves work. A
+process that does not see another builder writes the same bytes under a temporary name of its own.
+The last rename wins.
 """
 
 import contextlib
@@ -26,26 +34,39 @@ from types import TracebackType
 from megatron.errors import DataError
 
 Say = Callable[[str], None]
+"""Receives a line of text for the user."""
+
 
 SAY_AFTER_SECONDS = 5.0
-"""A message comes when a build, or the wait for one, takes longer than this."""
+"""A message is printed when a build, or the wait for one, takes longer than this."""
 _SAY_AGAIN_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _TOUCH_SECONDS = 30.0
-"""A build shows that it is alive by touching its files this often."""
+"""A builder touches its files this often, which shows that it is alive."""
 ABANDONED_SECONDS = 3600.0
-"""A temporary file that was not touched for so long, by the file system's clock, has no builder any
-more."""
+"""A temporary file that was not touched for so long has no builder any more.
+
+The time is measured by the clock of the file system.
+"""
+# Exactly the names that `Temporaries.create` makes for index caches and digests. The folder may
+# hold files of other programs, and those must not be removed.
 _TEMPORARY = re.compile(r"[a-z]+-[0-9a-f]{24}(-\w+\.npy|\.json)\.(?P<rest>.+)\.partial")
 _HOLDER_BYTES = 1024
 
 
 class Temporaries:
-    """The temporary files of one build in one folder; leaving the context removes those that got no
-    name of their own."""
+    """The temporary files of one build in one folder.
+
+    Leaving the context removes those that were not renamed.
+    """
 
     def __init__(self, folder: Path, say: Callable[[], None] = lambda: None) -> None:
-        """`say` is called once when the build takes longer than SAY_AFTER_SECONDS."""
+        """Create a build without files.
+
+        Args:
+            folder: Where the files are created.
+            say: Called once if the build takes longer than SAY_AFTER_SECONDS.
+        """
         self._folder = folder
         self._say = say
         self._paths: list[Path] = []
@@ -53,6 +74,7 @@ class Temporaries:
         self._thread = threading.Thread(target=self._show_life, name="index build", daemon=True)
 
     def __enter__(self) -> "Temporaries":
+        """Start the thread that touches the files."""
         self._thread.start()
         return self
 
@@ -62,16 +84,18 @@ class Temporaries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Stop the thread and remove the files that still have a temporary name."""
         self._over.set()
         self._thread.join()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
     def create(self, name: str) -> Path:
-        """Create an empty file that will become `name`, under a name that no other process has or
-        will have."""
+        """Create an empty file that will become `name`, under a name that no other process uses."""
+        # _builder_is_gone parses this name. The random part keeps two builds of one process apart.
         unique = f"{socket.gethostname()}.{os.getpid()}.{_process_space()}-{uuid.uuid4().hex[:12]}"
         path = self._folder / f"{name}.{unique}.partial"
+        # O_EXCL and O_NOFOLLOW: an existing file or link is an error and is never written through.
         os.close(
             os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
@@ -81,21 +105,23 @@ class Temporaries:
         return path
 
     def _show_life(self) -> None:
+        """Report a long build once, and touch its files until it is over."""
         if self._over.wait(SAY_AFTER_SECONDS):
             return
         self._say()
         while not self._over.wait(_TOUCH_SECONDS):
             for path in self._paths:
-                with contextlib.suppress(OSError):  # renamed meanwhile
+                # The file may have been renamed meanwhile.
+                with contextlib.suppress(OSError):
                     os.utime(path, follow_symlinks=False)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of builders that are gone, of index caches and digests only.
+    """Remove the temporary files of index caches and digests whose builders ended.
 
-    Two things prove it: the process is gone and was one that this process would see; or the file
-    was not touched for ABANDONED_SECONDS. A builder that stood still for longer than that finds its
-    file missing, and starts again.
+    One of two things proves that a builder ended. Either its process does not exist, although this
+    process would see it. Or the file was not touched for ABANDONED_SECONDS. A builder that was
+    suspended for longer than that finds its file missing, and starts again.
     """
     found = [path for path in folder.glob("*.partial") if _TEMPORARY.fullmatch(path.name)]
     if not found:
@@ -108,11 +134,11 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _builder_is_gone(name: str) -> bool:
-    """Whether the process that a temporary name belongs to would be visible here, and is not
-    there."""
+    """Return whether the process of a temporary name would be visible here and does not exist."""
     match = _TEMPORARY.fullmatch(name)
     assert match is not None, f"{name} is not a temporary name"
     parts = re.fullmatch(r".*\.(\d+)\.([0-9a-f]+)-[0-9a-f]{12}", match["rest"])
+    # The same process id on another host, or in another container, is another process.
     if parts is None or parts[2] != _process_space():
         return False
     try:
@@ -125,19 +151,25 @@ def _builder_is_gone(name: str) -> bool:
 
 
 def _process_space() -> str:
-    """Identify the processes that this one can see: one start of one kernel, one namespace of
-    process ids."""
+    """Return an identifier of the processes that this one can see.
+
+    Two processes have the same one if they run in the same process-id namespace of the same boot of
+    a kernel.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         seen = boot + os.readlink("/proc/self/ns/pid")
     except OSError:
-        seen = uuid.uuid4().hex  # never equal to another one
+        # A random value is never equal to another one, so no process counts as ended.
+        seen = uuid.uuid4().hex
     return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
 
 
 def _clock_of(folder: Path) -> float:
-    """Return the time by the clock that stamps the folder's files; hosts' clocks may differ from
-    it."""
+    """Return the time of the clock that sets the folder's file times.
+
+    On a network file system it is the server's clock, which may differ from this host's.
+    """
     probe = folder / f".clock.{uuid.uuid4().hex}"
     descriptor = os.open(
         probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -153,14 +185,14 @@ def _clock_of(folder: Path) -> float:
 def only_builder(
     path: Path, what: str, *, limit_seconds: float, say: Say, note: Say
 ) -> Iterator[None]:
-    """Hold the lock file `path` while entered. Where there are no locks, note it and go on without.
+    """Hold the lock file `path` inside the context. Without file locks, note it and continue.
 
     Args:
-        path: The lock file; it is removed at the end.
+        path: The lock file. It is removed at the end.
         what: What is built, for messages.
-        limit_seconds: The longest time to wait for another holder.
-        say: Takes what must be known while waiting.
-        note: Takes what may be known later.
+        limit_seconds: Longest time to wait for another holder.
+        say: Receives urgent messages while waiting.
+        note: Receives messages that may be read later.
 
     Raises:
         DataError: another process held it for longer than the limit.
@@ -170,7 +202,8 @@ def only_builder(
     except OSError as error:
         reason = error.strerror or str(error)
         note(
-            f"{path.parent} has no file locks ({path.name}: {reason}); several processes may build the same index cache"
+            f"{path.parent} has no file locks ({path.name}: {reason}); several processes may build "
+            "the same index cache"
         )
         yield
         return
@@ -178,6 +211,8 @@ def only_builder(
         _write_holder(descriptor)
         yield
     finally:
+        # Removed while it is locked, and only if the name still means this file. Otherwise the lock
+        # file of another process could be removed.
         with contextlib.suppress(OSError):
             if _is_at(descriptor, path):
                 path.unlink()
@@ -185,43 +220,56 @@ def only_builder(
 
 
 def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
-    """Return the descriptor of the lock file once it is ours."""
+    """Return the descriptor of the lock file after it was locked.
+
+    Raises:
+        OSError: the file cannot be opened, or the file system has no locks.
+        DataError: another process held the lock for longer than the limit.
+    """
     started = time.monotonic()
     say_at = started + SAY_AFTER_SECONDS
     while True:
         descriptor = _open_lock(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder may have removed the file between open and lock. Such a lock protects
+            # nothing, since the next process creates and locks a new file.
             if _is_at(descriptor, path):
                 return descriptor
         except OSError as error:
+            # These errors mean that another process holds it. Others mean that locks do not work.
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
                 os.close(descriptor)
                 raise
             holder = _read_holder(descriptor)
         else:
-            holder = (
-                "nobody"  # the last holder removed the file; the next attempt makes another one
-            )
+            # The last holder removed the file. The next attempt creates a new one.
+            holder = "nobody"
         os.close(descriptor)
         waited = time.monotonic() - started
         if waited > limit_seconds:
             raise DataError(
-                f"{what} is locked by {holder} for more than {waited:.0f} s (lock file {path}), the longest "
-                "that a process waits for another one's index. End that process if it hangs. If it is still "
+                f"{what} is locked by {holder} for more than {waited:.0f} s (lock file {path}), "
+                "the longest "
+                "that a process waits for another one's index. End that process if it hangs. If it "
+                "is still "
                 "building, start again when it is done, or give another --data-cache-path."
             )
         if time.monotonic() > say_at:
             say_at += _SAY_AGAIN_SECONDS
             say(
-                f"waiting for {what}, which {holder} builds, for {waited:.0f} s so far and {limit_seconds:.0f} s at most"
+                f"waiting for {what}, which {holder} builds, for {waited:.0f} s so far and "
+                f"{limit_seconds:.0f} s at most"
             )
         time.sleep(_POLL_SECONDS)
 
 
 def _open_lock(path: Path) -> int:
-    """Open or create the lock file, and change nothing in it; a link or a folder in its place is an
-    OSError."""
+    """Open or create the lock file without changing its content.
+
+    Raises:
+        OSError: it cannot be opened, or a link, a folder or a pipe has its name.
+    """
     descriptor = os.open(
         path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
     )
@@ -232,7 +280,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has this name."""
+    """Return whether an open file still has this name."""
     try:
         there = path.lstat()
     except FileNotFoundError:
@@ -242,23 +290,27 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write into the lock file who holds it, unless it is somebody's data under a second name."""
+    """Write into the lock file who holds it.
+
+    A file with a second name or with other content may be a user's data. It is not changed.
+    """
     found = os.fstat(descriptor)
     if found.st_nlink != 1 or (found.st_size > 0 and _holder(descriptor) is None):
         return
     record = {"host": socket.gethostname(), "pid": os.getpid()}
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    # The disk may be full. The lock holds without this text.
+    with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(record) + "\n").encode(), 0)
 
 
 def _read_holder(descriptor: int) -> str:
-    """Say who holds the lock file."""
+    """Return a description of the process that holds the lock file."""
     return _holder(descriptor) or "a process that did not write its name"
 
 
 def _holder(descriptor: int) -> str | None:
-    """Return the holder that a lock file names, or None where it holds something else."""
+    """Return the holder that a lock file names, or None if it holds something else."""
     try:
         record = json.loads(os.pread(descriptor, _HOLDER_BYTES, 0))
         return f"process {int(record['pid'])} on {str(record['host'])[:100]!r}"

@@ -1,15 +1,16 @@
-"""Index caches: arrays that are dear to build, kept as .npy files under a key of everything that
-determines them.
+"""Index caches: arrays that take long to build, stored under a key of all that determines them.
 
-Invariant: an entry that opens is the one that was asked for. Its manifest, written last, holds key,
-dtypes, shapes and digests; whatever disagrees is built again, and that is said. Arrays up to 16 MiB
-are digested as a whole when they are opened. Larger ones are checked by samples then, and as a
-whole in the background; a difference ends the run before its next save.
+Invariant: an entry that opens is the one that was requested. Its manifest is written last and holds
+key, dtypes, shapes and digests. If anything disagrees, the entry is built again and a note reports
+it. All bytes of an array up to 16 MiB are digested when it is opened. Larger arrays are sampled
+then, and all their bytes are digested in the background. A difference ends the run before its next
+save.
 
-Any process may ask. A lock file lets one of them build while the others wait, so that no process
-group is needed and nothing waits in a collective; the lock dies with its holder. Where a file
-system has no locks, or has them for each host, several may build at once: they write the same bytes
-under names of their own, and the last rename wins harmlessly (see building.py).
+Any process may request an entry. A lock file lets one process build while the others wait. No
+process group is needed, and no process waits in a collective. The kernel releases the lock when its
+holder ends. Where a file system has no locks, or has them for each host, several processes may
+build at the same time. They write the same bytes under names of their own, and the last rename wins
+(see building.py).
 """
 
 import hashlib
@@ -39,19 +40,22 @@ from megatron.errors import DataError
 Arrays = dict[str, NDArray]
 Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
 FORMAT = 1
+"""Part of every key. Raise it when the meaning of an array changes."""
 WAIT_SECONDS = 600.0
+"""Longest time to wait for another process that builds an entry."""
 _ATTEMPTS = 5
-"""At an entry that other processes replace or remove meanwhile."""
+"""Builds of an entry before giving up, as other processes may replace or remove it meanwhile."""
+# A longer file is not a manifest, and must not fill the memory.
 _MANIFEST_BYTES = 1 << 20
 
 
 def say_to_stderr(line: str) -> None:
-    """Print a message that must be known at once."""
+    """Print an urgent message."""
     print(line, file=sys.stderr, flush=True)
 
 
 class IndexCache:
-    """Cache entries in one folder."""
+    """The cache entries in one folder."""
 
     def __init__(
         self,
@@ -62,18 +66,19 @@ class IndexCache:
         say: Say = say_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """
+        """Use a folder as a cache.
+
         Args:
-            folder: Where the entries are; it is created when the first one is built.
-            notes: Takes what happened and may be read later.
-            background: Verifies large arrays as a whole; None verifies them by samples only.
-            say: Takes what must be known while a build, or the wait for one, goes on.
-            wait_seconds: The longest time to wait for a process that builds the same entry.
+            folder: Where the entries are. It is created when the first one is built.
+            notes: Receives messages that may be read later.
+            background: Digests all bytes of large arrays. None verifies samples of them only.
+            say: Receives urgent messages while a build, or the wait for one, takes long.
+            wait_seconds: Longest time to wait for a process that builds the same entry.
         """
         self.folder = Path(folder)
         self.notes: list[str] = [] if notes is None else notes
         self.manifests: list[Path] = []
-        """Of the entries that were opened."""
+        """The manifests of the entries that were opened."""
         self._background = background
         self._verified: set[str] = set()
         self._say = say
@@ -82,31 +87,46 @@ class IndexCache:
     def open(
         self, kind: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]
     ) -> Arrays:
-        """Return the arrays of an entry, memory-mapped and read-only; if they are not there,
-        `build` fills them in place.
+        """Return the arrays of an entry, memory-mapped and read-only.
+
+        Args:
+            kind: First part of the entry's file names.
+            key: Everything that determines the arrays, as JSON values.
+            shapes: The dtype and the shape of each array.
+            build: Fills the arrays in place if the entry does not exist.
 
         Raises:
-            DataError: they are absent and the folder cannot be written; or another process holds
-                the lock for too long.
+            DataError: the entry does not exist and the folder cannot be written, or another process
+                holds the lock for too long.
         """
+        # A change of the format changes every key, so entries of older formats are not opened. The
+        # file names have the form that `remove_abandoned` recognises.
         key = {"format": FORMAT, **key}
-        stem = f"{kind}-{hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()}"
+        stem = f"""{kind}-{
+            hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+        }"""
+        # Without a lock first. All ranks of a large run open the same entries at the same time.
         found = self._read(stem, key, shapes)
         attempts = 0
+        # Other processes may replace or remove files between a build and its reading.
         while not isinstance(found, dict):
             if attempts == _ATTEMPTS:
                 raise DataError(
-                    f"the index cache {self.folder / stem} was built {attempts} times and still does not open "
-                    f"({found or 'its files are gone'}); check the file system, or name another folder by --data-cache-path."
+                    f"the index cache {self.folder / stem} was built {attempts} times and still "
+                    "does not open "
+                    f"({found or 'its files are gone'}); check the file system, or name another "
+                    "folder by --data-cache-path."
                 )
             attempts += 1
             try:
                 found = self._build_or_wait(stem, key, shapes, build)
             except FileNotFoundError:
+                # Other processes remove the files of a builder that was suspended for too long.
                 found = "its files were removed while it was built"
             except OSError as error:
                 raise DataError(
-                    f"the index cache {self.folder} cannot be written ({error.strerror}); name a writable one by "
+                    f"the index cache {self.folder} cannot be written ({error.strerror}); name a "
+                    "writable one by "
                     "--data-cache-path."
                 ) from error
         self._opened(stem, found)
@@ -115,7 +135,9 @@ class IndexCache:
     def _build_or_wait(
         self, stem: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]
     ) -> "dict[str, MappedArray] | str":
+        """Build an entry, unless another process has built it. Return the arrays, or a reason."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Builders that were killed leave files as large as the arrays.
         remove_abandoned(self.folder)
         with only_builder(
             self.folder / f"{stem}.lock",
@@ -124,9 +146,8 @@ class IndexCache:
             say=self._say,
             note=self.notes.append,
         ):
-            found = self._read(
-                stem, key, shapes
-            )  # another process may have built it while we waited
+            # Another process may have built it while this one waited for the lock.
+            found = self._read(stem, key, shapes)
             if isinstance(found, dict):
                 return found
             if found:
@@ -137,10 +158,11 @@ class IndexCache:
         return self._read(stem, key, shapes)
 
     def _opened(self, stem: str, arrays: "dict[str, MappedArray]") -> None:
-        """Have large arrays verified as a whole in the background."""
+        """Start the verification of large arrays in the background, once for each entry."""
         manifest = self.folder / f"{stem}.json"
         self.manifests.append(manifest)
         for mapped in arrays.values():
+            # An entry that is opened again has already been submitted.
             if self._background is None or not mapped.is_sampled or stem in self._verified:
                 mapped.close_file()
             else:
@@ -152,12 +174,15 @@ class IndexCache:
     def _read(
         self, stem: str, key: Mapping[str, Any], shapes: Shapes
     ) -> "dict[str, MappedArray] | str":
-        """Return the arrays; or why the entry is not usable; or "" where there is none."""
+        """Return the arrays, or why the entry is not usable, or "" if it does not exist."""
         arrays: dict[str, MappedArray] = {}
         try:
             described = _read_manifest(self.folder / f"{stem}.json")
+            # File names hold a digest of the key. The manifest has the full key, so that a
+            # collision cannot return another entry.
             if described["key"] != key:
                 return "its manifest belongs to another key"
+            # The background check would have nothing to compare with.
             if "whole" not in described:
                 return "it was built by an older version, without digests of whole arrays"
             for name, (dtype, shape) in shapes.items():
@@ -165,11 +190,15 @@ class IndexCache:
                 arrays[name] = mapped
                 array = mapped.array
                 if array.dtype != dtype or array.shape != shape:
-                    return f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}"
+                    return (
+                        f"{name} is {array.dtype}{list(array.shape)}, "
+                        f"not {np.dtype(dtype)}{list(shape)}"
+                    )
                 if described["digests"][name] != sampled_digest(array):
                     return f"the content of {name} has changed"
                 mapped.expected = str(described["whole"][name])
         except FileNotFoundError as error:
+            # Without a manifest the entry does not exist. A missing array is damage.
             return (
                 ""
                 if not arrays and str(error.filename).endswith(".json")
@@ -190,11 +219,11 @@ class IndexCache:
     def _build(
         self, stem: str, key: Mapping[str, Any], shapes: Shapes, build: Callable[[Arrays], None]
     ) -> None:
-        """Build under temporary names, then rename: the arrays first, the manifest last.
+        """Build under temporary names, then rename the arrays first and the manifest last.
 
-        The bytes are a function of the key. So a manifest that is already there is the right one,
-        or is damaged and replaced at the end, and a reader may find files of two builders side by
-        side.
+        The bytes are a function of the key. A manifest that exists already is therefore either
+        valid, or damaged and replaced at the end. For the same reason a reader may find the files
+        of two builders together.
         """
         with Temporaries(
             self.folder, lambda: self._say(f"building the index cache {self.folder / stem}")
@@ -212,37 +241,47 @@ class IndexCache:
             }
             manifest = temporaries.create(f"{stem}.json")
             manifest.write_text(json.dumps({**record, "check": _check_of(record)}, indent=1) + "\n")
+            # Synced before the renames. A crash must not leave a final name without its content.
             for path in (*partial.values(), manifest):
                 _sync(path)
             for name, path in partial.items():
                 os.replace(path, self.folder / f"{stem}-{name}.npy")
+            # Readers open the manifest first. The entry exists from this rename on.
             os.replace(manifest, self.folder / f"{stem}.json")
             sync_folder(self.folder)
 
 
 class _Verification:
-    """A background check: does an array that is in use still hold what was built?"""
+    """A background check that an array in use still holds what was built."""
 
     def __init__(self, mapped: MappedArray, manifest: Path, background: Background) -> None:
+        """Remember the array and the file that describes it."""
         self._mapped = mapped
         self._manifest = manifest
         self._background = background
 
     def __call__(self) -> str | None:
+        """Return what is wrong, or None."""
         found = self._mapped.whole_digest(self._background)
         if found == self._mapped.expected:
             return None
         return (
-            f"the index cache {self._mapped.path} is damaged: its xxh3_128 is {found}, and {self._mapped.expected} was built. "
-            f"{discard_entry(self._manifest)}. The order of samples since this start may be wrong; start again from the last "
+            f"the index cache {self._mapped.path} is damaged: its xxh3_128 is {found}, and "
+            f"{self._mapped.expected} was built. "
+            f"{discard_entry(self._manifest)}. The order of samples since this start may be wrong; "
+            "start again from the last "
             "checkpoint."
         )
 
 
 def discard_entry(manifest: Path) -> str:
-    """Remove an entry's manifest, so that the next start builds the entry again; say what was
-    done."""
+    """Remove an entry's manifest, so that the next start builds the entry again.
+
+    Returns:
+        What was done, or what the user must do, as a sentence.
+    """
     try:
+        # Processes that have mapped the arrays keep them. Only the manifest is removed.
         manifest.unlink(missing_ok=True)
     except OSError as error:
         return (
@@ -252,7 +291,7 @@ def discard_entry(manifest: Path) -> str:
 
 
 def _check_of(record: Mapping[str, Any]) -> str:
-    """Return the digest that a manifest holds of itself."""
+    """Return the digest of a manifest's own content, which the manifest holds, too."""
     return str(xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode()))
 
 
@@ -260,8 +299,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, RecursionError: it is missing, or is not what was
-        written.
+        OSError, ValueError, KeyError, TypeError, RecursionError: it is missing, or does not hold
+            what was written.
     """
     with open_regular(path) as file:
         text = file.read(_MANIFEST_BYTES)
@@ -269,12 +308,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(described, dict):
         raise TypeError(f"its manifest is a {type(described).__name__}, not an object")
     check = described.pop("check", None)
+    # Manifests of older versions have no digest of themselves. `_read` rejects them afterwards.
     if "whole" in described and check != _check_of(described):
         raise ValueError("its manifest is not what was written")
     return described
 
 
 def _sync(path: Path) -> None:
+    """Sync the content of a file to disk."""
+    # Arrays were written through a mapping. On Linux fsync covers those pages as well.
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)

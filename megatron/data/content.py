@@ -1,13 +1,15 @@
-"""Digests of whole data files: computed once, kept beside the index caches, so that a resume finds
-a corpus that was altered.
+"""Digests of complete data files, stored next to the index caches.
 
-Invariant: a kept digest belongs to a file whose path, size, time of change and inode are still the
-same. A terabyte never delays the first step: files above SMALL_BYTES are read in the background.
+With them a resume detects that a corpus was altered. A digest is computed once for each file.
+
+Invariant: a stored digest belongs to a file whose path, size, times of change and inode are still
+the same. A terabyte never delays the first step, because files above SMALL_BYTES are read in the
+background.
 
 The key is (path, size, mtime_ns, ctime_ns, inode). `cp -p`, `rsync -t` and `touch` restore the
-mtime; the ctime cannot be set, so that any write since the digest was taken shows. A rename or
-chmod changes the ctime too, and costs one more reading. The device is left out: a network file
-system has another number on each host and after each mount.
+mtime. The ctime cannot be set, so it reveals any write since the digest was taken. A rename or a
+chmod changes the ctime too, and costs one more reading. The device is left out, because a network
+file system has another device number on each host and after each mount.
 """
 
 import contextlib
@@ -31,16 +33,18 @@ from megatron.data.building import Temporaries
 SMALL_BYTES = 1 << 30
 """A file up to this size is digested before the first step."""
 FIRST_BYTES = 4 << 30
-"""One process digests no more than this before the first step, whatever the sizes of the files."""
+"""A process digests no more than this before the first step, whatever the sizes of the files."""
 _SETTLED_NS = 2_000_000_000
-"""A file that changed less than this ago may change again within one tick of its clock; its digest
-is not kept."""
+"""The digest of a file that changed less than this ago is not stored.
+
+The file may change again within one tick of its clock, which would leave its times as they are.
+"""
 _RECORD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What changes whenever a file's content does; see above."""
+    """What changes whenever the content of a file does. See the module docstring."""
 
     path: str
     size: int
@@ -50,70 +54,82 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> "FileIdentity":
-        """
+        """Return the identity of a file.
+
         Raises:
-            OSError: the file is missing, or is no regular file.
+            OSError: the file is missing, or is not a regular file.
         """
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{path} is not a regular file")
+        # Several links to one file share its digest.
         real = os.path.realpath(path)
         return cls(real, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
     @property
     def copy(self) -> tuple[int, int, int, int]:
-        """What is equal on two hosts that see one file: all but the path, and different for two
-        copies."""
+        """All fields but the path. They are equal on two hosts that see the same file.
+
+        Two copies of a file differ in them.
+        """
         return (self.size, self.mtime_ns, self.ctime_ns, self.inode)
 
 
 class DigestFolder:
-    """Digests in a folder, a small file for each; a folder that cannot be written holds none."""
+    """Digests in a folder, one small file each. A folder that cannot be written holds none."""
 
     def __init__(self, folder: Path) -> None:
+        """Use a folder. It is created when the first digest is stored."""
         self._folder = folder
 
     def get(self, identity: FileIdentity) -> str | None:
-        """Return the digest of a file that has not changed since it was kept."""
+        """Return the digest of a file, or None if none is stored since its last change."""
         try:
             with open_regular(self._path(identity)) as file:
                 record = json.loads(file.read(_RECORD_BYTES))
             digest = str(record["xxh3_128"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        # A record that is damaged counts as missing, and costs one more reading.
         whole = record == self._record(identity, digest) and re.fullmatch(r"[0-9a-f]{32}", digest)
         return digest if whole else None
 
     def put(self, identity: FileIdentity, digest: str) -> None:
-        """Keep a digest.
+        """Store a digest.
 
         Raises:
             OSError: the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(identity)
+        # A temporary name and a rename, so that other processes never read half a record.
         with Temporaries(self._folder) as temporaries:
             fresh = temporaries.create(path.name)
             fresh.write_text(json.dumps(self._record(identity, digest), indent=1) + "\n")
             os.replace(fresh, path)
 
     def _path(self, identity: FileIdentity) -> Path:
-        """Copies on several hosts have several files here, so that a shared folder serves them
-        all."""
+        """Return the path of the record of a file.
+
+        Copies of a data file on several hosts have several records. They fit in one folder.
+        """
+        # The name has the form that `remove_abandoned` recognises.
         key = json.dumps(astuple(identity)).encode()
         return self._folder / f"digest-{hashlib.blake2b(key, digest_size=12).hexdigest()}.json"
 
     @staticmethod
     def _record(identity: FileIdentity, digest: str) -> dict[str, Any]:
+        """Return the content of a record, with a digest of itself."""
         record = {"file": list(astuple(identity)), "xxh3_128": digest}
         check = xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
         return {**record, "check": check}
 
 
 class ContentDigests:
-    """The digests of the files that this process was asked for, as far as they are known."""
+    """The digests of the files that this process requested."""
 
     def __init__(self, background: Background) -> None:
+        """Start without digests. `background` reads large files."""
         self.notes: list[str] = []
         self._background = background
         self._known: dict[str, str] = {}
@@ -121,12 +137,14 @@ class ContentDigests:
 
     @property
     def known(self) -> dict[str, str]:
-        """path -> xxh3_128 of all its bytes."""
+        """The digests that are known so far: path -> xxh3_128 of all bytes."""
         return dict(self._known)
 
     def request(self, path: Path, folder: Path) -> None:
-        """Have a file digested: at once where the digest is kept in `folder` or the file is small,
-        else in the background.
+        """Request the digest of a file.
+
+        It is known at once if it is stored in `folder` or if the file is small. Otherwise the file
+        is read in the background.
 
         Raises:
             OSError: the file cannot be read.
@@ -137,6 +155,7 @@ class ContentDigests:
             self._known[str(path)] = kept
             return
         if identity.size <= min(SMALL_BYTES, self._budget):
+            # Many small files together must not delay the first step either.
             self._budget -= identity.size
             self._digest(path, folder, digest_of_file)
             return
@@ -147,6 +166,8 @@ class ContentDigests:
         self._background.submit(f"the content of {path}", check)
 
     def _digest(self, path: Path, folder: Path, read: Callable[[Path], str]) -> None:
+        """Read a file, and keep its digest if the file did not change meanwhile."""
+        # A file that changes while it is read gets a digest that belongs to none of its states.
         before = FileIdentity.of(path)
         started = time.time_ns()
         digest = read(path)
@@ -154,16 +175,20 @@ class ContentDigests:
         if before != after:
             raise OSError(f"{path} changed while it was read")
         self._known[str(path)] = digest
+        # Valid for this run, but not safe to store. See _SETTLED_NS.
         if started - after.ctime_ns < _SETTLED_NS:
             return
         try:
             DigestFolder(folder).put(after, digest)
         except OSError as error:
+            # A folder that cannot be written costs time at each start, but must not stop the run.
             self.notes.append(
-                f"the digest of {path} cannot be kept in {folder} ({error.strerror}); it is computed again at each start"
+                f"the digest of {path} cannot be kept in {folder} ({error.strerror}); it is "
+                "computed again at each start"
             )
 
     def _read_slowly(self, path: Path) -> str:
+        """Return the digest of a file, read at the pace of a background check."""
         digest = xxhash.xxh3_128()
         with open_regular(path) as file:
             for block in self._background.read(file.fileno(), 0, os.fstat(file.fileno()).st_size):
@@ -172,7 +197,7 @@ class ContentDigests:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return xxh3_128 of all bytes, as `xxh128sum` prints it.
+    """Return xxh3_128 of all bytes of a file, as `xxh128sum` prints it.
 
     Raises:
         OSError: the file cannot be read.
@@ -180,6 +205,7 @@ def digest_of_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with open_regular(path) as file:
         with contextlib.suppress(OSError):
+            # Only a hint for reading ahead, which some file systems reject.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while block := file.read(BLOCK):
             digest.update(block)

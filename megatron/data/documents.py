@@ -1,10 +1,12 @@
-"""Where documents begin and end in samples, and what follows: positions that restart, predictions that do not count.
+"""Where documents begin and end in samples: restarting positions, attention bounds, loss masks.
 
-Invariant: a document ends with its end-of-document token, which belongs to it. A sample that begins amid a document begins with
-the rest of it; an end-of-document token at a sample's end opens nothing there. Source of the three flags: Megatron-LM
-(--reset-position-ids, --reset-attention-mask, --eod-mask-loss).
+Invariant: a document ends with its end-of-document token, which belongs to it. A sample that begins
+inside a document begins with the rest of this document. An end-of-document token at the end of a
+sample starts no further document in it.
 
-Legend: b micro-batch, s sequence length, n documents of a sample.
+Source: Megatron-LM's flags --reset-position-ids, --reset-attention-mask, --eod-mask-loss.
+
+Legend: b micro-batch size, s sequence length, n documents of a sample.
 """
 
 import dataclasses
@@ -18,12 +20,13 @@ from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
-_CHECKED_DOCUMENTS = 1000  # of each data set at the start
+# Of each data set at the start. One document with the right end is enough to accept the tokenizer.
+_CHECKED_DOCUMENTS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRules:
-    """What a run asked for, and the id that ends a document."""
+    """The flags that need document borders, and the id that ends a document."""
 
     eod: int
     reset_position_ids: bool
@@ -32,10 +35,14 @@ class DocumentRules:
 
     @classmethod
     def from_config(cls, data: DataConfig, eod: int) -> "DocumentRules":
+        """Return the rules that the configuration requests, with the tokenizer's id."""
         return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
     def apply(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with what follows from its documents, at whatever length it has been cut to."""
+        """Return the microbatch with the fields that follow from its documents.
+
+        Works at any sequence length, since the bounds are computed from the tokens.
+        """
         tokens = microbatch.tokens
         return dataclasses.replace(
             microbatch,
@@ -46,42 +53,66 @@ class DocumentRules:
 
 
 def needs_documents(data: DataConfig) -> bool:
-    """Whether a flag needs to know where documents end."""
+    """Return whether a flag needs to know where documents end."""
     return data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
 
 
 def find_document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...]:
-    """For each sample of tokens [b, s], s >= 1, its n + 1 bounds, 0 first and s last: document i is [bounds[i], bounds[i + 1])."""
+    """Return the bounds of the documents in each sample.
+
+    Args:
+        tokens: [b, s], s >= 1.
+        eod: The id that ends a document.
+
+    Returns:
+        n + 1 bounds for each sample, first 0 and last s. Document i is [bounds[i], bounds[i + 1]).
+    """
     length = tokens.shape[1]
     samples: list[list[int]] = [[0] for _ in tokens]
-    for sample, place in torch.nonzero(
-        tokens[:, :-1] == eod
-    ).tolist():  # in the order of rows, then of columns
+    # The last column is left out. A document that ends there would add an empty one after it.
+    # nonzero lists rows in order, and columns in order within a row, so the bounds are sorted.
+    for sample, place in torch.nonzero(tokens[:, :-1] == eod).tolist():
         samples[sample].append(place + 1)
     return tuple((*starts, length) for starts in samples)
 
 
 def make_position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
-    """[b, s]: each token's place in its document, as far as the sample holds it."""
+    """Return [b, s]: the position of each token in its document.
+
+    If a document began in an earlier sample, its positions count from the start of this sample.
+    """
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    # cummax carries the begin of a document on to all its tokens without a loop.
     begins = torch.zeros_like(places)
     begins[:, 1:] = torch.where(tokens[:, :-1] == eod, places[:, 1:], 0)
     return places - begins.cummax(dim=1).values  # type: ignore[return-value]
 
 
 def make_loss_mask(tokens: Tensor, eod: int) -> torch.FloatTensor:
-    """[b, s]: 0 where the input is an end of document, whose successor is another text's beginning; 1 elsewhere."""
+    """Return [b, s]: 0 at each end-of-document token, 1 elsewhere.
+
+    The token after the end of a document is the first one of another text. It cannot be predicted.
+    """
     return (tokens != eod).float()  # type: ignore[return-value]
 
 
 def check_documents_end(indexed: IndexedDataset, eod: int) -> None:
-    """Raises DataError where no document that is looked at ends with `eod`: bounds would be found nowhere, and nobody be told."""
+    """Check that some of the first documents end with `eod`.
+
+    Without this check a wrong tokenizer would find no bounds, and no error would be reported.
+
+    Raises:
+        DataError: none of the documents that were checked ends with it.
+    """
     lasts = indexed.document_offsets[1 : _CHECKED_DOCUMENTS + 1] - 1
+    # Empty documents and sequences have no last token.
     lasts = lasts[(lasts >= 0) & (indexed.sizes[lasts] > 0)]
     ends = indexed.pointers[lasts] // indexed.dtype.itemsize + indexed.sizes[lasts] - 1
     if len(ends) and not np.any(indexed.tokens[ends] == eod):
         raise DataError(
-            f"{indexed.prefix}: none of the first {len(ends)} documents ends with the tokenizer's end-of-document id {eod}, so "
-            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss would change nothing; give the tokenizer that the "
+            f"{indexed.prefix}: none of the first {len(ends)} documents ends with the tokenizer's "
+            f"end-of-document id {eod}, so "
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss would change "
+            "nothing; give the tokenizer that the "
             "data was made with, preprocess it with --append-eod, or leave these flags out."
         )

@@ -1,10 +1,17 @@
-"""Documents -> samples of seq_length + 1 tokens -> shuffled samples: one indexed data set, as GPT training reads it.
+"""One indexed data set as GPT training reads it: documents become samples, and these are shuffled.
 
-Invariant: the order is a function of (documents, seq_length, seed, number of epochs, whether the last epoch stands apart), in
-the bytes of the BigScience fork of Megatron-DeepSpeed. Legend: s seq_length, k samples asked for at once.
+A sample has seq_length + 1 tokens. Neighbouring samples share one token, since the last label of a
+sample is the first token of the next one. Three arrays describe the order:
 
-doc_idx holds the documents, repeated for the epochs and shuffled; sample_idx (index into doc_idx, offset) where each sample
-begins, neighbours sharing one token; shuffle_idx the shuffled numbers of the samples.
+- doc_idx holds the documents, repeated for each epoch and shuffled.
+- sample_idx holds where each sample begins, as (index into doc_idx, offset in the document).
+- shuffle_idx holds the numbers of the samples, shuffled.
+
+Invariant: the order is a function of (documents, seq_length, seed, number of epochs, whether the
+last epoch is shuffled separately). Its bytes are those of the BigScience fork of
+Megatron-DeepSpeed.
+
+Legend: s seq_length, k number of samples requested at once.
 """
 
 import dataclasses
@@ -18,34 +25,52 @@ from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import DataError
 
+# Items handled at once, so that memory does not grow with the data set.
 _CHUNK = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexShape:
-    """How often the documents are repeated, and what that makes; derived from sizes alone, before anything is built."""
+    """How often the documents are repeated, and how many samples that gives.
+
+    It is computed from sizes alone, before an index is built.
+    """
 
     num_epochs: int
     num_samples: int
-    """Samples that the index covers: all that the epochs give, at least as many as were asked for."""
+    """Samples that all epochs together give, at least as many as requested."""
     separate_last_epoch: bool
-    """The last epoch is used in part only, and is shuffled apart, so that no document is seen twice before all are seen once."""
+    """Whether the last epoch is shuffled separately, because only a part of it is used.
+
+    Every document is then read once before any is read twice.
+    """
     samples_before_last_epoch: int
+    """Samples that all epochs but the last one give."""
 
     @classmethod
     def compute(cls, tokens_per_epoch: int, seq_length: int, num_samples: int) -> "IndexShape":
+        """Return the shape for a number of requested samples.
+
+        Args:
+            tokens_per_epoch: Tokens of all documents.
+            seq_length: Tokens of a sample, without the last label.
+            num_samples: Samples that are requested.
+        """
+        # The last sample needs one token more than its seq_length, hence the + 1 and - 1 below.
+        # With one epoch, nothing comes before the last one.
         epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
         total = (epochs * tokens_per_epoch - 1) // seq_length
         before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length if epochs > 1 else 0
         per_epoch = (tokens_per_epoch - 1) // seq_length
+        # 0.95 is the reference's. A last epoch that is nearly complete is shuffled with the others.
         separate = epochs > 1 and num_samples - before_last < int(0.95 * per_epoch)
         return cls(epochs, total, separate, before_last)
 
 
 class GPTDataset:
-    """Samples of the documents [first, last) of an indexed data set. `dataset[i]` is int64 [s + 1].
+    """Samples of the documents [first, last) of an indexed data set.
 
-    Raises DataError where the documents do not fill one sample. Opening builds the index or takes it from the cache.
+    `dataset[i]` is int64[s + 1].
     """
 
     def __init__(
@@ -57,6 +82,19 @@ class GPTDataset:
         num_samples: int,
         cache: IndexCache,
     ) -> None:
+        """Open the index of the samples, or build it if the cache does not have it.
+
+        Args:
+            indexed: The documents.
+            documents: The range [first, last) of documents.
+            seq_length: s.
+            seed: Seed of the shuffles.
+            num_samples: Samples that will be requested. The index covers at least as many.
+            cache: Where the index is stored.
+
+        Raises:
+            DataError: the documents do not fill one sample, or the index cannot be built.
+        """
         self.indexed, self.documents, self.seq_length, self.seed = (
             indexed,
             documents,
@@ -64,6 +102,7 @@ class GPTDataset:
             seed,
         )
         self.tokens_per_epoch = count_tokens(indexed, documents)
+        # Checked before the index is built, since the shape divides by the tokens of an epoch.
         check_large_enough(indexed.prefix, documents, self.tokens_per_epoch, seq_length)
         self.shape = IndexShape.compute(self.tokens_per_epoch, seq_length, num_samples)
         arrays = cache.open("samples", self._make_key(), self._choose_shapes(), self._build)
@@ -72,22 +111,33 @@ class GPTDataset:
         )
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self.shape.num_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return one sample, int64[s + 1]."""
         out = np.empty((1, self.seq_length + 1), np.int64)
+        # The same code as for batches, with one row.
         self.read(np.array([index], np.int64), np.zeros(1, np.int64), out)
         return out[0]
 
     def read(
         self, samples: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]
     ) -> None:
-        """out[rows[i]] = the first out.shape[1] <= s + 1 tokens of samples[i]; samples and rows are [k]. Releases the GIL.
+        """Read samples into `out`, without the GIL while tokens are copied.
 
-        Raises RuntimeError where index or data name what does not exist: a file has changed since it was opened.
+        Args:
+            samples: int64[k].
+            rows: int64[k]. Row rows[i] of `out` receives samples[i].
+            out: The first out.shape[1] <= s + 1 tokens of each sample are written.
+
+        Raises:
+            RuntimeError: index or data name what does not exist. A file has changed since it was
+                opened.
         """
         numbers = self.shuffle_idx[samples]
         check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
+        # The C++ loop takes int64 only, whatever type is stored.
         starts = self.sample_idx[numbers].astype(np.int64)
         data = self.indexed
         index_helpers.gather_tokens(
@@ -95,7 +145,12 @@ class GPTDataset:
         )
 
     def locate(self, sample: int, column: int) -> tuple[int, int]:
-        """(document, offset in it) of one token of a sample. Raises RuntimeError as `read`."""
+        """Return the document that holds a token of a sample, and the token's offset in it.
+
+        Raises:
+            RuntimeError: see `read`.
+        """
+        # Walk over the documents from the sample's first one, as gather_tokens does.
         numbers = self.shuffle_idx[sample : sample + 1]
         check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
         index, offset = (int(value) for value in self.sample_idx[numbers[0]])
@@ -110,6 +165,8 @@ class GPTDataset:
             index, place = index + 1, place - size
 
     def _make_key(self) -> dict:
+        """Return everything that determines the index."""
+        # The number of samples is not part of it. Requests that need as many epochs share an index.
         return {
             "data": self.indexed.compute_fingerprint(),
             "documents": list(self.documents),
@@ -120,7 +177,10 @@ class GPTDataset:
         }
 
     def _choose_shapes(self) -> dict[str, tuple[type, tuple[int, ...]]]:
-        """32 bits while they are enough, as the reference has them; the limits are those of the values held."""
+        """Return the dtype and the shape of each array.
+
+        32 bits are used while they suffice, as in the reference. The largest value decides.
+        """
         first, last = self.documents
         repeated, samples = (last - first) * self.shape.num_epochs, self.shape.num_samples
         return {
@@ -133,11 +193,16 @@ class GPTDataset:
         }
 
     def _build(self, arrays: Arrays) -> None:
-        """The draws from the random stream, in the reference's order: documents, then samples."""
+        """Fill the arrays.
+
+        The order of the draws from the random stream is the reference's: documents, then samples.
+        Another order would give other samples.
+        """
         rng = np.random.RandomState(self.seed)
         shape, doc_idx = self.shape, arrays["doc_idx"]
         per_epoch = self.documents[1] - self.documents[0]
         for epoch in range(shape.num_epochs):
+            # Epoch by epoch, so that memory holds the documents of one epoch only.
             doc_idx[epoch * per_epoch : (epoch + 1) * per_epoch] = np.arange(*self.documents)
         shuffle_parts(
             doc_idx, len(doc_idx) - per_epoch if shape.separate_last_epoch else len(doc_idx), rng
@@ -148,6 +213,7 @@ class GPTDataset:
         )
 
         shuffle_idx = arrays["shuffle_idx"]
+        # Filled in chunks. One arange of all samples would need as much memory as the array.
         for start in range(0, len(shuffle_idx), _CHUNK):
             stop = min(start + _CHUNK, len(shuffle_idx))
             shuffle_idx[start:stop] = np.arange(start, stop)
@@ -159,19 +225,22 @@ class GPTDataset:
 
 
 def choose_signed_type(largest: int) -> type:
-    """int32 where it holds `largest`, else int64."""
+    """Return int32 if it holds `largest`, else int64."""
     return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
 
 def shuffle_parts(array: NDArray, border: int, rng: np.random.RandomState) -> None:
-    """Shuffle [0, border) and then, apart from it, the rest; in place, so that a memory-mapped array needs no memory."""
+    """Shuffle [0, border) and then the rest separately.
+
+    Both are shuffled in place, so that a memory-mapped array needs no memory.
+    """
     rng.shuffle(array[:border])
     if border < len(array):
         rng.shuffle(array[border:])
 
 
 def count_tokens(indexed: IndexedDataset, documents: tuple[int, int]) -> int:
-    """Tokens of the documents [first, last)."""
+    """Return the number of tokens of the documents [first, last)."""
     first, last = documents
     return sum(
         int(indexed.sizes[at : min(at + _CHUNK, last)].sum(dtype=np.int64))
@@ -182,9 +251,15 @@ def count_tokens(indexed: IndexedDataset, documents: tuple[int, int]) -> int:
 def check_large_enough(
     prefix: str, documents: tuple[int, int], tokens: int, seq_length: int
 ) -> None:
-    """Raises DataError where the documents hold fewer tokens than one sample."""
+    """Check that documents fill at least one sample.
+
+    Raises:
+        DataError: they hold fewer than seq_length + 1 tokens.
+    """
     if tokens < seq_length + 1:
         raise DataError(
-            f"documents {documents[0]} to {documents[1]} of {prefix} hold {tokens} tokens, fewer than one sample: --seq-length "
-            f"{seq_length} needs {seq_length + 1}. Take more data, another --split, or shorter sequences."
+            f"documents {documents[0]} to {documents[1]} of {prefix} hold {tokens} tokens, fewer "
+            "than one sample: --seq-length "
+            f"{seq_length} needs {seq_length + 1}. Take more data, another --split, or shorter "
+            "sequences."
         )

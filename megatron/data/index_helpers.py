@@ -1,6 +1,7 @@
-"""The data path's inner loops: compiled where the extension was built, NumPy elsewhere. Same bytes from both.
+"""The inner loops of the data path, from the C++ extension if it was built, else from NumPy.
 
-`describe_implementation()` says which one is in use, and why the slow one if it is.
+Both give the same bytes. `describe_implementation()` returns which one is in use, and the reason if
+it is the slow one.
 """
 
 from types import ModuleType
@@ -9,6 +10,7 @@ from megatron.data import index_numpy
 
 
 def _choose() -> tuple[ModuleType, str]:
+    """Return the module with the loops, and a description of it."""
     try:
         from megatron.data import _index_helpers  # type: ignore[attr-defined]
     except ImportError as error:
@@ -16,10 +18,12 @@ def _choose() -> tuple[ModuleType, str]:
             index_numpy,
             f"NumPy (slower: {error}; a C++ compiler and `pip install -e .` bring the fast one)",
         )
+    # The first builds had no REVISION. An older build may lack the checks of ranges.
     found = getattr(_index_helpers, "REVISION", 1)
-    if found != index_numpy.REVISION:  # an older build may not check ranges
+    if found != index_numpy.REVISION:
         return index_numpy, (
-            f"NumPy (slower: the C++ build has revision {found}, this version needs {index_numpy.REVISION}; "
+            f"NumPy (slower: the C++ build has revision {found}, this version needs "
+            f"{index_numpy.REVISION}; "
             "`pip install -e .` builds it again)"
         )
     return _index_helpers, "C++"
@@ -33,5 +37,5 @@ gather_tokens = _module.gather_tokens
 
 
 def describe_implementation() -> str:
-    """ "C++", or "NumPy (slower: REASON)"; for the table of choices that is printed at start."""
+    """Return "C++" or "NumPy (slower: REASON)", for the table of choices printed at start."""
     return _implementation

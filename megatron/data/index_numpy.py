@@ -1,17 +1,18 @@
-"""The loops of csrc/index_helpers.cpp in NumPy, for machines without a C++ compiler: the same
-bytes, slower.
+"""The loops of csrc/index_helpers.cpp in NumPy, for machines without a C++ compiler.
 
-Every index that is read from an array is checked before it is used, as in C++: RuntimeError says
-which one is out of range.
-Source: the definitions are Megatron-LM's (https://arxiv.org/abs/1909.08053), the vectorisation is
-by cumulated sizes.
+They give the same bytes, but are slower. As in C++, every index that is read from an array is
+checked before it is used. A RuntimeError names the one that is out of range.
+
+Source: the definitions are those of Megatron-LM (https://arxiv.org/abs/1909.08053). The loops over
+documents are vectorised with cumulative sizes.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 REVISION = 2
-"""Of the helpers' contract; see index_helpers.py."""
+"""Version of the contract that the C++ extension must have. See index_helpers.py."""
+# Documents handled at once, so that memory does not grow with the corpus.
 _CHUNK = 1 << 20
 
 
@@ -19,8 +20,9 @@ def check_range(indices: NDArray, count: int, name: str) -> None:
     """Check that all indices lie in [0, count).
 
     Raises:
-        RuntimeError: one does not; the message names it. NumPy itself would accept a negative one.
+        RuntimeError: one does not. The message names it.
     """
+    # NumPy itself would accept a negative index and read another item. min() needs an item.
     if indices.size == 0:
         return
     for extreme in (int(indices.min()), int(indices.max())):
@@ -29,11 +31,16 @@ def check_range(indices: NDArray, count: int, name: str) -> None:
 
 
 def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, out: NDArray) -> None:
-    """Fill out[k] = (index into doc_idx, offset) where sample k begins; out is int32 or int64
-    [samples + 1, 2].
+    """Fill in where each sample begins.
 
     Sample k begins at token k x seq_length of the shuffled documents, in the document that holds
     this token.
+
+    Args:
+        sizes: int32, the size of each document.
+        doc_idx: The shuffled documents.
+        seq_length: Tokens of a sample, without the last label.
+        out: int32 or int64 [samples + 1, 2]. Row k receives (index into doc_idx, offset).
 
     Raises:
         RuntimeError: doc_idx names a document that does not exist, or the documents end before the
@@ -53,11 +60,11 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
                 f"document {int(documents[chosen.argmin()])} has size {int(chosen.min())}"
             )
         ends = before + np.cumsum(chosen, dtype=np.int64)
-        stop = min(
-            num_samples, (int(ends[-1]) - 1) // seq_length
-        )  # the last sample that begins in this chunk
+        # The last sample that begins in this chunk.
+        stop = min(num_samples, (int(ends[-1]) - 1) // seq_length)
         if stop >= done:
             places = np.arange(done, stop + 1, dtype=np.int64) * seq_length
+            # side="right" skips empty documents, as the loop in C++ does.
             document = np.searchsorted(ends, places, side="right")
             begins = np.concatenate(([before], ends[:-1]))
             out[done : stop + 1, 0] = start + document
@@ -71,11 +78,15 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
 def blending_indices(
     weights: NDArray[np.float64], dataset_index: NDArray, dataset_sample_index: NDArray[np.int64]
 ) -> None:
-    """Fill both arrays [samples]: which data set gives each sample, and which of its samples that
-    is.
+    """Fill in which data set gives each sample of a mixture.
+
+    Args:
+        weights: One for each data set. They add up to 1.
+        dataset_index: [samples], receives the data set of each sample.
+        dataset_sample_index: [samples], receives the number of the sample in its data set.
 
     Raises:
-        RuntimeError: there is no weight, or the arrays differ in length.
+        RuntimeError: no weight is given, or the arrays differ in length.
     """
     if len(weights) < 1:
         raise RuntimeError("a mixture needs at least one weight")
@@ -83,6 +94,7 @@ def blending_indices(
         raise RuntimeError("both outputs must be [samples]")
     given = np.zeros(len(weights), np.float64)
     for step in range(len(dataset_index)):
+        # At a tie argmax takes the first data set, as the loop in C++ does.
         chosen = int(np.argmax(weights * max(step, 1.0) - given))
         dataset_index[step] = chosen
         dataset_sample_index[step] = given[chosen]
@@ -98,8 +110,16 @@ def gather_tokens(
     rows: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> None:
-    """out[rows[k]] = the out.shape[1] tokens from starts[k] = (index into doc_idx, offset) on, over
-    document borders.
+    """Copy the tokens of samples, across the borders of documents.
+
+    Args:
+        tokens: All tokens of the corpus.
+        pointers: The byte at which each document begins.
+        sizes: The number of tokens of each document.
+        doc_idx: The shuffled documents.
+        starts: [k, 2], (index into doc_idx, offset) of each sample.
+        rows: [k]. Row rows[i] of `out` receives the sample that begins at starts[i].
+        out: out.shape[1] tokens of each sample are written.
 
     Raises:
         RuntimeError: an index, an offset or a document lies outside the array that it belongs to.
@@ -116,6 +136,7 @@ def gather_tokens(
             part = min(part, length - filled)
             out[row, filled : filled + part] = tokens[begin : begin + part]
             filled += part
+            # The sample continues at the first token of the next shuffled document.
             index += 1
             offset = 0
 
@@ -128,11 +149,12 @@ def _stretch(
     index: int,
     offset: int,
 ) -> tuple[int, int]:
-    """Return where the tokens of doc_idx[index] from `offset` on begin, and how many there are.
+    """Return where the tokens of doc_idx[index] from `offset` on begin, and their number.
 
     Raises:
         RuntimeError: see `gather_tokens`.
     """
+    # The messages are those of the C++ code, so that both fail in the same way.
     if index >= len(doc_idx):
         raise RuntimeError("a sample reaches past the last document")
     if index < 0:

@@ -1,10 +1,19 @@
-"""The indexed data set: token sequences end to end in PREFIX.bin, their sizes and places in PREFIX.idx.
+"""The indexed data set, which stores token sequences in PREFIX.bin and their index in PREFIX.idx.
 
-Invariant: what opens is whole. Header, sizes, byte pointers and document offsets are checked against each other and against
-the length of both files before a token is read, and a writer's files appear under their names only when complete.
+Invariant: a data set that opens is complete. Header, sizes, byte pointers and document offsets are
+checked against each other before a token is read. The length of both files is checked, too. A
+writer's files appear under their final names only when they are complete.
 
-Layout of .idx, little endian (Megatron's mmap format): magic, version uint64, dtype code uint8, number of sequences n uint64,
-number of document offsets d uint64, sizes int32[n], byte pointers int64[n], document offsets int64[d].
+Layout of .idx, little endian (Megatron's mmap format):
+
+    magic                 9 bytes
+    version               uint64
+    dtype code            uint8
+    number of sequences   uint64, n
+    number of offsets     uint64, d
+    sizes                 int32[n], tokens of each sequence
+    byte pointers         int64[n], where each sequence begins in .bin
+    document offsets      int64[d], the sequence at which each document begins, then n
 """
 
 import hashlib
@@ -23,6 +32,8 @@ from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+# The codes are Megatron's. 6 and 7 are left out because they mean different types in different
+# programs. A wrong guess would read every token wrong.
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in (
@@ -36,39 +47,57 @@ DTYPES: dict[int, np.dtype] = {
 }
 _HEADER = struct.Struct("<9sQBQQ")
 _AGAIN = "Preprocess the data again."
-_CHUNK = 1 << 20  # items that a pass over the index holds in memory at once
+# Items of the index that a pass holds in memory at once. Each takes up to 8 bytes.
+_CHUNK = 1 << 20
 
 
 def choose_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id below vocab_size fits (the limit is Megatron's 65500, not 65536), else int32."""
+    """Return the smallest type that stores every id below `vocab_size`.
+
+    The type is uint16 below 65500 ids, else int32. The limit is Megatron's, not 65536.
+    """
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 def get_bin_path(prefix: str | os.PathLike) -> Path:
+    """Return the path of the file that holds the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def get_idx_path(prefix: str | os.PathLike) -> Path:
+    """Return the path of the file that holds the index."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 class IndexedDataset:
-    """Read-only, memory-mapped view of PREFIX.bin and PREFIX.idx; opening costs one pass over the .idx and none over the .bin.
+    """Read-only, memory-mapped view of PREFIX.bin and PREFIX.idx.
 
-    Attributes: sizes int32[n], tokens of each sequence; pointers int64[n], bytes; document_offsets int64[d], the sequence at
-    which each document begins, closed by n; tokens dtype[total], all tokens end to end.
-    Raises DataError where a file is missing, cut off, foreign, or disagrees with the other one.
+    Opening reads all of the .idx once, and nothing of the .bin.
+
+    Attributes:
+        sizes: int32[n], the number of tokens of each sequence.
+        pointers: int64[n], the byte at which each sequence begins.
+        document_offsets: int64[d], the sequence at which each document begins, followed by n.
+        tokens: dtype[total], all tokens end to end.
     """
 
     def __init__(self, prefix: str | os.PathLike) -> None:
+        """Open both files and check them.
+
+        Raises:
+            DataError: a file is missing, truncated, of another format, or does not match the other.
+        """
         self.prefix = os.fspath(prefix)
         self._idx, self._bin = get_idx_path(prefix), get_bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(
-                    f"{path} does not exist; a data set is given by its path without .bin and .idx, and needs both."
+                    f"{path} does not exist; a data set is given by its path without .bin and "
+                    ".idx, and needs both."
                 )
         raw, self.dtype, count, offsets = self._read_header()
+        # The arrays follow a header of 34 bytes, so they are not aligned. NumPy can read them
+        # anyway. C++ code must load each value with memcpy.
         at = _HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(raw, "<i4", count, at)
         self.pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", count, at + 4 * count)
@@ -77,6 +106,7 @@ class IndexedDataset:
         )
         total = self._check_index()
         self._check_bin(total)
+        # np.memmap rejects an empty file. The plain view is faster to slice than np.memmap.
         self.tokens: NDArray = (
             np.memmap(self._bin, self.dtype, "r").view(np.ndarray)
             if total
@@ -85,17 +115,29 @@ class IndexedDataset:
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
+        """Return the number of sequences."""
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> NDArray:
+        """Return all tokens of a sequence."""
         return self.get(index)
 
     @property
     def num_documents(self) -> int:
+        """The number of documents."""
         return len(self.document_offsets) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens [offset, offset + length) of a sequence, to its end by default: a view of the file, dtype[length]."""
+        """Return tokens [offset, offset + length) of a sequence.
+
+        Args:
+            index: Number of the sequence.
+            offset: First token.
+            length: Number of tokens. None means all up to the end.
+
+        Returns:
+            dtype[length], a view of the file. Nothing is copied.
+        """
         size = int(self.sizes[index])
         length = size - offset if length is None else length
         assert 0 <= offset <= offset + length <= size, (
@@ -105,9 +147,10 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def compute_fingerprint(self) -> str:
-        """32 hex digits that change with the data: all of the .idx, the size of the .bin and 4 KiB at 64 places of it.
+        """Return 32 hexadecimal digits that change when the data change.
 
-        Neither path nor time of change take part, so that a data set may be copied or moved.
+        The digest covers all of the .idx, the size of the .bin and 4 KiB at 64 places of the .bin.
+        The path and the time of change are left out, so that a data set may be copied or moved.
         """
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=16)
@@ -116,24 +159,30 @@ class IndexedDataset:
                     digest.update(block)
             size = self._bin.stat().st_size
             digest.update(struct.pack("<Q", size))
+            # Reading the complete .bin can take hours. Samples find another corpus of equal shape.
+            # content.py digests all bytes in the background.
             with open(self._bin, "rb") as file:
                 for place in range(64):
+                    # The first sample begins at byte 0, the last one ends with the file.
                     file.seek(max(0, size - 4096) * place // 63)
                     digest.update(file.read(4096))
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
     def _read_header(self) -> tuple[NDArray[np.uint8], np.dtype, int, int]:
+        """Return the mapped bytes, the dtype, the number of sequences and of document offsets."""
         found = self._idx.stat().st_size
         if found < _HEADER.size:
             raise DataError(
-                f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is cut off. {_AGAIN}"
+                f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is "
+                f"cut off. {_AGAIN}"
             )
         raw = np.memmap(self._idx, np.uint8, "r").view(np.ndarray)
         magic, version, code, count, offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
         if magic != MAGIC:
             raise DataError(
-                f"{self._idx} begins with {magic!r}, not with {MAGIC!r}: it is not the index of an mmap data set."
+                f"{self._idx} begins with {magic!r}, not with {MAGIC!r}: it is not the index of an "
+                "mmap data set."
             )
         if version != VERSION:
             raise DataError(
@@ -147,34 +196,41 @@ class IndexedDataset:
             raise DataError(
                 f"{self._idx} has dtype code {code}{reason}; known are {known}. {_AGAIN}"
             )
+        # An exact length finds a file that was truncated by a full disk or an interrupted copy.
         expected = _HEADER.size + 12 * count + 8 * offsets
         if found != expected:
             what = "cut off" if found < expected else "longer than it says"
             raise DataError(
-                f"{self._idx} has {found} bytes, but {count} sequences and {offsets} document offsets need {expected}: "
+                f"{self._idx} has {found} bytes, but {count} sequences and {offsets} document "
+                f"offsets need {expected}: "
                 f"it is {what}. {_AGAIN}"
             )
         return raw, DTYPES[code], count, offsets
 
     def _check_index(self) -> int:
-        """Sizes, pointers and document offsets agree; returns the number of tokens."""
+        """Check that sizes, pointers and document offsets agree. Return the number of tokens."""
         width, expected = self.dtype.itemsize, 0
         for start in range(0, len(self.sizes), _CHUNK):
+            # int64, since the sum of a chunk's int32 sizes can overflow.
             sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
             if sizes.min() < 0:
                 raise DataError(
-                    f"{self._idx}: sequence {start + int(sizes.argmin())} has size {sizes.min()}. {_AGAIN}"
+                    f"{self._idx}: sequence {start + int(sizes.argmin())} has size {sizes.min()}. "
+                    f"{_AGAIN}"
                 )
             ends = expected + np.cumsum(sizes) * width
             begins = ends - sizes * width
             wrong = np.flatnonzero(begins != self.pointers[start : start + _CHUNK])
             if len(wrong):
+                # Only the first one is reported. The sequences after it are usually wrong, too.
                 which = start + int(wrong[0])
                 raise DataError(
-                    f"{self._idx}: sequence {which} points to byte {self.pointers[which]}, but the sizes before it add up to "
+                    f"{self._idx}: sequence {which} points to byte {self.pointers[which]}, but the "
+                    "sizes before it add up to "
                     f"{begins[wrong[0]]}. {_AGAIN}"
                 )
             expected = int(ends[-1])
+        # A document has at least 0 sequences, so equal offsets are allowed.
         ends = self.document_offsets
         ordered = (
             len(ends) > 0
@@ -185,38 +241,51 @@ class IndexedDataset:
         if not ordered:
             described = f"from {ends[0]} to {ends[-1]}" if len(ends) else "none"
             raise DataError(
-                f"{self._idx}: document offsets ({described}) must rise from 0 to the number of sequences, "
+                f"{self._idx}: document offsets ({described}) must rise from 0 to the number of "
+                "sequences, "
                 f"{len(self.sizes)}. {_AGAIN}"
             )
         return expected // width
 
     def _check_bin(self, total: int) -> None:
+        # A longer file is an error as well, because it belongs to another data set's index.
         found, expected = self._bin.stat().st_size, total * self.dtype.itemsize
         if found != expected:
             what = "cut off" if found < expected else "not the file that this index was made for"
             raise DataError(
-                f"{self._bin} has {found} bytes, but the {total} {self.dtype.name} tokens of {self._idx.name} need "
+                f"{self._bin} has {found} bytes, but the {total} {self.dtype.name} tokens of "
+                f"{self._idx.name} need "
                 f"{expected}: it is {what}. "
                 "Copy both files again, or preprocess the data again."
             )
 
 
 class IndexedDatasetWriter:
-    """Writes PREFIX.bin and PREFIX.idx; memory does not grow with the corpus. Use as a context manager, or call `finalize`.
+    """Writes PREFIX.bin and PREFIX.idx.
 
-    Until `finalize` everything is in PREFIX.*.partial; leaving the context by an exception removes those.
+    Memory does not grow with the corpus. Use it as a context manager, or call `finalize`. Until
+    `finalize` everything is in files PREFIX.*.partial. Leaving the context by an exception removes
+    them.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type | str) -> None:
+        """Create the partial files.
+
+        Raises:
+            DataError: the format has no code for `dtype`.
+        """
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         if not codes:
             raise DataError(
-                f"tokens cannot be stored as {self.dtype.name}; use one of {', '.join(d.name for d in DTYPES.values())}."
+                f"tokens cannot be stored as {self.dtype.name}; use one of "
+                f"{', '.join(d.name for d in DTYPES.values())}."
             )
         self._code = codes[0]
         self._limits = (int(np.iinfo(self.dtype).min), int(np.iinfo(self.dtype).max))
+        # The counts come first in .idx, but are known last. Sizes and documents therefore go to
+        # files of their own, and `finalize` assembles the .idx from them.
         self._partial = {
             part: Path(f"{self.prefix}.{part}.partial")
             for part in ("bin", "idx", "sizes", "documents")
@@ -230,6 +299,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
 
     def __enter__(self) -> "IndexedDatasetWriter":
+        """Return the writer."""
         return self
 
     def __exit__(
@@ -238,18 +308,31 @@ class IndexedDatasetWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Finalize after success, discard after an exception."""
         if kind is None:
             self.finalize()
         else:
             self.discard()
 
     def add_document(self, ids: ArrayLike) -> None:
-        """Append one document of one sequence. Raises DataError where an id does not fit the dtype."""
+        """Append one document of one sequence.
+
+        Raises:
+            DataError: an id does not fit the dtype.
+        """
         tokens = np.asarray(ids)
         self.add_documents(tokens, [len(tokens)])
 
     def add_documents(self, tokens: ArrayLike, sizes: Sequence[int] | NDArray) -> None:
-        """Append documents of one sequence each: all their tokens end to end, and the size of each."""
+        """Append documents of one sequence each.
+
+        Args:
+            tokens: All their tokens end to end.
+            sizes: The number of tokens of each document.
+
+        Raises:
+            DataError: an id does not fit the dtype, or a document is too long for the format.
+        """
         lengths = np.asarray(sizes, np.int64)
         first = self.num_sequences + 1
         self._append(np.asarray(tokens), lengths)
@@ -258,6 +341,7 @@ class IndexedDatasetWriter:
     def add_dataset(self, other: IndexedDataset) -> None:
         """Append all sequences and documents of another data set."""
         before = self.num_sequences
+        # Copied in chunks, so that a data set larger than memory can be merged.
         for start in range(0, len(other), _CHUNK):
             sizes = other.sizes[start : start + _CHUNK].astype(np.int64)
             begin = int(other.pointers[start]) // other.dtype.itemsize
@@ -265,10 +349,12 @@ class IndexedDatasetWriter:
             for at in range(begin, end, 16 * _CHUNK):
                 self._write_tokens(other.tokens[at : min(at + 16 * _CHUNK, end)])
             self._write_sizes(sizes)
+        # The first offset of the other data set is 0 and equals this one's last offset.
         self._add_offsets(other.document_offsets[1:] + before)
 
     def finalize(self) -> None:
-        """Write the index, bring everything to the disk and give both files their names, the .idx last."""
+        """Write the index, sync everything to disk and give both files their final names."""
+        # A second call has nothing to do.
         if not self._files:
             return
         self._write_index()
@@ -276,9 +362,9 @@ class IndexedDatasetWriter:
             self._files[part].flush()
             os.fsync(self._files[part].fileno())
         self._close()
-        get_idx_path(self.prefix).unlink(
-            missing_ok=True
-        )  # an old index must never stand beside the new .bin
+        # A crash between the renames must leave no .idx, since an old one does not describe the new
+        # .bin. The .idx is renamed last, because readers need both files.
+        get_idx_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._partial["bin"], get_bin_path(self.prefix))
         os.replace(self._partial["idx"], get_idx_path(self.prefix))
         self._partial["sizes"].unlink()
@@ -286,12 +372,13 @@ class IndexedDatasetWriter:
         sync_folder(get_idx_path(self.prefix).parent)
 
     def discard(self) -> None:
-        """Give up: remove what was written so far."""
+        """Remove everything that was written so far."""
         self._close()
         for path in self._partial.values():
             path.unlink(missing_ok=True)
 
     def _append(self, tokens: NDArray, sizes: NDArray[np.int64]) -> None:
+        """Append tokens and the sizes of their sequences."""
         assert int(sizes.sum()) == tokens.size, (
             f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
         )
@@ -300,10 +387,12 @@ class IndexedDatasetWriter:
 
     def _write_tokens(self, tokens: NDArray) -> None:
         if tokens.size and tokens.dtype != self.dtype:
+            # astype would wrap a large id around without an error, so the range is checked first.
             low, high = int(tokens.min()), int(tokens.max())
             if low < self._limits[0] or high > self._limits[1]:
                 raise DataError(
-                    f"token ids {low} to {high} do not fit {self.dtype.name}, the type that {self.prefix}.bin is written in."
+                    f"token ids {low} to {high} do not fit {self.dtype.name}, the type that "
+                    f"{self.prefix}.bin is written in."
                 )
         self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self.num_tokens += tokens.size
@@ -322,6 +411,7 @@ class IndexedDatasetWriter:
         self.num_documents += len(offsets)
 
     def _write_index(self) -> None:
+        # The parts are read back below through other file objects, which need flushed data.
         for part in ("sizes", "documents"):
             self._files[part].flush()
         out = self._files["idx"]
@@ -330,6 +420,7 @@ class IndexedDatasetWriter:
         )
         for block in _read_blocks(self._partial["sizes"]):
             out.write(block)
+        # Pointers are the running sum of the sizes, so they are computed here in a second pass.
         place = 0
         for block in _read_blocks(self._partial["sizes"]):
             ends = (
@@ -347,7 +438,10 @@ class IndexedDatasetWriter:
 
 
 def _create(path: Path) -> BinaryIO:
-    """Open a fresh file. What stands there is removed: through a link, writing would empty another file."""
+    """Open a new file for writing.
+
+    An existing file is removed first. Writing through a link would overwrite the file it points to.
+    """
     path.unlink(missing_ok=True)
     return os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666),

@@ -1,7 +1,9 @@
-"""Reading ahead by threads: while a step computes, the batches after it are read.
+"""Reading ahead in threads: while a step computes, the next batches are read.
 
-Invariant: what `take` returns does not depend on the guesses; a wrong guess costs its work. Threads, not processes: there is
-nothing that a fork could copy in a locked state, and reading releases the GIL.
+Invariant: what `take` returns does not depend on the guesses. A wrong guess only costs its work.
+
+Threads are used instead of processes. A fork could copy a locked lock, and reading releases the GIL
+anyway.
 """
 
 from collections import deque
@@ -14,38 +16,51 @@ Result = TypeVar("Result")
 
 
 class Prefetcher(Generic[Request, Result]):
-    """`threads` readers, none for 0: then `take` reads in the caller's thread."""
+    """Reads requests in `threads` threads. With 0 threads, `take` reads in the caller's thread."""
 
     def __init__(self, read: Callable[[Request], Result], threads: int) -> None:
+        """Remember the reader. Threads are started by the first guess."""
         self._read, self.threads = read, threads
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[tuple[Request, Future[Result]]] = deque()
 
     def take(self, request: Request, guesses: Iterable[Request] = ()) -> Result:
-        """The answer to a request; then read the guesses for the next ones ahead. Errors of the reader are raised here."""
+        """Return the result of a request, and start to read the guesses for the next ones.
+
+        Args:
+            request: What the caller needs now.
+            guesses: Requests that may follow, the most likely first.
+
+        Raises:
+            Exception: whatever the reader raises, in its thread or here.
+        """
         if self._ahead and self._ahead[0][0] == request:
             waiting = self._ahead.popleft()[1]
         else:
+            # The guesses were wrong, as after a change of the batch size.
             self.discard()
             waiting = None
         if self.threads:
+            # Submitted before the wait below, so that the threads do not become idle meanwhile.
             self._look_ahead(list(guesses)[: self.threads])
         return self._read(request) if waiting is None else waiting.result()
 
     def discard(self) -> None:
         """Forget what was read ahead."""
+        # A read that runs cannot be cancelled. Its result is dropped when it is done.
         for _, future in self._ahead:
             future.cancel()
         self._ahead.clear()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads, after the reads that run."""
         self.discard()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
 
     def _look_ahead(self, guesses: Sequence[Request]) -> None:
+        """Submit the new guesses, and drop requests that are no guess any more."""
         while self._ahead and self._ahead[-1][0] not in guesses:
             self._ahead.pop()[1].cancel()
         under_way = [request for request, _ in self._ahead]

@@ -1,14 +1,17 @@
-"""The data's history: which seed, mixture and index hold from which consumed sample on.
+"""The history of the data order: which seed, mixture and index are used from which sample on.
 
-Invariant: a sample once consumed keeps its place, and of what is not consumed nothing is lost or drawn twice, whatever changes
-on a resume. Rules:
+Invariant: a sample that was consumed keeps its position. Of the samples that are not consumed, none
+is lost or drawn twice, whatever changes on a resume. The rules are:
 
-- nothing changed: the segments stay, and with them the index of the number of samples that they were made for;
-- more samples are asked for than they cover: a further segment starts where they end, each data set going on where it stood and,
-  when exhausted, with a fresh index;
-- another seed: what is not consumed is shuffled anew by it;
-- another mixture: data sets that were there before (same content, same documents) go on where they stood, others begin;
-- another sequence length: samples are cut anew, so that nothing can go on; all data sets begin.
+- Nothing changed: the segments are kept. They keep the index that was made for their number of
+  samples.
+- More samples are requested than they cover: a further segment starts where they end. Each data set
+  continues at its next sample. When it is exhausted, it starts again with a new index.
+- Another seed: the samples that are not consumed are shuffled again with it.
+- Another mixture: data sets that were used before (same content, same documents) continue at their
+  next sample. Others start at their first one.
+- Another sequence length: the documents are split into other samples. No data set can continue, so
+  all of them start again.
 """
 
 import contextlib
@@ -37,34 +40,39 @@ class SegmentDataset:
 
     prefix: str
     weight: float
-    """Share of the mixture; all add up to 1."""
+    """Share of the mixture. The shares of all parts add up to 1."""
     documents: tuple[int, int]
+    """The range [first, last) of documents."""
     fingerprint: str
+    """See `IndexedDataset.compute_fingerprint`."""
     order: order.Tree
-    """The samples it gives, in order; see order.py."""
+    """The samples that it gives, in order. See order.py."""
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
-        """What makes it the same data: content and documents, not the path."""
+        """What identifies the data: content and documents, but not the path."""
         return self.fingerprint, self.documents
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """From `start_sample` on, until it ends or the next segment starts."""
+    """Part of the data order, from `start_sample` on until it ends or the next segment starts."""
 
     start_sample: int
     num_samples: int
-    """Samples that were asked of it, from its start on; a single data set may cover more."""
+    """Samples that were requested of it, from its start on. A single data set may cover more."""
     seed: int
     seq_length: int
     parts: tuple[SegmentDataset, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the segment as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Segment":
+        """Return the segment that `to_json` recorded."""
+        # JSON has no tuples. A list would make the part's key differ from a requested one.
         parts = tuple(
             SegmentDataset(**{**part, "documents": tuple(part["documents"])})
             for part in record["parts"]
@@ -74,7 +82,10 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedData:
-    """What the configuration asks for: a mixture whose data sets are open (orders not yet chosen), a seed, an amount."""
+    """What the configuration requests: a mixture, a seed and a number of samples.
+
+    The data sets of the mixture are open. Their orders are not chosen yet.
+    """
 
     parts: tuple[SegmentDataset, ...]
     seed: int
@@ -82,20 +93,24 @@ class RequestedData:
     num_samples: int
 
     def can_continue(self, segment: Segment) -> bool:
-        """Whether a segment was made for the same data, mixture, seed and sequence length."""
+        """Return whether a segment has the same mixture, seed and sequence length."""
         return (self.seed, self.seq_length) == (
             segment.seed,
             segment.seq_length,
         ) and self.has_same_mixture(segment)
 
     def has_same_mixture(self, segment: Segment) -> bool:
+        """Return whether a segment has the same data sets with the same weights."""
         return [(part.key, part.weight) for part in self.parts] == [
             (part.key, part.weight) for part in segment.parts
         ]
 
 
 class DatasetRegistry:
-    """The data sets of a run, each opened once, found by content: a recorded segment finds its data at a new path too."""
+    """The data sets of a run, each opened once.
+
+    They are found by content. A recorded segment therefore finds its data at a new path, too.
+    """
 
     def __init__(
         self,
@@ -104,7 +119,13 @@ class DatasetRegistry:
         say: Say = say_to_stderr,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """`say` and `wait_seconds`: see `IndexCache`."""
+        """Create a registry without data sets.
+
+        Args:
+            data_cache_path: Folder of the index caches. None puts them next to each data set.
+            say: See `IndexCache`.
+            wait_seconds: See `IndexCache`.
+        """
         self.notes: list[str] = []
         self.background = Background()
         """Verifies what is too large to be read before the first step."""
@@ -116,36 +137,48 @@ class DatasetRegistry:
 
     @property
     def datasets(self) -> dict[str, IndexedDataset]:
-        """The data sets that were opened, by their paths."""
+        """The data sets that were opened, by their path."""
         return dict(self._by_prefix)
 
     def open(self, prefix: str) -> IndexedDataset:
-        """Raises DataError where it is missing or damaged."""
+        """Return the data set at a path, opened at the first call.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
         if prefix not in self._by_prefix:
             self._by_prefix[prefix] = IndexedDataset(prefix)
         return self._by_prefix[prefix]
 
     def find(self, part: SegmentDataset) -> IndexedDataset:
-        """The data that a segment was made of. Raises DataError where it is gone or has changed."""
+        """Return the data set that a segment was made of.
+
+        Raises:
+            DataError: it is missing or has changed.
+        """
+        # Search by content first. The data may have moved since the checkpoint was written.
         for opened in self._by_prefix.values():
             if opened.compute_fingerprint() == part.fingerprint:
                 return opened
         rule = (
-            "an order of samples that the checkpoint records is made of it; bring the data back, or start "
+            "an order of samples that the checkpoint records is made of it; bring the data back, "
+            "or start "
             "without that checkpoint's data position"
         )
         try:
             opened = self.open(part.prefix)
         except DataError as error:
             raise DataError(f"{error} {part.prefix} is needed: {rule}.") from error
+        # Other data may be at the recorded path now. They would silently change the samples.
         if opened.compute_fingerprint() != part.fingerprint:
             raise DataError(
-                f"{part.prefix} has changed (fingerprint {opened.compute_fingerprint()}, recorded {part.fingerprint}), and {rule}."
+                f"{part.prefix} has changed (fingerprint {opened.compute_fingerprint()}, recorded "
+                f"{part.fingerprint}), and {rule}."
             )
         return opened
 
     def cache(self, prefix: str) -> IndexCache:
-        """The caches in --data-cache-path, or beside the data set."""
+        """Return the index cache of a data set."""
         folder = str(self.cache_folder(prefix))
         if folder not in self._caches:
             self._caches[folder] = IndexCache(
@@ -158,7 +191,7 @@ class DatasetRegistry:
         return self._caches[folder]
 
     def cache_folder(self, prefix: str | os.PathLike) -> Path:
-        """Where what was derived from a data set is kept."""
+        """Return the folder of everything that is derived from a data set."""
         return Path(
             self._data_cache_path
             if self._data_cache_path is not None
@@ -167,7 +200,9 @@ class DatasetRegistry:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn the RuntimeError of an index that is out of range into a DataError, and have all indices built again.
+        """Turn the RuntimeError of an index out of range into a DataError.
+
+        All indices of this run are discarded, so that the next start builds them again.
 
         Raises:
             DataError: an index, or the .idx of a data set, is not what it was when it was opened.
@@ -175,6 +210,7 @@ class DatasetRegistry:
         try:
             yield
         except RuntimeError as error:
+            # The error does not show which file has changed, so every entry is built again.
             manifests = [
                 manifest for cache in self._caches.values() for manifest in cache.manifests
             ]
@@ -184,22 +220,27 @@ class DatasetRegistry:
                 if told.startswith("Remove")
             ]
             raise DataError(
-                f"an index of the data is damaged ({error}): a file of the index cache, or the .idx of a data set, has changed "
-                "since it was opened. Start again from the last checkpoint: the index caches of this run are built again. "
-                + " ".join(failed)
+                f"an index of the data is damaged ({error}): a file of the index cache, or the "
+                ".idx of a data set, has changed "
+                "since it was opened. Start again from the last checkpoint: the index caches of "
+                "this run are built again. " + " ".join(failed)
             ) from error
 
 
 class OpenSegment:
-    """A segment whose orders can be read; data sets are opened, and indices built, when they are first needed."""
+    """A segment whose order can be read.
+
+    Data sets are opened, and indices are built, when they are first needed.
+    """
 
     def __init__(self, segment: Segment, registry: DatasetRegistry) -> None:
+        """Remember the segment. Nothing is opened yet."""
         self.segment, self._registry = segment, registry
         self._streams: dict[int, order.Order] = {}
         self._order: order.Order | None = None
 
     def stream(self, number: int) -> order.Order:
-        """The order of one part."""
+        """Return the order of one part of the mixture."""
         if number not in self._streams:
             part = self.segment.parts[number]
             data, cache = self._registry.find(part), self._registry.cache(part.prefix)
@@ -214,8 +255,9 @@ class OpenSegment:
 
     @property
     def order(self) -> order.Order:
-        """The whole segment's order, from position 0 at its start."""
+        """The order of the complete segment. Its position 0 is the segment's first sample."""
         if self._order is None:
+            # A single data set needs no mixture. Its order may be longer than was requested.
             streams = [self.stream(number) for number in range(len(self.segment.parts))]
             self._order = (
                 streams[0] if len(streams) == 1 else order.BlendedOrder(streams, *self._blend())
@@ -224,17 +266,18 @@ class OpenSegment:
 
     @property
     def end(self) -> int:
-        """The consumed sample at which it has no more."""
+        """The consumed sample at which the segment has no more."""
         return self.segment.start_sample + len(self.order)
 
     def count_given_samples(self, samples: int) -> list[int]:
-        """How many of its first `samples` each part gave."""
+        """Return how many of the segment's first `samples` samples each part gave."""
         if len(self.segment.parts) == 1:
             return [samples]
         with self._registry.guarded():
             return blend.count_drawn_samples(self._blend()[0][:samples], len(self.segment.parts))
 
     def _blend(self) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return the data set, and its sample, for each sample of the segment."""
         cache = self._registry.cache(self.segment.parts[0].prefix)
         return blend.blend(
             [part.weight for part in self.segment.parts], self.segment.num_samples, cache
@@ -244,11 +287,19 @@ class OpenSegment:
 def open_mixture(
     mixture: NamedMixture, seed: int, seq_length: int, num_samples: int, registry: DatasetRegistry
 ) -> RequestedData | None:
-    """Open a mixture's data sets; None where none of them has documents in its split. Raises DataError where one is too small."""
+    """Open the data sets of a mixture.
+
+    Returns:
+        The mixture without the data sets whose split has no documents. None if none is left.
+
+    Raises:
+        DataError: a data set has documents, but too few tokens for one sample.
+    """
     found = []
     for part in mixture.parts:
         data = registry.open(part.prefix)
         first, last = part.select_documents(len(data))
+        # A range of few percent may have no document of a small data set.
         if first < last:
             check_large_enough(
                 part.prefix, (first, last), count_tokens(data, (first, last)), seq_length
@@ -256,10 +307,12 @@ def open_mixture(
             found.append((part, (first, last), data.compute_fingerprint()))
         else:
             registry.notes.append(
-                f"{mixture.name}: the split {part.split} leaves no document of {part.prefix} ({len(data)} in all)"
+                f"{mixture.name}: the split {part.split} leaves no document of {part.prefix} "
+                f"({len(data)} in all)"
             )
     if not found:
         return None
+    # The weights of the data sets that are left must add up to 1 again.
     weights = blend.normalise([part.weight for part, _, _ in found])
     parts = tuple(
         SegmentDataset(part.prefix, weight, documents, fingerprint, {})
@@ -269,7 +322,7 @@ def open_mixture(
 
 
 def make_first_segment(requested: RequestedData) -> Segment:
-    """The order of a run that starts: the reference's."""
+    """Return the segment of a run that starts. Its order is the one of the reference code."""
     asked = blend.compute_samples_per_dataset(
         requested.num_samples, [part.weight for part in requested.parts]
     )
@@ -281,29 +334,47 @@ def make_first_segment(requested: RequestedData) -> Segment:
 
 
 class History:
-    """The segments of a run, in order, as one long order of samples."""
+    """The segments of a run as one long order of samples."""
 
     def __init__(self, segments: list[Segment], registry: DatasetRegistry) -> None:
+        """Take the segments in order. Nothing is opened yet."""
         self._registry = registry
         self._open = [OpenSegment(segment, registry) for segment in segments]
 
     @property
     def segments(self) -> list[Segment]:
+        """The segments in order."""
         return [opened.segment for opened in self._open]
 
     @property
     def end(self) -> int:
-        """Samples that can be drawn, from the run's first on."""
+        """Number of samples that can be drawn, from the first of the run on."""
         return self._open[-1].end
 
     def prepare(self, consumed: int) -> None:
-        """Build or open the orders of all samples from `consumed` on; what lies behind is opened only if it is read."""
+        """Build or open the orders of all samples from `consumed` on.
+
+        Earlier segments are opened only when they are read.
+
+        Raises:
+            DataError: an index is damaged or cannot be built, or data have changed.
+        """
         with self._registry.guarded():
             for opened in self._open[self._open.index(self._find_segment(consumed)) :]:
+                # Asking for the length opens the order.
                 assert len(opened.order) > 0, "a segment without samples"
 
     def read(self, positions: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-        """out[i] = the first out.shape[1] tokens of the sample at positions[i]; positions are [k]."""
+        """Read samples into `out`.
+
+        Args:
+            positions: int64[k], positions in the order.
+            out: int64[k, n]. Row i receives the first n tokens of the sample at positions[i].
+
+        Raises:
+            DataError: an index has changed since it was opened.
+        """
+        # The last segment that starts at or before a position holds it.
         starts = np.array([opened.segment.start_sample for opened in self._open])
         which = np.searchsorted(starts, positions, side="right") - 1
         with self._registry.guarded():
@@ -312,46 +383,64 @@ class History:
                 order.read(self._open[number].order, positions[rows] - starts[number], rows, out)
 
     def locate(self, position: int) -> tuple[GPTDataset, int]:
-        """Data set and sample at one position."""
+        """Return the data set and the sample at a position."""
         opened = self._find_segment(position)
         with self._registry.guarded():
             return order.locate(opened.order, position - opened.segment.start_sample)
 
     def extend(self, requested: RequestedData) -> tuple["History", list[str]]:
-        """With further segments, until what is requested is covered; and what was done, in words."""
+        """Add segments until the requested samples are covered.
+
+        Returns:
+            The extended history, and messages about what was added.
+        """
+        # One more segment may not be enough. A mixture ends when one of its data sets is exhausted.
         history, notes = self, []
         while history.end < requested.num_samples:
             end = history.end
             segment, told = history._make_next_segment(end, requested)
             history = History([*history.segments, segment], self._registry)
             notes.append(
-                f"data order: {requested.num_samples} samples are asked for, {end} are covered; from there on {told}"
+                f"data order: {requested.num_samples} samples are asked for, {end} are covered; "
+                f"from there on {told}"
             )
         return history, notes
 
     def resume(self, consumed: int, requested: RequestedData) -> tuple["History", list[str]]:
-        """What a run that has consumed so many samples goes on with, given its configuration; and what was done, in words."""
+        """Return the history with which a run continues, and messages about what changed.
+
+        Args:
+            consumed: Samples that the run has consumed.
+            requested: What the configuration requests now.
+        """
         last = self.segments[-1]
+        # Nothing was consumed. The result must equal that of a run that starts with this data.
         if consumed == 0 and not requested.can_continue(last):
             return History([make_first_segment(requested)], self._registry).extend(requested)
         notes: list[str] = []
         history = self
         if not requested.can_continue(last):
             segment, told = self._make_next_segment(consumed, requested)
+            # Segments that start later were never read, and the new segment replaces them.
             kept = [earlier for earlier in self.segments if earlier.start_sample < consumed]
             notes.append(
-                f"data order: {self._describe_changes(last, requested)}; from sample {consumed} on {told}"
+                f"data order: {self._describe_changes(last, requested)}; from sample {consumed} on "
+                f"{told}"
             )
             history = History([*kept, segment], self._registry)
+        # An index made for another number of samples has another order. The recorded one is kept,
+        # since samples that were consumed must keep their positions.
         elif last.start_sample + last.num_samples != requested.num_samples:
             notes.append(
-                f"data order: made for {last.start_sample + last.num_samples} samples, now {requested.num_samples} are asked for; "
+                f"data order: made for {last.start_sample + last.num_samples} samples, now "
+                f"{requested.num_samples} are asked for; "
                 f"it is kept for the {self.end} samples that it covers"
             )
         history, further = history.extend(requested)
         return history, notes + further
 
     def _describe_changes(self, last: Segment, requested: RequestedData) -> str:
+        """Return the differences between the last segment and the request, in words."""
         changes = []
         if requested.seed != last.seed:
             changes.append(f"--seed {last.seed} has become {requested.seed}")
@@ -362,18 +451,21 @@ class History:
         return " and ".join(changes)
 
     def _find_segment(self, position: int) -> OpenSegment:
+        """Return the segment that holds a position."""
         return next(
             opened for opened in reversed(self._open) if opened.segment.start_sample <= position
         )
 
     def _make_next_segment(self, start: int, requested: RequestedData) -> tuple[Segment, str]:
-        """The segment that begins at `start`, where its data sets go on or begin, and this in words."""
+        """Return the segment that begins at `start`, and its description in words."""
+        # A segment needs at least one sample, even if all requested ones are consumed.
         missing = max(1, requested.num_samples - start)
         asked = blend.compute_samples_per_dataset(
             missing, [part.weight for part in requested.parts]
         )
         parts, told = [], []
         for number, (part, count) in enumerate(zip(requested.parts, asked, strict=True)):
+            # A mixture may name the same data twice. The n-th use continues the n-th earlier one.
             occurrence = sum(earlier.key == part.key for earlier in requested.parts[:number])
             tree, words = self._continue_dataset(part, occurrence, count, start, requested)
             parts.append(dataclasses.replace(part, order=tree))
@@ -390,15 +482,23 @@ class History:
         start: int,
         requested: RequestedData,
     ) -> tuple[order.Tree, str]:
+        """Return the order with which a data set continues, and its description in words.
+
+        Args:
+            part: The data set.
+            occurrence: How often the mixture named the same data before.
+            asked: Number of samples that it has to give.
+            start: The position at which the new segment begins.
+            requested: What the configuration requests.
+        """
         found = self._find_last_use(part, occurrence, start, requested.seq_length)
         if found is None:
             return order.make_index_tree(requested.seed, asked), "begins"
         opened, number, used = found
         old, length = opened.segment.parts[number].order, len(opened.stream(number))
         fresh = requested.seed
-        while fresh in order.collect_seeds(
-            old
-        ):  # the same seed would show the same order a second time
+        # The same seed would give the same order a second time.
+        while fresh in order.collect_seeds(old):
             fresh = (fresh + 1) % 2**32
         if used >= length:
             return order.make_index_tree(
@@ -408,12 +508,15 @@ class History:
         words = f"goes on at its sample {used}"
         middle = min(length, used + asked)
         if requested.seed != opened.segment.seed:
+            # Only the samples that will be used are shuffled. The rest is appended in the old
+            # order, so that a later segment can continue there and no sample is lost.
             words += ", shuffled anew"
             trees.append({"permute": requested.seed, "of": {"cut": [used, middle], "of": old}})
             if middle < length:
                 trees.append({"cut": [middle, length], "of": old})
         else:
             trees.append({"cut": [used, length], "of": old})
+        # The data set has too few samples left. A new index continues after them.
         if length - used < asked:
             trees.append(order.make_index_tree(fresh, asked - (length - used)))
             words += f", then afresh with seed {fresh}"
@@ -422,10 +525,17 @@ class History:
     def _find_last_use(
         self, part: SegmentDataset, occurrence: int, start: int, seq_length: int
     ) -> tuple[OpenSegment, int, int] | None:
-        """The latest segment before `start` that drew from the same data, which of its parts, and how much it had drawn."""
+        """Find the last use of the same data before `start`.
+
+        Returns:
+            The segment, the number of the part in it, and how many samples the part had given. None
+            if no segment used the data with this sequence length.
+        """
         end = start
         for opened in reversed(self._open):
             segment = opened.segment
+            # Segments that start at or after `start` will never be read. The first one, which
+            # starts at sample 0, counts with 0 samples given.
             if segment.start_sample > start or (
                 segment.start_sample == start and segment.start_sample > 0
             ):
@@ -433,6 +543,7 @@ class History:
             same = [
                 number for number, earlier in enumerate(segment.parts) if earlier.key == part.key
             ]
+            # With another sequence length, the data set has other samples.
             if segment.seq_length == seq_length and len(same) > occurrence:
                 number = same[occurrence]
                 return (

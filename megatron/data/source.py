@@ -1,7 +1,9 @@
 """Where batches come from: `state()`, `load(state)`, `advance(samples)`, `read_batch(batch_size)`.
 
-Invariant: what `read_batch` returns is a function of the state, the configuration and the rank's place; neither threads nor the number
-of ranks nor the way the position was reached take part. The position is one number, hence resume, skipping and rolling back too.
+Invariant: what `read_batch` returns is a function of the state, the configuration and the rank's
+coordinate. Threads do not influence it, nor does the way in which the position was reached. All
+ranks together read the same samples whatever their number. The position is one number. Resume,
+skipping and rolling back therefore only set this number.
 """
 
 import abc
@@ -30,30 +32,37 @@ from megatron.data.segments import (
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
 from megatron.errors import ConfigError, DataError
 
-_SCANNED_TOKENS = 1 << 20  # of each data set at the start; the rest is checked as it is read
+# Of each data set at the start. Every other token is checked when its batch is read.
+_SCANNED_TOKENS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSlice:
-    """The rank's part of each batch."""
+    """The part of each batch that a rank reads."""
 
     micro_batch_size: int
     dp_rank: int = 0
     dp_size: int = 1
     vocab_size: int | None = None
-    """Ids at or beyond it are a DataError; None does not check."""
+    """An id that is not below it is a DataError. None disables the check."""
     document_rules: DocumentRules | None = None
+    """Masks and positions that follow from document borders. None leaves samples as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
+    """One batch, as the key under which it is read ahead."""
+
     consumed: int
     batch_size: int
     seq_length: int
 
 
 class _Source(abc.ABC):
-    """What training and evaluation share; they differ in what a resume and the end of the data mean."""
+    """What training and evaluation share.
+
+    Subclasses define what a resume and the end of the data mean.
+    """
 
     def __init__(
         self,
@@ -63,6 +72,7 @@ class _Source(abc.ABC):
         batch_slice: BatchSlice,
         threads: int,
     ) -> None:
+        """Remember what is requested. Data orders are opened by `prepare` or at the first use."""
         self.name, self._requested, self._registry, self._batch_slice = (
             name,
             requested,
@@ -70,18 +80,19 @@ class _Source(abc.ABC):
             batch_slice,
         )
         self._consumed = 0
+        # Opened late, because a resume replaces the order before it is used.
         self._history: History | None = None
         self._prepared = False
         self._prefetcher: Prefetcher[_Request, list[Microbatch]] = Prefetcher(self._read, threads)
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of all ranks that lie behind."""
+        """Number of samples of all ranks that were read or passed over."""
         return self._consumed
 
     @property
     def history(self) -> History:
-        """The order of samples; opening it builds its index where no cache has it."""
+        """The order of samples. The first access builds its index if no cache has it."""
         if self._history is None:
             self._history = self._keep_notes(
                 History([make_first_segment(self._requested)], self._registry).extend(
@@ -91,20 +102,29 @@ class _Source(abc.ABC):
         return self._history
 
     def prepare(self) -> None:
-        """Build or open all indices now, in this thread. Raises DataError."""
+        """Build or open all indices now, in this thread.
+
+        Raises:
+            DataError: the data are missing, damaged or have changed, or an index cannot be built.
+        """
         if not self._prepared:
             self.history.prepare(self._consumed)
             self._prepared = True
 
     def state(self) -> dict[str, Any]:
-        """JSON: the position, and the segments of the order."""
+        """Return the position and the segments of the order, as JSON values."""
         return {
             "consumed_samples": self._consumed,
             "segments": [segment.to_json() for segment in self.history.segments],
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state. Raises DataError where the order that it records cannot be had any more."""
+        """Continue from a state.
+
+        Raises:
+            DataError: the order that the state records cannot be rebuilt any more.
+        """
+        # Batches that were read ahead belong to the old position and the old order.
         self._prefetcher.discard()
         self._prepared = False
         self._consumed = int(state["consumed_samples"])
@@ -114,41 +134,52 @@ class _Source(abc.ABC):
         self._history = self._keep_notes(self._resume(recorded))
 
     def advance(self, samples: int) -> None:
-        """Pass over samples without reading them."""
+        """Skip samples without reading them."""
         self._consumed += samples
 
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
-        """This rank's microbatches of the next global batch, in order; sequences cut to `seq_length` where it is given.
+        """Return this rank's microbatches of the next global batch, in order.
 
-        Raises DataError at the end of the data, and for a token id beyond the vocabulary.
+        Args:
+            batch_size: Samples of all ranks.
+            seq_length: Sequences are truncated to it. None means the full sequence length.
+
+        Raises:
+            DataError: the data end before the batch does, or a token id is outside the vocabulary.
         """
         full = self._requested.seq_length
         length = full if seq_length is None else seq_length
         assert 0 < length <= full, f"sequence length {length} is not in 1 to {full}"
+        # The reading threads use the order. They must not start before its indices are open.
         self.prepare()
         request = _Request(self._consumed, batch_size, length)
         if not self._has_samples_for(request):
             raise DataError(
-                f"a batch of {request.batch_size} samples at {request.consumed} reaches past the {self.history.end} training "
+                f"a batch of {request.batch_size} samples at {request.consumed} reaches past the "
+                f"{self.history.end} training "
                 "samples that the order was made for; raise --train-samples or --train-iters."
             )
         microbatches = self._prefetcher.take(request, self._guess_requests(request))
+        # Only after success, so that a failed read does not move the position.
         self._consumed += batch_size
         return microbatches
 
     def close(self) -> None:
-        """End the reading threads."""
+        """Stop the reading threads."""
         self._prefetcher.close()
 
     def _guess_requests(self, request: _Request) -> Iterable[_Request]:
+        """Yield the requests that follow if batch size and sequence length stay as they are."""
         for ahead in range(1, 1 + self._prefetcher.threads):
             guess = dataclasses.replace(
                 request, consumed=request.consumed + ahead * request.batch_size
             )
+            # A guess past the end of the data would fail in its thread.
             if self._has_samples_for(guess):
                 yield guess
 
     def _read(self, request: _Request) -> list[Microbatch]:
+        """Read one batch. The reading threads call this method, so it must not change state."""
         batch_slice = self._batch_slice
         positions = compute_sample_positions(
             request.consumed,
@@ -157,6 +188,7 @@ class _Source(abc.ABC):
             batch_slice.dp_size,
             batch_slice.micro_batch_size,
         )
+        # One microbatch after the other, which is how split_microbatches splits the samples.
         positions = self._wrap_around(positions.reshape(-1))
         samples = np.empty((len(positions), request.seq_length + 1), np.int64)
         self.history.read(positions, samples)
@@ -172,9 +204,12 @@ class _Source(abc.ABC):
     def _check_vocabulary(
         self, samples: NDArray[np.int64], positions: NDArray[np.int64], vocab_size: int
     ) -> None:
-        unsigned = samples.view(np.uint64)  # a negative id becomes a huge one
+        """Raise a DataError that names the document if an id is outside the vocabulary."""
+        # Seen as unsigned, a negative id is huge. One comparison finds both kinds of wrong ids.
+        unsigned = samples.view(np.uint64)
         if int(unsigned.max()) >= vocab_size:
             row, column = (int(value) for value in np.argwhere(unsigned >= vocab_size)[0])
+            # Locating the document is slow, but it happens only before an error.
             with self._registry.guarded():
                 dataset, sample = self.history.locate(int(positions[row]))
                 document, _ = dataset.locate(sample, column)
@@ -183,24 +218,26 @@ class _Source(abc.ABC):
             )
 
     def _keep_notes(self, result: tuple[History, list[str]]) -> History:
+        """Keep the messages for the user, and return the history."""
         history, notes = result
         self._registry.notes.extend(f"{self.name}: {note}" for note in notes)
         return history
 
     @abc.abstractmethod
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        """What a recorded order becomes under this configuration, and what changed, in words."""
+        """Return the order that continues a recorded one, and messages about what changed."""
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions that are read. Training reads each position as it is."""
         return positions
 
     def _has_samples_for(self, request: _Request) -> bool:
-        """Whether there are that many samples; evaluation's never end."""
+        """Return whether the order has the samples of a request."""
         return True
 
 
 class GPTTrainSource(_Source):
-    """Each sample once, in the order of the segments."""
+    """Source of training samples. Each sample is read once, in the order of the segments."""
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
         return recorded.resume(self._consumed, self._requested)
@@ -210,25 +247,29 @@ class GPTTrainSource(_Source):
 
 
 class GPTValidSource(_Source):
-    """Goes on where the last evaluation ended, and from the beginning again past the end of its samples."""
+    """Source of evaluation samples.
+
+    An evaluation continues where the last one ended. After the last sample it starts again at the
+    first one.
+    """
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
         if self._requested.can_continue(recorded.segments[-1]):
-            return (
-                recorded,
-                [],
-            )  # made for another number of samples, perhaps: it wraps around, and curves stay comparable
+            # The order may have been made for another number of samples. It is kept, since the same
+            # samples in the same order keep loss curves comparable. Reading wraps around.
+            return (recorded, [])
         return History([make_first_segment(self._requested)], self._registry), [
             "data, --seed or --seq-length have changed; the set is shuffled anew"
         ]
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        # Evaluation data never end. The first sample follows the last one.
         return positions % self.history.end
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """All that a run reads; `train` is None where no training samples are asked for."""
+    """All sources of a run. `train` is None if no training samples are requested."""
 
     train: GPTTrainSource | None
     valid: dict[str, GPTValidSource]
@@ -237,22 +278,33 @@ class Sources:
 
     @property
     def all(self) -> list[GPTTrainSource | GPTValidSource]:
+        """All sources, training first."""
         return [*([self.train] if self.train else []), *self.valid.values(), *self.test.values()]
 
     def prepare(self) -> None:
-        """Build or open every index now; call it after `load`, before the first step. Any number of ranks may call it at once:
-        one builds, the others wait for the file lock. Raises DataError."""
+        """Build or open every index now.
+
+        Call it after `load` and before the first step. Any number of ranks may call it at the same
+        time. One process builds, and the others wait for its file lock.
+
+        Raises:
+            DataError: see `_Source.prepare`.
+        """
         for source in self.all:
             source.prepare()
 
     def take_notes(self) -> list[str]:
-        """What happened since the last call and the user should read: changed orders, rebuilt caches, empty splits."""
+        """Return messages for the user since the last call, each once.
+
+        They report changed orders, rebuilt caches and empty splits.
+        """
+        # Several sources may use the same cache, and note the same.
         notes = list(dict.fromkeys(self.registry.notes))
         self.registry.notes.clear()
         return notes
 
     def state(self) -> dict[str, Any]:
-        """JSON of all sources."""
+        """Return the state of all sources, as JSON values."""
         return {
             "train": None if self.train is None else self.train.state(),
             "valid": {name: source.state() for name, source in self.valid.items()},
@@ -260,16 +312,21 @@ class Sources:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state; sets that it does not know begin. Raises DataError."""
+        """Continue from a state. Sources that it does not contain start at their first sample.
+
+        Raises:
+            DataError: a recorded order cannot be rebuilt any more.
+        """
         if self.train is not None and state.get("train") is not None:
             self.train.load(state["train"])
         for kind, sources in (("valid", self.valid), ("test", self.test)):
             for name, source in sources.items():
+                # The configuration may have added sets since the state was recorded.
                 if name in state.get(kind, {}):
                     source.load(state[kind][name])
 
     def close(self) -> None:
-        """End all threads, those of the background checks too."""
+        """Stop all threads, including the one of the background checks."""
         self.registry.background.close()
         for source in self.all:
             source.close()
@@ -278,7 +335,15 @@ class Sources:
 def count_evaluation_samples(
     train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
 ) -> tuple[int, int]:
-    """(validation, test) samples of a run; global_batch_size is the final one of a ramp."""
+    """Return the number of validation and of test samples of a run.
+
+    Args:
+        train_iters: Iterations of the run.
+        eval_interval: Iterations between two evaluations.
+        eval_iters: Batches of each evaluation.
+        global_batch_size: The final one of a ramp.
+    """
+    # One evaluation more than the interval gives, for the one at the end of training.
     return (
         train_iters // eval_interval + 1
     ) * eval_iters * global_batch_size, eval_iters * global_batch_size
@@ -296,11 +361,24 @@ def build_sources(
     say: Say = say_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
-    """Open the data sets and check them; indices are built by `prepare`, or at the first use.
+    """Open the data sets and check them.
 
-    `say` takes what must be known while an index is built; `wait_seconds` is the longest time to wait for another builder.
-    Raises ConfigError for a wrong grammar or no data at all, DataError for data that is missing, damaged, too small, or not of
-    this vocabulary.
+    Indices are built by `Sources.prepare`, or at the first use.
+
+    Args:
+        data: The data section of the configuration.
+        seq_length: Tokens of a sample, without the last label.
+        seed: Seed of the data order.
+        train_samples: Samples that training will read. 0 opens no training data.
+        valid_samples: Samples that all validations together will read.
+        test_samples: Samples that the test will read.
+        batch_slice: The part of each batch that this rank reads.
+        say: Receives urgent messages while an index is built.
+        wait_seconds: Longest time to wait for another process that builds the same index.
+
+    Raises:
+        ConfigError: the flags do not follow their grammar, or name no data at all.
+        DataError: data are missing, damaged or too small, or need another vocabulary.
     """
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
 
@@ -311,12 +389,14 @@ def build_sources(
         if requested is None:
             return None
         for part in requested.parts:
+            # A wrong tokenizer is found here, before any index is built.
             check_vocabulary(registry.open(part.prefix), batch_slice.vocab_size)
             if batch_slice.document_rules is not None:
                 check_documents_end(registry.open(part.prefix), batch_slice.document_rules.eod)
         return kind(mixture.name, requested, registry, batch_slice, threads)
 
     train = None
+    # A run that only evaluates needs no training data.
     if train_samples > 0:
         mixture = find_train_mixture(data)
         if mixture is None:
@@ -326,21 +406,35 @@ def build_sources(
         train = make_source(GPTTrainSource, mixture, train_samples, data.num_workers)
         if train is None:
             raise DataError(
-                f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no document for training."
+                f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no "
+                "document for training."
             )
     evaluated: list[dict[str, GPTValidSource]] = []
     for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
-        mixtures = find_evaluation_mixtures(data, which) if num_samples > 0 else ()  # type: ignore[arg-type]
+        mixtures = (
+            find_evaluation_mixtures(data, which)  # type: ignore[arg-type]
+            if num_samples > 0
+            else ()
+        )
         sources = {
             mixture.name: make_source(GPTValidSource, mixture, num_samples, data.valid_num_workers)
             for mixture in mixtures
         }
+        # Sets without documents in their split are left out. A note reports them.
         evaluated.append({name: built for name, built in sources.items() if built is not None})
     return Sources(train, evaluated[0], evaluated[1], registry)
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:
-    """Scan the first 2^20 tokens. Raises DataError naming id, document and vocabulary size."""
+    """Check the ids of the first 2^20 tokens of a data set.
+
+    Args:
+        indexed: The data set.
+        vocab_size: Every id must be below it. None disables the check.
+
+    Raises:
+        DataError: an id is outside the vocabulary. The message names id and document.
+    """
     tokens = indexed.tokens[:_SCANNED_TOKENS]
     if (
         vocab_size is None
@@ -349,13 +443,16 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:
     ):
         return
     at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    # pointers is sorted. The last sequence that begins at or before the byte holds the token.
     document = int(np.searchsorted(indexed.pointers, at * indexed.dtype.itemsize, side="right")) - 1
     raise make_vocabulary_error(indexed.prefix, document, int(tokens[at]), vocab_size)
 
 
 def make_vocabulary_error(prefix: str, document: int, token: int, vocab_size: int) -> DataError:
+    """Return the error for a token id that is outside the vocabulary."""
     return DataError(
-        f"{prefix}: document {document} holds the token id {token}, but the vocabulary has {vocab_size} entries (ids 0 "
+        f"{prefix}: document {document} holds the token id {token}, but the vocabulary has "
+        f"{vocab_size} entries (ids 0 "
         f"to {vocab_size - 1}). "
         "The data was made with another tokenizer; give that one, or preprocess the data again."
     )

@@ -1,7 +1,10 @@
-"""Which documents of which data sets are for training, validation and test: the grammars of --data-path, --split and
---*-weighted-split-paths.
+"""Choice of the data sets and documents for training, validation and test.
 
-Invariant: parsing touches no data; a `SplitPart` turns into documents only when their number is known.
+This module parses --data-path, --split and --*-weighted-split-paths.
+
+Invariant: parsing reads no data. A `SplitPart` becomes a range of documents when their number is
+known.
+
 Source: the BigScience fork of Megatron-DeepSpeed.
 """
 
@@ -14,43 +17,56 @@ from typing import Literal
 from megatron.config.data import DataConfig
 from megatron.errors import ConfigError
 
-GRAMMAR = "'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...', as in 'train: 0.7 0:0.95 data/en, 0.3 0:0.95 data/fr'"
+GRAMMAR = (
+    "'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...', "
+    "as in 'train: 0.7 0:0.95 data/en, 0.3 0:0.95 data/fr'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPart:
-    """One data set of a mixture: its weight and the part of its documents."""
+    """One data set of a mixture, with its weight and the part of its documents."""
 
     weight: float
     prefix: str
     split: str
-    """START:END as fractions of the documents, or --split's proportions."""
+    """START:END as fractions of the documents, or the proportions of --split."""
     piece: int | None = None
-    """Which of --split's three pieces; None for START:END."""
+    """Number of the piece of --split, 0 to 2. None for START:END."""
 
     def select_documents(self, count: int) -> tuple[int, int]:
-        """The half-open range of documents, of `count`."""
+        """Return the range [first, last) of `count` documents.
+
+        Raises:
+            ConfigError: the split does not follow its grammar.
+        """
         if self.piece is None:
             return parse_range_bounds(self.split, count)
+        # --split gives all three pieces at once.
         bounds = compute_split_bounds(self.split, count)
         return bounds[self.piece], bounds[self.piece + 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedMixture:
-    """A weighted mixture under the name that logs give it."""
+    """A weighted mixture, with the name that it has in logs."""
 
     name: str
     parts: tuple[SplitPart, ...]
 
 
 def find_train_mixture(data: DataConfig) -> NamedMixture | None:
-    """The training data, or None where none is configured. Raises ConfigError."""
+    """Return the training data, or None if none are configured.
+
+    Raises:
+        ConfigError: a flag does not follow its grammar, or several mixtures are given.
+    """
     mixtures = _read_mixtures(data, "train", 0)
     if len(mixtures) > 1:
         names = ", ".join(mixture.name for mixture in mixtures)
         raise ConfigError(
-            f"--train-weighted-split-paths names {len(mixtures)} mixtures ({names}); training takes one: join them with commas."
+            f"--train-weighted-split-paths names {len(mixtures)} mixtures ({names}); training "
+            "takes one: join them with commas."
         )
     return mixtures[0] if mixtures else None
 
@@ -58,15 +74,33 @@ def find_train_mixture(data: DataConfig) -> NamedMixture | None:
 def find_evaluation_mixtures(
     data: DataConfig, which: Literal["valid", "test"]
 ) -> tuple[NamedMixture, ...]:
-    """The validation or test sets; one named "validation" or "test" where --data-path and --split give it. Raises ConfigError."""
+    """Return the validation sets or the test sets.
+
+    If --data-path and --split give the set, it is the only one, named "validation" or "test".
+
+    Raises:
+        ConfigError: a flag does not follow its grammar.
+    """
     return _read_mixtures(data, which, 1 if which == "valid" else 2)
 
 
 def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
-    """Bounds of training, validation and test documents for "949,50,1". Raises ConfigError for anything else."""
+    """Return the bounds of the training, validation and test documents for a --split.
+
+    Args:
+        split: Proportions such as "949,50,1". Missing ones are 0.
+        count: Number of documents.
+
+    Returns:
+        Four bounds. Piece i has the documents [bounds[i], bounds[i + 1]).
+
+    Raises:
+        ConfigError: `split` is anything else.
+    """
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
     except ValueError:
+        # Not numbers. The check below reports every kind of mistake.
         shares = []
     valid = (
         1 <= len(shares) <= 3
@@ -75,22 +109,31 @@ def compute_split_bounds(split: str, count: int) -> tuple[int, int, int, int]:
     )
     if not valid:
         raise ConfigError(
-            f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not all 0."
+            f"--split {split!r} must be up to three numbers, as in 949,50,1, none negative and not "
+            "all 0."
         )
     total = sum(shares)
     bounds = [0]
+    # Missing proportions are 0, so "1" uses everything for training.
     for share in [*shares, 0.0, 0.0][:3]:
         bounds.append(bounds[-1] + round(share / total * float(count)))
+    # Each piece is rounded on its own, so the sum may differ from `count`. As in the reference, the
+    # difference moves all bounds but the first. Other rounding would change the data order.
     excess = bounds[-1] - count
     train, valid_end, end = (max(0, bound - excess) for bound in bounds[1:])
     return 0, train, valid_end, end
 
 
 def parse_range_bounds(text: str, count: int) -> tuple[int, int]:
-    """Bounds of the documents for "0:0.95". Raises ConfigError for anything else."""
+    """Return the bounds of the documents for a range such as "0:0.95".
+
+    Raises:
+        ConfigError: `text` is anything else.
+    """
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
+        # Not two numbers. This pair fails the check below, which reports the mistake.
         start, end = 1.0, 0.0
     if not 0 <= start < end <= 1:
         raise ConfigError(
@@ -100,12 +143,17 @@ def parse_range_bounds(text: str, count: int) -> tuple[int, int]:
 
 
 def parse_data_path(values: tuple[str, ...]) -> tuple[tuple[float, str], ...]:
-    """(weight, path) for PATH or WEIGHT PATH WEIGHT PATH ... Raises ConfigError."""
+    """Return pairs of weight and path for PATH or WEIGHT PATH WEIGHT PATH ...
+
+    Raises:
+        ConfigError: the values are neither of both, or a weight is not positive.
+    """
     if len(values) == 1:
         return ((1.0, values[0]),)
     if len(values) % 2:
         raise ConfigError(
-            f"--data-path has {len(values)} values; give one path, or pairs: WEIGHT PATH WEIGHT PATH ..."
+            f"--data-path has {len(values)} values; give one path, or pairs: WEIGHT PATH WEIGHT "
+            "PATH ..."
         )
     return tuple(
         (_parse_weight(weight, f"--data-path ... {weight} {path}"), path)
@@ -114,7 +162,11 @@ def parse_data_path(values: tuple[str, ...]) -> tuple[tuple[float, str], ...]:
 
 
 def parse_weighted_split_paths(text: str) -> NamedMixture:
-    """One argument of --*-weighted-split-paths. Raises ConfigError with the grammar."""
+    """Return the mixture of one argument of --*-weighted-split-paths.
+
+    Raises:
+        ConfigError: the argument does not follow the grammar, which the message gives.
+    """
     name, colon, rest = text.partition(":")
     name = name.strip()
     if not colon or not name or len(name.split()) > 1:
@@ -123,11 +175,14 @@ def parse_weighted_split_paths(text: str) -> NamedMixture:
         )
     parts = []
     for entry in rest.split(","):
+        # Only two splits, because a path may contain spaces.
         fields = entry.split(maxsplit=2)
         if len(fields) != 3 or ":" not in fields[1]:
             raise ConfigError(
-                f"{entry.strip()!r} in {name!r} is not WEIGHT START:END PATH; the form is {GRAMMAR}."
+                f"{entry.strip()!r} in {name!r} is not WEIGHT START:END PATH; the form is "
+                f"{GRAMMAR}."
             )
+        # Only checked here. The number of documents is not known yet.
         parse_range_bounds(fields[1], 1)
         parts.append(
             SplitPart(
@@ -138,8 +193,13 @@ def parse_weighted_split_paths(text: str) -> NamedMixture:
 
 
 def read_weighted_split_paths(path: str) -> tuple[str, ...]:
-    """The arguments that a file holds: quoted as on a command line, or one a line. Raises ConfigError."""
+    """Return the arguments in a file, quoted as on a command line or one in each line.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
+        # Quoted arguments may contain line ends, so they are split as on a command line.
         text = Path(path).read_text(encoding="utf-8").strip()
         return (
             tuple(shlex.split(text))
@@ -148,16 +208,19 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as weighted split paths ({error}); it holds what the flag would: {GRAMMAR}."
+            f"{path} cannot be read as weighted split paths ({error}); it holds what the flag "
+            f"would: {GRAMMAR}."
         ) from error
 
 
 def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixture, ...]:
+    """Return the mixtures of one kind, from whichever flag gives them."""
     flag = f"--{which}-weighted-split-paths"
     given: tuple[str, ...] = getattr(data, f"{which}_weighted_split_paths")
     path: str | None = getattr(data, f"{which}_weighted_split_paths_path")
     if given and path is not None:
         raise ConfigError(f"{flag} and {flag}-path {path} are both given; keep one.")
+    # A file keeps long mixtures out of the command line.
     if path is not None:
         given = read_weighted_split_paths(path)
     if given:
@@ -165,6 +228,7 @@ def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixtu
             raise ConfigError(f"{flag} and --data-path are both given; keep one.")
         mixtures = tuple(parse_weighted_split_paths(text) for text in given)
         names = [mixture.name for mixture in mixtures]
+        # The name identifies a set in logs and in the recorded state.
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"{flag} uses a name twice ({', '.join(names)}); each set needs a name of its own."
@@ -185,12 +249,15 @@ def _read_mixtures(data: DataConfig, which: str, piece: int) -> tuple[NamedMixtu
 
 
 def _parse_weight(text: str, where: str) -> float:
+    """Return a positive weight. `where` is the text around it, for the message."""
     try:
         weight = float(text)
     except ValueError:
+        # Not a number. The check below reports the mistake.
         weight = -1.0
     if not (weight > 0 and math.isfinite(weight)):
         raise ConfigError(
-            f"the weight {text!r} in {where!r} must be a positive number; leave out what shall not be drawn."
+            f"the weight {text!r} in {where!r} must be a positive number; leave out what shall not "
+            "be drawn."
         )
     return weight

@@ -1,1 +1,4 @@
-"""How a step is executed. `base.py` says what an engine is; everything right of here uses nothing else of it."""
+"""Execution of one training step.
+
+`base.py` defines the interface of an engine. The training loop uses only this interface.
+"""

@@ -1,4 +1,8 @@
-"""What an engine is: it executes a step. It holds no counter of the run; the loop gives it batch and learning rate."""
+"""The interface of an engine, which executes one training step.
+
+An engine holds no counter of the run. The training loop passes it the microbatches, the iteration
+and the learning rate of each step.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,41 +17,54 @@ from megatron.parallel.rng import DropoutKey
 from megatron.parallel.shard import TensorShard
 
 PhaseTimers = Callable[[str], AbstractContextManager[None]]
-"""Entered around `forward-backward` and `optimizer`."""
+"""A function from the name of a phase to the context manager that an engine enters around it.
+
+The phases are `forward-backward` and `optimizer`.
+"""
 
 
 def skip_timing(phase: str) -> AbstractContextManager[None]:
-    """For who does not ask where the time goes."""
+    """Return a no-op timer, used when timing is disabled."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One global batch, the same on every rank."""
+    """The outcome of one global batch, the same on every rank."""
 
     loss: float
-    """Mean over the batch; may be nan or inf."""
+    """Mean over the batch. It may be nan or inf."""
     grad_norm: float
-    """Of the whole model, before clipping, unscaled; may be nan or inf."""
+    """Norm of the complete model's gradient, unscaled and before clipping. It may be nan or inf."""
     applied: bool
-    """False: loss or gradient norm was not finite, and the step was dropped on all ranks."""
+    """Whether the weights were updated.
+
+    If the loss or the gradient norm is not finite, the step is dropped on all ranks.
+    """
     num_zeros: int | None
-    """Zeros in the gradient, where they are counted."""
+    """Number of zeros in the gradient, or None if they are not counted."""
     loss_scale: float | None
-    """The scale this step ran with (fp16)."""
+    """The loss scale of this step, or None without fp16."""
     overflow: bool
-    """Dropped as part of the search for a loss scale: no sign of trouble."""
+    """Whether the step was dropped as part of the search for a loss scale.
+
+    Such a step is normal in fp16 and does not count as nan.
+    """
 
     @property
     def is_nan(self) -> bool:
-        """Dropped, and no other loss scale would have saved it."""
+        """Whether the step was dropped and no other loss scale would have prevented it."""
         return not self.applied and not self.overflow
 
 
 def build_inputs(
     microbatches: Sequence[Microbatch], iteration: int, device: torch.device
 ) -> list[Inputs]:
-    """What the model is given; on a GPU the copies of later microbatches overlap with the computation of earlier ones."""
+    """Return the inputs of the model for each microbatch, on `device`.
+
+    The copies to a GPU are asynchronous. The copies of later microbatches therefore overlap with
+    the computation of earlier ones.
+    """
     return [
         Inputs(
             m.tokens,
@@ -62,45 +79,69 @@ def build_inputs(
 
 
 class Engine(Protocol):
+    """What the training loop requires of an engine."""
+
     pre_update_hook: Callable[[], None]
-    """Called before weights or moments change: a save may still be copying them."""
+    """The engine calls it before weights or moments change, because a save may still copy them."""
 
     def train_batch(
         self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
     ) -> StepResult:
-        """Train one global batch: this rank's microbatches, in order. `iteration` (1-based) seeds dropout."""
+        """Train on one global batch.
+
+        Args:
+            microbatches: This rank's microbatches, in order.
+            iteration: The 1-based iteration, which seeds dropout.
+            lr: The learning rate of this step.
+        """
         ...
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        """Mean loss of one global batch without training."""
+        """Return the mean loss of one global batch without training."""
         ...
 
     def shards(self, *, optimizer: bool) -> list[TensorShard]:
-        """The live state of this rank: weights, and with `optimizer` the moments."""
+        """Return the live state of this rank: weights, and with `optimizer` the moments."""
         ...
 
     def get_scalars(self) -> dict[str, Any]:
-        """The rest of the optimizer's state as JSON: its step count, and the search for a loss scale."""
+        """Return the rest of the optimizer's state as JSON values.
+
+        These are its step count and, in fp16, the state of the search for a loss scale.
+        """
         ...
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
-        """Chunks were written into: take over what follows from them. None: the optimizer starts afresh."""
+        """Update everything that depends on the shards, after they were written into.
+
+        Args:
+            scalars: What `get_scalars` returned when the state was saved. With None, the optimizer
+                starts from scratch.
+        """
         ...
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
-        """Compare what several ranks hold alike. `repair`: make it equal, and return a line for each tensor that was not.
+        """Compare the state that several ranks replicate.
 
-        `iteration` is done, and after `last_good` all was equal (None: it was never checked): an error says both.
+        Args:
+            repair: Overwrite replicas that differ with those of the first rank.
+            iteration: The last completed iteration, for the error message.
+            last_good: The iteration after which the last check found no difference, for the error
+                message. None if there was no check yet.
+
+        Returns:
+            A line for each tensor that was repaired.
 
         Raises:
-            TrainingError: on every rank; something differs, and was not to be repaired or cannot be.
+            TrainingError: Something differs, and `repair` is not set or the difference cannot be
+                repaired. Every rank raises it.
         """
         ...
 
     def compute_parameter_norm(self) -> float:
-        """Norm of all weights of the model."""
+        """Return the norm of all weights of the model."""
         ...
 
     def describe_kernels(self) -> list[tuple[str, str, str]]:
-        """(what, which implementation, why) for the table at start."""
+        """Return the rows (what, which implementation, why) of the table printed at start."""
         ...

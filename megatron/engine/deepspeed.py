@@ -1,13 +1,21 @@
-"""DeepSpeed as the engine: its pipeline, its ZeRO, its mixed precision, around our model. The only file that imports deepspeed.
+"""The engine on DeepSpeed, which runs its pipeline, ZeRO and mixed precision around our model.
 
-A stage of the model is one layer of DeepSpeed's PipelineModule, so that both engines compute with the same modules. DeepSpeed keeps
-masters and moments in flat partitions, of which a rank's part of a parameter is a run: the shards are views of the partitions
-(`fragments.py`), so checkpoints are the same for both engines, in both directions. The loss scale is our own, too.
+This is the only file that imports deepspeed. A stage of the model is one layer of DeepSpeed's
+PipelineModule, so both engines compute with the same modules. DeepSpeed keeps masters and moments
+in flat partitions. The shards of this engine are views of these partitions (`fragments.py`), so
+each engine loads the checkpoints of the other. The loss scale is our own (`loss_scale.py`).
 
-Traps of 0.19 that this file knows: the gradient norm counts what PipelineModule's constructor unmarks; the boundary of gradient
-accumulation is wrong after the number of microbatches has changed, unless it is set; ZeRO without a stage is wrong in 16 bits.
-Ranks with different numbers of parameter groups wait for each other without end (`_group_parameters`). Sums of 16-bit gradients in fp32 hide
-tied gradients from the pipeline (`_TiedWeight`).
+Traps of DeepSpeed 0.19 that this file avoids:
+
+- PipelineModule's constructor resets the marks that the gradient norm depends on. The parameters
+  are marked after it (`_mark`).
+- The boundary of gradient accumulation is wrong after the number of microbatches has changed. It is
+  set for each microbatch (`_train`).
+- ZeRO stage 0 is wrong in 16 bits (`get_effective_zero_stage`).
+- Ranks with different numbers of parameter groups wait for each other permanently
+  (`_group_parameters`).
+- If 16-bit gradients are summed in fp32, the pipeline does not find the gradients of tied weights
+  (`_TiedWeight`).
 """
 
 import contextlib
@@ -46,13 +54,27 @@ from megatron.parallel.shard import Kind, TensorShard
 from megatron.plan import Plan
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
-"""Keys of its JSON that ask for lines in the log."""
+"""Keys of DeepSpeed's JSON that request output in the log."""
 
 
 class DeepSpeedEngine:
-    """See `engine/base.py`. Weights are drawn into DeepSpeed's fp32 partitions; its 16-bit weights follow."""
+    """An `Engine` that runs a step with DeepSpeed.
+
+    Weights are initialised in DeepSpeed's fp32 partitions, and its 16-bit weights are copied from
+    them.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = skip_timing) -> None:
+        """Build this rank's stage, give it to DeepSpeed, and initialise the weights.
+
+        Args:
+            plan: The plan of the run.
+            mesh: This rank's mesh.
+            timers: Called with the name of a phase to time it.
+
+        Raises:
+            ConfigError: DeepSpeed is not installed or refuses its configuration.
+        """
         self.pre_update_hook: Callable[[], None] = lambda: None
         self._plan, self._mesh, self._timers = plan, mesh, timers
         config = plan.config
@@ -66,6 +88,8 @@ class DeepSpeedEngine:
             data_rank=mesh.coordinate.data,
             tensor_rank=mesh.coordinate.tensor,
         )
+        # DeepSpeed copies the parameters into its partitions, so they must have memory. The native
+        # engine can use the meta device instead.
         with mesh.device:
             stage = GPT(
                 plan.shape,
@@ -78,8 +102,10 @@ class DeepSpeedEngine:
             name: p.spec  # type: ignore[attr-defined]
             for name, p in stage.named_parameters()
         }
+        # `initialise` fills real rows only. Vocabulary padding stays zero permanently, because its
+        # gradient is zero too.
         for parameter in stage.parameters():
-            parameter.data.zero_()  # vocabulary padding stays zero for ever: its gradient is zero, too
+            parameter.data.zero_()
         self._stage, self._wrapped_stage = stage, _StageWrapper(stage)
         self._engine = self._initialize()
         self._step_count = 0
@@ -88,6 +114,8 @@ class DeepSpeedEngine:
         self._moments = self._make_moments()
         self._fragments = list(self._find_fragments())
         self._invariants = self._make_invariants()
+        # The shards are views of the fp32 partitions. DeepSpeed does not notice writes into them,
+        # so `_refresh_model` copies the result to the weights that the model computes with.
         for shard in self.shards(optimizer=False):
             initialise(
                 shard.name,
@@ -99,60 +127,66 @@ class DeepSpeedEngine:
             )
         self._refresh_model()
 
-    # -- construction ---------------------------------------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------------
 
     def _initialize(self) -> Any:
-        os.environ.setdefault(
-            "DS_ACCELERATOR", self._mesh.device.type
-        )  # or it looks for one, and says so
-        os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule insists
+        """Import DeepSpeed and return its engine around this rank's stage."""
+        # Without this variable DeepSpeed searches for an accelerator and prints what it found.
+        os.environ.setdefault("DS_ACCELERATOR", self._mesh.device.type)
+        # PipelineModule reads LOCAL_RANK and fails without it.
+        os.environ.setdefault("LOCAL_RANK", "0")
         try:
             import deepspeed
         except ImportError as error:
             raise ConfigError(
-                f"--deepspeed needs DeepSpeed, which is not installed: {error}; pip install -e . brings it"
+                f"--deepspeed needs DeepSpeed, which is not installed: {error}; "
+                "pip install -e . brings it"
             ) from error
         from deepspeed.utils import logger
 
+        # Import this module while the compiler is disabled. A later import finds it loaded.
         with _disable_compiler():
             import deepspeed.runtime.zero.muon.original_muon
         settings = self._build_settings()
         logger.setLevel(
             logging.INFO if any(settings.get(key) for key in _LOGGING_KEYS) else logging.ERROR
         )
-        warnings.filterwarnings(
-            "ignore", category=FutureWarning, module=r"torch\.distributed"
-        )  # of calls that DeepSpeed makes
+        # DeepSpeed calls functions of torch.distributed that are deprecated.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         if self._mesh.device.type == "cpu":
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-                False  # would be compiled at the start; gloo does
-            )
-            deepspeed.get_accelerator().is_fp16_supported = lambda: (
-                True
-            )  # it means: fast; torch computes it on any
+            # DeepSpeed would compile this extension at start. gloo does the same work.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # DeepSpeed refuses fp16 on CPUs without fast instructions for it. torch computes fp16
+            # on every CPU.
+            deepspeed.get_accelerator().is_fp16_supported = lambda: True
         pipelined = self._mesh.grid.pipeline > 1
+        # DeepSpeed prints its topology and its partition of the layers.
         with contextlib.redirect_stdout(io.StringIO()):
-            if not dist.is_initialized():  # DeepSpeed insists; a world of one, without a port
+            # DeepSpeed needs a process group even with one rank. A HashStore needs no port.
+            if not dist.is_initialized():
                 backend = "nccl" if self._mesh.device.type == "cuda" else "gloo"
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_init_required=False)
+            # This must come before anything that makes DeepSpeed create groups.
             self._limit_groups(deepspeed.comm.comm.cdb)
             model = self._build_pipeline_module() if pipelined else self._wrapped_stage
-            for (
-                name,
-                parameter,
-            ) in (
-                self._stage.named_parameters()
-            ):  # behind PipelineModule, which marks them all as its own
+            # This must come after PipelineModule. Its constructor sets `ds_pipe_replicated` to
+            # False on all parameters, and the norm would count tied weights twice.
+            for name, parameter in self._stage.named_parameters():
                 self._mark(parameter, self._specs[name])
+            # PipelineModule brings the grid as its topology. Otherwise DeepSpeed asks an `mpu`.
             mpu = None if pipelined else _MeshMpu(self._mesh)
             optimizer = build_adamw(self._group_parameters(), self._plan.config.optimizer)
             with self._explain_refusal():
                 engine, *_ = deepspeed.initialize(
                     model=model, optimizer=optimizer, config=settings, mpu=mpu
                 )
+        # In fp32 DeepSpeed sets `check_grad_overflow` to False and would apply gradients that are
+        # not finite.
         update, engine.optimizer.check_grad_overflow = engine.optimizer.step, True
 
+        # DeepSpeed calls `optimizer.step` inside its own step, so this is the only place between
+        # the last gradient and the update.
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
             self.pre_update_hook()
             self._show_infinities()
@@ -164,25 +198,32 @@ class DeepSpeedEngine:
         return engine
 
     def _limit_groups(self, backend: Any) -> None:
-        """Give DeepSpeed's own groups the time-out of ours; it has no argument for that and takes torch's 30 minutes."""
+        """Give the groups that DeepSpeed creates the same time-out as ours.
+
+        DeepSpeed has no argument for it and uses torch's default of 30 minutes.
+        """
         limit = TimeLimit(self._plan.config.parallel.distributed_timeout_minutes)
         backend.new_group = lambda ranks: dist.new_group(ranks, timeout=limit.collective)
 
     @contextlib.contextmanager
     def _explain_refusal(self) -> Iterator[None]:
-        """What our reading of the JSON lets pass, and DeepSpeed does not, is the user's to mend."""
+        """Turn an error about DeepSpeed's JSON into one that the user can act on.
+
+        Our own checks of the JSON do not find everything that DeepSpeed refuses.
+
+        Raises:
+            ConfigError: DeepSpeed refuses the file of `--deepspeed-config`.
+        """
         from deepspeed.runtime.config import DeepSpeedConfigError
 
         try:
             yield
-        except (
-            DeepSpeedConfigError,
-            AssertionError,
-            ValueError,
-        ) as error:  # pydantic's are ValueErrors
+        # The errors of pydantic, which validates the JSON, are ValueErrors.
+        except (DeepSpeedConfigError, AssertionError, ValueError) as error:
             path = self._plan.config.parallel.deepspeed_config
+            # Without a file all settings are ours, so the error is a bug of this program.
             if path is None:
-                raise  # all of it is ours
+                raise
             said = (
                 "; ".join(line.strip() for line in str(error).splitlines()[:4])
                 or type(error).__name__
@@ -192,22 +233,32 @@ class DeepSpeedEngine:
             ) from error
 
     def _show_infinities(self) -> None:
-        """BF16_Optimizer drops a step by its norm, in which of copies one counts: infinities of the others are put into all."""
+        """Show every rank the infinities of all ranks, so that all drop the step.
+
+        BF16_Optimizer drops a step if its gradient norm is not finite. The norm counts only one of
+        several replicas, so it does not contain an infinity of the others.
+        """
         gradients = getattr(self._engine.optimizer, "fp32_groups_gradient_flat_partition", None)
+        # Only BF16_Optimizer has this attribute. ZeRO's optimizers check every gradient.
         if gradients is None:
-            return  # ZeRO's optimizers look at each gradient
+            return
         bad = (
             torch.stack([~torch.isfinite(gradient).all() for gradient in gradients])
             .any()
             .to(torch.int32)
         )
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        # One infinite element is enough to make the norm infinite.
         if bad:
             for gradient in gradients:
                 gradient[:1].fill_(torch.inf)
 
     def _forget_dropped_gradients(self) -> None:
-        """With offload, ZeRO 2 keeps them in a buffer that it adds the next ones to: an infinity would stay for ever."""
+        """Drop the gradients of a dropped step.
+
+        With offload, ZeRO 2 keeps them in a buffer and adds the next gradients to it. An infinity
+        would stay there permanently, and every later step would be dropped.
+        """
         optimizer = self._engine.optimizer
         if (
             self._plan.config.optimizer.cpu_optimizer
@@ -218,6 +269,11 @@ class DeepSpeedEngine:
                 optimizer.averaged_gradients[group] = None
 
     def _build_pipeline_module(self) -> nn.Module:
+        """Return DeepSpeed's pipeline of as many layers as there are pipeline ranks.
+
+        A rank needs only its own stage. The layers of the other ranks are descriptions that this
+        rank never builds.
+        """
         from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
         from deepspeed.runtime.pipe.topology import ProcessTopology
 
@@ -229,21 +285,33 @@ class DeepSpeedEngine:
             self._wrapped_stage if index == coordinate.pipeline else LayerSpec(nn.Identity)
             for index in range(grid.pipeline)
         ]
+        # "uniform" puts one layer on each rank. Other methods compare numbers of parameters, which
+        # each rank knows only for its own stage.
         module = PipelineModule(layers=layers, topology=topology, partition_method="uniform")
+        # DeepSpeed ties only layers of the class TiedLayerSpec. A stage is one layer, so its tied
+        # weights are returned here.
         tied = [_TiedWeight(p) for name, p in self._stage.named_parameters() if self._is_tied(name)]
         module.get_tied_weights_and_groups = lambda: [(weight, self._mesh.ends) for weight in tied]
         return module
 
     def _is_tied(self, name: str) -> bool:
-        """Whether the other end of the pipeline has the parameter, too."""
+        """Return whether the other end of the pipeline holds the parameter too."""
         if self._plan.config.model.untie_embeddings_and_output_weights or self._mesh.ends is None:
             return False
         return WORD_EMBEDDING in (name, self._specs[name].copy_of)
 
     def _mark(self, parameter: nn.Parameter, spec: ParameterSpec) -> None:
-        """Tell DeepSpeed's gradient norm what is cut over tensor ranks and what is a copy; add up what is partial."""
-        parameter.model_parallel = parameter.tensor_model_parallel = spec.shard_dim is not None  # type: ignore[attr-defined]
+        """Mark a parameter for DeepSpeed's gradient norm, and add up partial gradients.
+
+        One mark is whether the parameter is sharded over tensor-parallel ranks. The other is
+        whether it is a copy of a parameter on another stage.
+        """
+        parameter.model_parallel = parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
+            spec.shard_dim is not None
+        )
         parameter.ds_pipe_replicated = spec.copy_of is not None  # type: ignore[attr-defined]
+        # Each rank has the gradient of its part of the sequence only. This hook adds the parts up
+        # before ZeRO moves the gradient into its buffers.
         if spec.partial_gradient:
             tp = self._mesh.tensor_parallel
 
@@ -255,13 +323,14 @@ class DeepSpeedEngine:
             parameter.register_hook(add_parts)
 
     def _group_parameters(self) -> list[dict[str, Any]]:
-        """Return the same parameter groups on every rank: matrices and embeddings, which decay, and vectors, which do not.
+        """Return the parameter groups, which are the same on every rank.
 
-        Embeddings are a group of their own because their moments are too uneven for 8 bits.
+        Matrices and embeddings decay, and vectors do not. Embeddings are a group of their own
+        because their moments are too uneven for 8 bits.
 
-        ZeRO makes one all-reduce over the pipeline for each group, so ranks with different numbers
-        of groups would wait for each other without end. DeepSpeed removes empty groups. A stage
-        without parameters of a group therefore gets a placeholder.
+        ZeRO makes one all-reduce over the pipeline for each group. Ranks with different numbers of
+        groups would therefore wait for each other permanently. DeepSpeed removes empty groups, so
+        a stage without parameters of a group gets a placeholder.
         """
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
         for name, parameter in self._stage.named_parameters():
@@ -280,40 +349,49 @@ class DeepSpeedEngine:
         ]
 
     def _build_settings(self) -> dict[str, Any]:
-        """What DeepSpeed is told: the configuration's values, over what the user's JSON has beside them."""
+        """Return DeepSpeed's configuration.
+
+        The values of our configuration replace those of the user's JSON.
+        """
         config = self._plan.config
         path, precision = config.parallel.deepspeed_config, config.precision
         ours: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
+            # The number of microbatches changes with the ramp-up of the batch size. `train_batch`
+            # sets it before each step.
             "gradient_accumulation_steps": 1,
             "gradient_clipping": config.optimizer.clip_grad,
             "zero_optimization": {"stage": get_effective_zero_stage(self._plan)},
+            # By default DeepSpeed refuses bitsandbytes' optimizer with ZeRO. With offload it
+            # refuses every optimizer but its own, which needs a C++ extension.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
         if config.optimizer.cpu_optimizer:
             ours["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if config.parallel.sequence_parallel:
-            # What stages send is cut over tensor ranks already: DeepSpeed, taking it for copies, would send each a part of its own.
+            # The activations are already sharded over tensor-parallel ranks. By default DeepSpeed
+            # assumes replicas and sends a part from each rank, which would mix the shards.
             ours["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         if precision.fp16:
-            ours["fp16"] = {
-                "enabled": True,
-                "loss_scale": 1.0,
-            }  # a stand-in: see `_FixedLossScaler`
-            # DeepSpeed would cast the fp32 sums to fp16, where they overflow at a lower loss scale
-            # than the gradients of one microbatch do.
+            # A static scale keeps DeepSpeed from starting its own search. `train_batch` replaces
+            # the scaler before each step (`_FixedLossScaler`).
+            ours["fp16"] = {"enabled": True, "loss_scale": 1.0}
+            # DeepSpeed would cast the fp32 sums to fp16. There they overflow at a lower loss scale
+            # than the gradients of one microbatch.
             ours["communication_data_type"] = "fp32"
         if precision.bf16:
             ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
         if precision.fp16 or precision.bf16:
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        # DeepSpeed prints a line every `steps_per_print` steps. The training loop logs instead.
         return _merge_settings(
             {"steps_per_print": 10**9, **(select_passed_on(read_json(path)) if path else {})}, ours
         )
 
     def _find_flats(self) -> list[Tensor]:
-        """This rank's fp32 partitions."""
+        """Return this rank's fp32 partitions, one for each parameter group (ZeRO 3: sub-group)."""
+        # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3.
         names = (
             "single_partition_of_fp32_groups",
             "fp32_groups_flat_partition",
@@ -328,9 +406,12 @@ class DeepSpeedEngine:
         )
 
     def _make_moments(self) -> FlatMoments:
+        """Return access to the moments of the optimizer that DeepSpeed wraps."""
         optimizer = self._engine.optimizer
         if not self._plan.config.optimizer.use_bnb_optimizer:
             return TorchMoments(optimizer.optimizer, self._flats)
+        # ZeRO 3 divides a parameter group into sub-groups, each with a partition of its own.
+        # Otherwise partition i belongs to group i.
         groups = getattr(optimizer, "sub_group_to_group_id", {})
         exact = {
             i
@@ -345,16 +426,18 @@ class DeepSpeedEngine:
         )
 
     def _find_fragments(self) -> Iterator[Fragment]:
-        """This rank's runs of elements in its partitions."""
+        """Return for each parameter the run of elements that this rank's partitions hold."""
         optimizer = self._engine.optimizer
         for name, parameter in self._stage.named_parameters():
-            if hasattr(
-                optimizer, "fp32_partitioned_groups_flat"
-            ):  # ZeRO 3: each parameter is cut by itself
+            # ZeRO 3 divides each parameter evenly over the data-parallel ranks. The last rank's
+            # part is padded.
+            if hasattr(optimizer, "fp32_partitioned_groups_flat"):
                 shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
                 flat, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 start = self._mesh.coordinate.data * size
                 size = min(size, math.prod(shape) - start)
+            # The others divide the flattened group. "lp" and "hp" are DeepSpeed's terms for low and
+            # high precision. `_hp_mapping` is None for a parameter of another rank's partition.
             else:
                 mapping = parameter._hp_mapping  # type: ignore[attr-defined]
                 if mapping is None:
@@ -374,7 +457,12 @@ class DeepSpeedEngine:
         return self._flats[index].data if kind == "weight" else self._moments.open(index, kind)
 
     def _make_invariants(self) -> InvariantChecker:
-        """Of what tensor ranks replicate. A tied embedding's two ends are cut differently here, and are not compared."""
+        """Return the checker of the parameters that tensor-parallel ranks replicate.
+
+        DeepSpeed divides the two ends of a tied embedding at different elements, so they are not
+        compared.
+        """
+        # Moments that are not live are decoded copies. A repair of them would be lost.
         kinds: tuple[Kind, ...] = get_args(Kind) if self._moments.live else ("weight",)
         replicas = [
             Replica(f.name, kind, self._get_flat_tensor(f.flat, kind).narrow(0, f.at, f.size))
@@ -384,23 +472,27 @@ class DeepSpeedEngine:
         ]
         return InvariantChecker([(self._mesh.tensor_parallel.group, replicas)], self._mesh)
 
-    # -- a step ---------------------------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
         self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
     ) -> StepResult:
+        """Train on one global batch. See `Engine.train_batch`."""
         engine, scale = self._engine, 1.0 if self._loss_scale is None else self._loss_scale.scale
+        # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         if self._loss_scale is not None:
             engine.optimizer.loss_scaler = _FixedLossScaler(scale)
+        # DeepSpeed derives the number of accumulation steps from the size of the global batch.
         size = len(microbatches) * self._plan.config.batch.micro_batch_size * self._mesh.grid.data
         if engine.train_batch_size() != size:
             engine.set_train_batch_size(size)
         with self._timers("forward-backward"):
             loss = self._train(build_inputs(microbatches, iteration, self._mesh.device))
         applied = engine.was_step_applied()
+        # What DeepSpeed returns after a dropped step depends on its optimizer.
         norm = float(engine.get_global_grad_norm()) if applied else math.inf
         self._step_count += applied
         overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
@@ -411,21 +503,27 @@ class DeepSpeedEngine:
         )
 
     def _train(self, inputs: list[Inputs]) -> float:
+        """Run forward, backward and the update, and return the mean loss over all ranks."""
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
             return float(self._engine.train_batch(_make_empty_batches(len(inputs))))
         self._engine.train()
+        # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for number in range(len(inputs)):
+            # DeepSpeed counts microbatches since its start and takes the count modulo their present
+            # number. After that number has changed, the boundary would be in the wrong place.
             self._engine.set_gradient_accumulation_boundary(number == len(inputs) - 1)
             loss = self._engine(None)
+            # DeepSpeed divides the loss by the number of accumulation steps itself.
             self._engine.backward(loss)
             total += loss.detach().double() / len(inputs)
             self._engine.step()
         return self._average_over_ranks(total)
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+        """Return the mean loss of one global batch. See `Engine.eval_batch`."""
         inputs = build_inputs(microbatches, 0, self._mesh.device)
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
@@ -443,18 +541,27 @@ class DeepSpeedEngine:
         return self._average_over_ranks(total)
 
     def _update_activation_shape(self, inputs: list[Inputs]) -> None:
-        """DeepSpeed sends the shape of activations once, and allocates by it."""
+        """Reset DeepSpeed's buffers if the shape of the microbatches has changed.
+
+        DeepSpeed sends the shape of activations once and allocates its buffers for it. A curriculum
+        changes the sequence length.
+        """
         if self._shape != inputs[0].tokens.shape:
             self._engine.reset_activation_shape()
             self._shape = inputs[0].tokens.shape
 
     def _average_over_ranks(self, value: Tensor) -> float:
+        # Only used without a pipeline, where every rank has a loss. Tensor-parallel ranks have the
+        # same one, so the mean over all ranks is the mean over the data-parallel ranks.
         dist.all_reduce(value)
         return float(value) / self._mesh.grid.world_size
 
-    # -- state ----------------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def shards(self, *, optimizer: bool) -> list[TensorShard]:
+        """Return the live state of this rank. See `Engine.shards`."""
+        # The first tensor-parallel rank stores what all of them replicate. A copy of a tied weight
+        # is stored by the stage that has the original.
         first = self._mesh.coordinate.tensor == 0
         kinds: tuple[Kind, ...] = get_args(Kind) if optimizer else ("weight",)
         return [
@@ -467,37 +574,45 @@ class DeepSpeedEngine:
         ]
 
     def get_scalars(self) -> dict[str, Any]:
+        """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
         scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
         return {"optimizer_step": self._step_count, **scale}
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
+        """Update what depends on the loaded shards. See `Engine.finish_load`."""
         if scalars is None:
             for index in range(len(self._flats)):
                 self._moments.open(index, "exp_avg").zero_()
                 self._moments.open(index, "exp_avg_sq").zero_()
         self._step_count = 0 if scalars is None else int(scalars["optimizer_step"])
+        # This encodes moments that are not live. It must come after all writes into them.
         self._moments.take_over(self._step_count)
         if scalars is not None and self._loss_scale is not None and "loss_scale" in scalars:
             self._loss_scale.load(scalars["loss_scale"])
         self._refresh_model()
 
     def _refresh_model(self) -> None:
-        """The weights that the model computes with follow the masters."""
+        """Copy the fp32 masters to the weights that the model computes with."""
         optimizer = self._engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
             return
+        # ZeRO 3 has no such method. `ds_tensor` is this rank's part of the low-precision parameter.
         with torch.no_grad():
             for parameter in self._stage.parameters():
                 group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 part = parameter.ds_tensor  # type: ignore[attr-defined]
                 part[:size].copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, at, size))
-                if parameter.numel():  # small ones stay gathered
+                # ZeRO 3 keeps small parameters gathered, and a gathered copy must be updated too.
+                # A sharded parameter has no elements until DeepSpeed gathers it.
+                if parameter.numel():
                     whole = part.new_empty(part.numel() * self._mesh.grid.data)
                     dist.all_gather_into_tensor(whole, part, group=optimizer.dp_process_group)
                     parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        """Compare replicated state over the ranks. See `Engine.check_invariants`."""
+        # A repair changes weights, which a save may still copy.
         if repair:
             self.pre_update_hook()
         repaired = self._invariants.check(
@@ -508,12 +623,15 @@ class DeepSpeedEngine:
         return repaired
 
     def compute_parameter_norm(self) -> float:
+        """Return the norm of all weights of the model."""
+        # Owned shards contain every element of the model exactly once.
         owned = [shard.tensor for shard in self.shards(optimizer=False) if shard.owner]
         squares = compute_squared_norm(owned).to(self._mesh.device)
         dist.all_reduce(squares)
         return math.sqrt(float(squares))
 
     def describe_kernels(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
         stage, asked = get_effective_zero_stage(self._plan), self._plan.config.parallel.zero_stage
         note = (
             ""
@@ -546,10 +664,11 @@ class DeepSpeedEngine:
 
 
 def get_effective_zero_stage(plan: Plan) -> int:
-    """The stage that runs.
+    """Return the ZeRO stage that DeepSpeed runs, which is at least 1.
 
-    DeepSpeed's 0 is wrong in 16 bits: the norm with tensor parallelism, a first step without gradients. Under a pipeline in bf16 it
-    is right (BF16_Optimizer) but for the sums of gradients, which it keeps in bf16; stage 1 is the same optimizer with fp32 sums.
+    DeepSpeed's stage 0 is wrong in 16 bits. With tensor parallelism its norm is wrong, and its
+    first step has no gradients. Under a pipeline in bf16 it is right (BF16_Optimizer), except that
+    it sums gradients in bf16. Stage 1 is the same optimizer with fp32 sums.
     """
     return max(1, plan.config.parallel.zero_stage)
 
@@ -566,9 +685,16 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _disable_compiler() -> Iterator[None]:
-    """DeepSpeed's Muon optimizer, which is imported with all others, would take two seconds to load torch's compiler."""
+    """Replace `torch.compile` by a function that compiles nothing.
+
+    DeepSpeed imports its Muon optimizer with all others. That module calls `torch.compile` when it
+    is imported, and loading torch's compiler takes two seconds.
+    """
     compile_ = torch.compile
-    torch.compile = lambda *args, **kwargs: args[0] if args else lambda function: function  # type: ignore[assignment]
+    # `torch.compile` is used both as `@torch.compile` and as `@torch.compile(...)`.
+    torch.compile = lambda *args, **kwargs: (  # type: ignore[assignment]
+        args[0] if args else lambda function: function
+    )
     try:
         yield
     finally:
@@ -576,7 +702,10 @@ def _disable_compiler() -> Iterator[None]:
 
 
 class _StageWrapper(nn.Module):
-    """A stage as DeepSpeed calls it: without the microbatches, which come in their order."""
+    """A stage with the signature that DeepSpeed calls.
+
+    DeepSpeed passes activations only. The wrapper takes the microbatches from `begin` in order.
+    """
 
     def __init__(self, stage: GPT) -> None:
         super().__init__()
@@ -593,15 +722,19 @@ class _StageWrapper(nn.Module):
         return placeholder
 
     def begin(self, inputs: Sequence[Inputs]) -> None:
-        """The microbatches of the batch that follows."""
+        """Set the microbatches of the next global batch."""
         self._inputs = iter(inputs)
 
     def forward(self, x: Tensor | None) -> Tensor:
+        """Run the next microbatch: [s, b, h] to [s, b, h], or to the loss on the last stage."""
+        # DeepSpeed passes the first stage what it loaded, which `_make_empty_batches` left empty.
         return self.stage(None if self.stage.stage.first else x, next(self._inputs))
 
 
 class _TiedWeight:
-    """Show PipelineEngine the gradient of a tied parameter, which it adds up over the ends of the pipeline.
+    """The gradient of a tied parameter, under the names that PipelineEngine reads.
+
+    PipelineEngine adds the gradient up over the two ends of the pipeline.
 
     PipelineEngine (0.19.8) reads `_hp_grad` with BF16_Optimizer, and `grad` otherwise. ZeRO 1 moves
     each 16-bit gradient into `grad_accum`, which is fp32, and leaves `grad` empty. So the sum of a
@@ -623,29 +756,36 @@ class _TiedWeight:
 
 
 class _FixedLossScaler:
-    """Answers DeepSpeed's optimizer; `LossScale` decides."""
+    """A loss scaler for DeepSpeed's optimizer whose scale is constant during a step.
 
+    `LossScale` determines the scale of each step.
+    """
+
+    # Part of the interface of DeepSpeed's loss scalers.
     dynamic = True
 
     def __init__(self, scale: float) -> None:
         self.cur_scale = self.loss_scale = scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
         return loss * self.loss_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward pass of the scaled loss."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """Not DeepSpeed's business."""
+        """Do nothing, because `LossScale` updates the scale."""
 
 
 class _MeshMpu:
-    """Our mesh, in the words in which DeepSpeed asks for it."""
+    """Our mesh under the method names of Megatron's `mpu` module, which DeepSpeed calls."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        alone = dist.group.WORLD  # of one
+        # Without a device mesh the world has one rank, so its group is every group.
+        alone = dist.group.WORLD
         self._tensor = alone if mesh.devices is None else mesh.devices.get_group("tp")
         self._data = alone if mesh.devices is None else mesh.devices.get_group("dp")
 
@@ -676,13 +816,16 @@ class _MeshMpu:
 
 
 def _make_empty_batches(microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What DeepSpeed loads on the first and the last stage: `_StageWrapper` has the data."""
+    """Return dummy batches for DeepSpeed to load on the first and the last stage.
+
+    `_StageWrapper` has the data.
+    """
     nothing = torch.zeros(1, dtype=torch.long)
     return iter([(nothing, nothing)] * microbatches)
 
 
 def _merge_settings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries merged; `above` wins."""
+    """Return the two nested dictionaries merged. Values of `above` take precedence."""
     result = dict(below)
     for key, value in above.items():
         inner = result.get(key)

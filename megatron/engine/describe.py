@@ -1,4 +1,7 @@
-"""What is in use, and why: rows of the table at start that do not depend on the engine."""
+"""Rows of the table printed at start, which lists the implementations in use and the reasons.
+
+This module has the rows that both engines share.
+"""
 
 import torch
 
@@ -9,13 +12,21 @@ from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 
 Row = tuple[str, str, str]
-"""(what, which implementation, why)"""
+"""What is described, which implementation is in use, and why."""
 
 
 def list_kernels(
     plan: Plan, mesh: Mesh, execution: Execution, loss_scale: LossScale | None, pipelined: str
 ) -> list[Row]:
-    """`pipelined`: who runs the schedule of a pipeline."""
+    """Return the rows that do not depend on the engine.
+
+    Args:
+        plan: The plan of the run.
+        mesh: This rank's mesh.
+        execution: How the blocks are computed.
+        loss_scale: The loss scale, or None without fp16.
+        pipelined: The name of the library that runs the pipeline schedule.
+    """
     rows = [
         ("attention", *_describe_attention(plan, mesh, execution)),
         ("norm", *describe_norm(plan.config.model, mesh.device.type)),
@@ -36,6 +47,8 @@ def list_kernels(
 
 def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[str, str]:
     config = plan.config.model
+    # torch selects the kernel of SDPA at run time. The rows only name the conditions that exclude
+    # its fused kernels.
     if config.position_embedding_type == "alibi":
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.attention_dropout > 0 and mesh.device.type == "cpu":
@@ -63,11 +76,13 @@ def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> t
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:
     ranks, stages = mesh.grid.pipeline, plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
+    # A rank holds more than one stage only with virtual stages (interleaved 1F1B).
     virtual = f", {len(stages) // ranks} stages on each" if len(stages) > ranks else ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 
 def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
+    """Return the row of activation recomputation, or None if nothing is recomputed."""
     part, core = execution.recomputed_part, execution.recompute_attention_core
     whole = "every layer" if part == 1 else f"{part} of the layers"
     if part and core and part < 1:

@@ -1,8 +1,11 @@
-"""AdamW over flat tensors, as DeepSpeed calls it, and its moments as checkpoints have them: fp32, to be read and written in place.
+"""AdamW over DeepSpeed's flat tensors, and its moments in the format of checkpoints.
 
-Torch's moments are that already. Those of bitsandbytes are 8-bit codes (https://arxiv.org/abs/2110.02861) in blocks that share a
-scale: they are opened in host memory when they are asked for, and taken over or dropped afterwards. Codes that are opened and
-taken over are what they were, as long as blocks are cut alike: a resume at the same layout is bit-identical.
+Checkpoints need fp32 tensors that can be read and written in place. torch's moments are such
+tensors. The moments of bitsandbytes are 8-bit codes (https://arxiv.org/abs/2110.02861) in blocks
+that share a scale. They are decoded into host memory on request, and encoded again after a load.
+
+The invariant: codes that are decoded and encoded again do not change, if the block boundaries are
+the same. A resume at the same layout is therefore bit-identical.
 """
 
 from collections.abc import Sequence
@@ -16,33 +19,45 @@ from megatron.errors import ConfigError
 from megatron.parallel.shard import Kind
 
 _BLOCK = 256
-"""Numbers of bitsandbytes' optimizers that share a scale."""
+"""Number of elements that share a scale in bitsandbytes' optimizers."""
 _STATE: dict[Kind, str] = {"exp_avg": "1", "exp_avg_sq": "2"}
+"""The suffix of bitsandbytes' state names (`state1`, `qmap1`, `absmax1`) for each moment."""
 
 
 class FlatMoments(Protocol):
+    """Access to the moments of an optimizer over flat tensors."""
+
     live: bool
-    """Whether `open` gives the very tensors that the optimizer updates."""
+    """Whether `open` returns the tensors that the optimizer itself updates."""
 
     def open(self, index: int, kind: Kind) -> Tensor:
-        """A flat tensor's moments, fp32, [its elements]; the same tensor until `take_over` or `drop`."""
+        """Return a moment of flat tensor `index` in fp32, with one dimension.
+
+        It is the same tensor on each call until `take_over` or `drop`.
+        """
         ...
 
     def take_over(self, step: int) -> None:
-        """What was written into open tensors is the optimizer's now, after so many steps."""
+        """Give the optimizer what was written into open tensors, and its step count."""
         ...
 
     def drop(self) -> None:
-        """What is open is no longer needed."""
+        """Free the tensors that are open."""
         ...
 
 
 def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that was asked for.
+    """Return the AdamW that the configuration selects.
+
+    Args:
+        groups: The parameter groups, each with its weight decay.
+        config: The optimizer's configuration.
 
     Raises:
-        ConfigError: bitsandbytes was, and is not installed.
+        ConfigError: The configuration selects bitsandbytes, which is not installed.
     """
+    # The learning rate is 0 here, because the engine sets it before each step. The groups are
+    # copied, because torch adds its defaults to the dictionaries.
     groups, betas = [dict(group) for group in groups], (config.adam_beta1, config.adam_beta2)
     if not config.use_bnb_optimizer:
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
@@ -57,10 +72,15 @@ def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> to
 
 
 class TorchMoments:
+    """The moments of torch's AdamW, which are fp32 tensors already."""
+
     live = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[Tensor]) -> None:
-        """They exist from the start, so that they can be loaded into."""
+        """Create the moments of `flats` in the optimizer's state.
+
+        torch would create them in its first step. A checkpoint is loaded before that.
+        """
         self._states = []
         for flat in flats:
             moments = {kind: torch.zeros_like(flat) for kind in _STATE}
@@ -68,45 +88,60 @@ class TorchMoments:
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
+        """Return the optimizer's own tensor. See `FlatMoments.open`."""
         tensor: Tensor = self._states[index][kind]
         return tensor
 
     def take_over(self, step: int) -> None:
+        """Set the step count, which Adam's bias correction depends on."""
         for state in self._states:
             state["step"].fill_(float(step))
 
     def drop(self) -> None:
-        """They are the optimizer's."""
+        """Do nothing, because the tensors belong to the optimizer."""
 
 
 class EightBitMoments:
+    """The moments of bitsandbytes' AdamW, decoded on request."""
+
     live = False
 
     def __init__(
         self, optimizer: Any, flats: Sequence[Tensor], group_of: Sequence[int], exact: set[int]
     ) -> None:
-        """`group_of`: each tensor's parameter group; of the groups `exact` the moments stay in fp32."""
+        """Create the moments of `flats` in the optimizer's state.
+
+        Args:
+            optimizer: bitsandbytes' AdamW.
+            flats: The flat tensors.
+            group_of: The parameter group of each flat tensor.
+            exact: The parameter groups whose moments stay in fp32.
+        """
         self._states: list[dict[str, Any]] = []
         self._opened: dict[tuple[int, Kind], Tensor] = {}
         for flat, index in zip(flats, group_of, strict=True):
             group = optimizer.param_groups[index]
-            now, group["params"] = (
-                group["params"],
-                [flat],
-            )  # DeepSpeed's ZeRO 3 fills the groups during a step only
-            optimizer.args.optim_bits = 32 if index in exact else 8  # only asked for here
+            # `init_state` looks the tensor up in its group. DeepSpeed's ZeRO 3 fills the groups
+            # during a step only, so the tensor is put there for the call.
+            now, group["params"] = group["params"], [flat]
+            # bitsandbytes reads this value only when it creates the state. So it can differ between
+            # groups.
+            optimizer.args.optim_bits = 32 if index in exact else 8
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
+        """Return a moment in fp32, decoded if it has 8 bits. See `FlatMoments.open`."""
         if (index, kind) not in self._opened:
             self._opened[index, kind] = self._read(self._states[index], _STATE[kind])
         return self._opened[index, kind]
 
     def take_over(self, step: int) -> None:
+        """Encode the open tensors into the optimizer's state, and set the step count."""
         for (index, kind), opened in self._opened.items():
             state, name = self._states[index], _STATE[kind]
+            # A moment in fp32 is the optimizer's own tensor, which was written in place.
             if state[f"state{name}"].dtype == torch.uint8:
                 codes, scales = encode(opened, state[f"qmap{name}"].cpu())
                 state[f"state{name}"].copy_(codes)
@@ -116,6 +151,7 @@ class EightBitMoments:
         self.drop()
 
     def drop(self) -> None:
+        """Free the decoded tensors."""
         self._opened.clear()
 
     @staticmethod
@@ -123,32 +159,48 @@ class EightBitMoments:
         from bitsandbytes.functional import dequantize_blockwise
 
         codes: Tensor = state[f"state{name}"]
+        # bitsandbytes keeps the moments of small tensors and of exact groups in fp32.
         if codes.dtype != torch.uint8:
-            return codes  # small tensors and exact ones
+            return codes
+        # In host memory, because decoded moments are four times as large as their codes.
         absmax, code = state[f"absmax{name}"], state[f"qmap{name}"]
         return dequantize_blockwise(codes, absmax=absmax, code=code, blocksize=_BLOCK).cpu()
 
 
 def encode(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit codes of numbers, [n] uint8, and the scale of each block, [ceil(n / 256)].
+    """Return 8-bit codes of numbers and the scale of each block.
 
-    The scale is the block's largest magnitude. Where the numbers come from codes, it is the scale that they had: a block whose
-    largest number was negative had a larger one, since `table`, [256] and sorted, ends at 1 but begins above -1.
+    The scale is in general the block's largest magnitude. If the numbers were decoded from codes,
+    it is the scale of these codes, which may be larger. `table` ends at 1 but begins above -1, so a
+    block whose largest magnitude was negative had a larger scale.
+
+    Args:
+        values: The numbers, [n] fp32.
+        table: The value of each code, [256], sorted.
+
+    Returns:
+        The codes, [n] uint8, and the scales, [ceil(n / 256)].
     """
     blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
     largest = blocks.abs().amax(dim=1)
+    # The code of a number is the number of midpoints below it.
     between = (table[1:] + table[:-1]) / 2
 
     def find_nearest(scales: Tensor) -> Tensor:
+        # A block of zeros has the scale 0. Dividing by it would give nan.
         return torch.bucketize(blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(1), between)
 
     scales = largest.clone()
     codes = find_nearest(scales)
     inexact = (table[codes] * scales.unsqueeze(1) != blocks).any(dim=1)
+    # The other scale that a block may have had. The quotient may be one or two units in the last
+    # place off, so its neighbours in both directions are tried too. A scale is taken if it
+    # reproduces every number of the block exactly.
     candidate = largest / -table[0]
     infinity = torch.tensor(torch.inf)
-    for direction in (infinity, -infinity):  # the quotient is a rounding or two off
+    for direction in (infinity, -infinity):
         shifted = candidate.clone()
+        # The table of `exp_avg_sq` has no negative numbers, so there is no other scale.
         for _ in range(3 if table[0] < 0 and bool(inexact.any()) else 0):
             attempt = find_nearest(shifted)
             fits = inexact & (table[attempt] * shifted.unsqueeze(1) == blocks).all(dim=1)

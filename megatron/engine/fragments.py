@@ -1,4 +1,9 @@
-"""A run of a parameter's elements as boxes of the global tensor: how DeepSpeed's flat partitions become shards."""
+"""Shards of global tensors as views of DeepSpeed's flat partitions.
+
+DeepSpeed flattens the parameters of a group and divides the result evenly over the data-parallel
+ranks. The boundaries ignore rows. A rank holds a contiguous run of a parameter's elements, which is
+in general no rectangular slice. `split_run` divides such a run into rectangular slices.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,26 +17,37 @@ from megatron.parallel.shard import Kind, TensorShard
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank keeps of a parameter: a run of the elements of its tensor-parallel part."""
+    """The elements of a parameter that this rank's flat partition holds.
+
+    They are a contiguous run of the elements of the rank's tensor-parallel shard.
+    """
 
     name: str
     spec: ParameterSpec
     offset: tuple[int, ...]
-    """Of the tensor-parallel part in the whole parameter."""
+    """Offset of the tensor-parallel shard in the global parameter."""
     shape: tuple[int, ...]
-    """Of the tensor-parallel part."""
+    """Shape of the tensor-parallel shard, vocabulary padding included."""
     start: int
-    """The run's first element in it."""
+    """Index of the run's first element in the flattened tensor-parallel shard."""
     size: int
+    """Number of elements in the run."""
     flat: int
-    """Which of this rank's flat partitions holds the run."""
+    """Index of the flat partition of this rank that holds the run."""
     at: int
-    """The run's first element in that."""
+    """Index of the run's first element in that flat partition."""
 
     def shards(self, flats: Mapping[Kind, Tensor], *, owner: bool) -> Iterator[TensorShard]:
-        """Views of this fragment's flat partition, of its weights or moments; without vocabulary padding."""
+        """Return views of the flat partition, one for each rectangular slice of the run and kind.
+
+        Args:
+            flats: The flat partition's tensor for each kind.
+            owner: Whether this rank stores the shards in a checkpoint.
+        """
         for inner, shape, first in split_run(self.start, self.start + self.size, self.shape):
             offset = tuple(a + b for a, b in zip(self.offset, inner, strict=True))
+            # `spec.shape` counts real rows only. Rows of the vocabulary padding are no part of the
+            # global tensor, so they must not get into a checkpoint.
             rows = min(shape[0], self.spec.shape[0] - offset[0])
             if rows <= 0:
                 continue
@@ -45,16 +61,24 @@ class Fragment:
 def split_run(
     start: int, stop: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cut the elements start .. stop - 1 of a contiguous tensor into boxes, in order: (offset, shape, first element) of each."""
+    """Divide the elements start .. stop - 1 of a contiguous tensor into rectangular slices.
+
+    The slices come in the order of the elements.
+
+    Yields:
+        The offset of a slice, its shape, and the index of its first element.
+    """
     if start >= stop:
         return
     if len(shape) == 1:
         yield (start,), (stop - start,), start
         return
+    # A run consists of the end of a row, some complete rows, and the beginning of a row. Complete
+    # rows form one slice. An incomplete row is divided by the same rule in one dimension less.
     row = math.prod(shape[1:])
     while start < stop:
         index, inside = divmod(start, row)
-        if inside == 0 and stop - start >= row:  # whole rows at once
+        if inside == 0 and stop - start >= row:
             rows = (stop - start) // row
             yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:]), start
             start += rows * row

@@ -1,12 +1,16 @@
-"""Copies of a parameter must stay equal, bit for bit: each rank updates its own, and nothing else would notice that they drift.
+"""Check that replicas of a parameter stay equal, bit for bit.
 
-The invariant: ranks at the same data and pipeline coordinates hold the same weight and moments of each parameter that
-tensor-parallel ranks replicate, and the last stage holds the same as the first of a tied word embedding. Moments are compared
-because a drift begins there. Data-parallel ranks hold no copies that could drift: FSDP2 keeps every element once over them, and
-gathers it for each use. What they do share, the optimizer's step count and the loss scale, must agree on all ranks.
+Each rank updates its own replica. Nothing else would detect that replicas drift apart.
 
-A check costs two sums over the bits of what is compared, one small message in each group and one over all ranks; how far copies are
-apart is only computed where they are. It is worth that: layer norms have drifted for 17,000 iterations before somebody looked.
+The invariant: ranks at the same data and pipeline coordinates hold the same weight and moments of
+each parameter that tensor-parallel ranks replicate. The first and the last stage hold the same tied
+word embedding. Moments are compared because a drift starts there. Data-parallel ranks hold no
+replicas that could drift. FSDP2 keeps every element on one of them and gathers it for each use. The
+optimizer's step count and the loss scale must be equal on all ranks.
+
+A check costs two sums over the bits of each tensor, one small message in each group, and one over
+all ranks. The size of a difference is computed only where there is one. The cost is justified. In
+one case layer norms had drifted for 17,000 iterations before it was noticed.
 """
 
 from collections.abc import Iterator
@@ -24,14 +28,18 @@ from megatron.parallel.messages import gather_json
 from megatron.parallel.shard import Kind
 
 _SLICE = 1 << 22
-"""Elements worked on at a time: a check must fit beside a training run, so its memory is some 64 MiB, whatever the parameter."""
+"""Number of elements processed at a time.
+
+It bounds the memory of a check to about 64 MiB for any parameter, because training leaves little
+memory free.
+"""
 _SHOWN = 4
-"""Tensors, and ranks of each, that a message names."""
+"""Number of tensors, and of ranks for each, that a message names."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank that the other ranks of a group hold, too."""
+    """A tensor of this rank that the other ranks of a group hold too."""
 
     parameter: str
     kind: Kind
@@ -40,26 +48,38 @@ class Replica:
 
 @dataclass(frozen=True)
 class _ReplicaDifference:
-    """A copy that is not the first rank's."""
+    """A replica that differs from the first rank's."""
 
     parameter: str
     kind: Kind
     rank: str
     amount: str
-    """The largest absolute difference, as text; nan where one side is, which JSON does not have as a number."""
+    """The largest absolute difference as text, because JSON has no number nan.
+
+    It is nan if one side is nan.
+    """
 
     def to_json(self) -> list[str]:
-        """The fields in their order."""
+        """Return the fields in their order."""
         return [self.parameter, self.kind, self.rank, self.amount]
 
 
 class InvariantChecker:
-    """Knows what this rank holds in common with others. In a world of one rank, that is nothing, and a check does nothing."""
+    """Compares this rank's replicas with those of other ranks.
+
+    In a world of one rank a check does nothing.
+    """
 
     def __init__(
         self, groups: list[tuple[dist.ProcessGroup | None, list[Replica]]], mesh: Mesh
     ) -> None:
-        """`groups`: ranks, and what all of them hold, in the same order on each; None where this rank is alone."""
+        """Create a checker.
+
+        Args:
+            groups: Process groups, each with the replicas that all its ranks hold. Their order must
+                be the same on each rank. A group is None if this rank is its only member.
+            mesh: This rank's mesh.
+        """
         self._mesh = mesh
         self._groups = [
             (group, replicas) for group, replicas in groups if group is not None and replicas
@@ -68,13 +88,23 @@ class InvariantChecker:
     def check(
         self, scalars: dict[str, Any], *, repair: bool, iteration: int, last_good: int | None
     ) -> list[str]:
-        """Compare all copies, and `scalars` over all ranks; all ranks call it, and all of them come to the same result.
+        """Compare all replicas, and `scalars` over all ranks.
 
-        `repair`: the copies of the first rank overwrite those that differ. Returns a line for each tensor that this was done to.
-        `last_good`: the iteration after which a check found nothing; None before the first one.
+        All ranks must call it, and all of them get the same result.
+
+        Args:
+            scalars: The optimizer's scalar state, which must be equal on all ranks.
+            repair: Overwrite replicas that differ with those of the first rank.
+            iteration: The last completed iteration, for the error message.
+            last_good: The iteration after which the last check found no difference, for the error
+                message. None before the first check.
+
+        Returns:
+            A line for each tensor that was repaired.
 
         Raises:
-            TrainingError: on every rank; copies differ and are not to be repaired, or the scalars differ.
+            TrainingError: Replicas differ and `repair` is not set, or the scalars differ. Every
+                rank raises it.
         """
         if self._mesh.grid.world_size == 1:
             return []
@@ -83,10 +113,14 @@ class InvariantChecker:
             for group, replicas in self._groups
             for replica in self._find_differing(group, replicas)
         ]
+        # A rank whose own replicas are equal must still learn that others differ. Otherwise only
+        # some ranks would raise, and the others would wait in the next collective.
         everyone = self._gather([scalars, len(differing)])
         if all(found == 0 and others == everyone[0][0] for others, found in everyone):
             return []
         wrong_scalars = self._describe_scalars([others for others, _ in everyone])
+        # Different step counts mean that ranks have taken different steps. Equal weights would not
+        # make such a run right.
         repair = repair and not wrong_scalars
         mine = [self._measure(replica, group, repair=repair) for group, replica in differing]
         own = [difference.to_json() for difference in mine if difference is not None]
@@ -105,13 +139,15 @@ class InvariantChecker:
             else ", or give --sync-tp-duplicated-parameters to go on with the first rank's copies"
         )
         raise TrainingError(
-            f"after iteration {iteration}, ranks disagree about what must be equal on them{since}:\n  "
-            + "\n  ".join([*wrong_scalars, *lines])
-            + f"\n{rollback}{flag}"
+            f"after iteration {iteration}, ranks disagree about what must be equal on them{since}:"
+            "\n  " + "\n  ".join([*wrong_scalars, *lines]) + f"\n{rollback}{flag}"
         )
 
     def _find_differing(self, group: dist.ProcessGroup, replicas: list[Replica]) -> list[Replica]:
-        """What is not the same on all ranks of the group; they all get the same list."""
+        """Return the replicas that are not the same on all ranks of the group.
+
+        All ranks of the group get the same list, which `_measure` relies on.
+        """
         mine = torch.stack(
             [_compute_checksum(replica.tensor) for replica in replicas]
         )  # [replicas, 2]
@@ -125,14 +161,19 @@ class InvariantChecker:
     def _measure(
         self, replica: Replica, group: dist.ProcessGroup, *, repair: bool
     ) -> _ReplicaDifference | None:
-        """How far this rank's copy is from the first rank's, which overwrites it if asked to; None where they are the same."""
+        """Return how far this rank's replica is from the first rank's, or None if they are equal.
+
+        With `repair`, the first rank's replica overwrites it.
+        """
         amount, same = 0.0, True
         for part in _split_slices(replica.tensor):
             first = part.clone()
             dist.broadcast(first, group_src=0, group=group)
+            # Bits are compared, because nan differs from itself and -0.0 equals 0.0.
             same = same and torch.equal(first.view(torch.int32), part.view(torch.int32))
             apart = float((first - part).abs().max())
-            amount = apart if apart != apart else max(apart, amount)  # nan stays
+            # Only nan differs from itself. A nan of this slice replaces the amount.
+            amount = apart if apart != apart else max(apart, amount)
             if repair:
                 part.copy_(first)
         return (
@@ -161,14 +202,15 @@ class InvariantChecker:
 
 
 def _split_slices(tensor: Tensor) -> Iterator[Tensor]:
-    """Views of a contiguous tensor, [at most _SLICE] each; none of an empty one."""
+    """Return views of a contiguous tensor, each [at most _SLICE]. An empty tensor has none."""
     return iter(tensor.view(-1).split(_SLICE)) if tensor.numel() else iter(())
 
 
 def _compute_checksum(tensor: Tensor) -> Tensor:
-    """Of fp32 bits: their sum and their sum weighted by position, modulo 2^64, [2] int64.
+    """Return the sum of a tensor's fp32 bits and their sum weighted by position, [2] int64.
 
-    One changed element changes the first; of two that would cancel there, the places differ, and so does the second.
+    Both are modulo 2^64. One changed element changes the first sum. Two changes may cancel in the
+    first sum. Their positions differ, so they do not cancel in the second.
     """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(_split_slices(tensor)):
@@ -182,12 +224,13 @@ def _compute_checksum(tensor: Tensor) -> Tensor:
 
 
 def _describe(differences: list[_ReplicaDifference]) -> list[str]:
-    """A line for each tensor: which ranks' copies are not the first one's, and by how much."""
+    """Return a line for each tensor, with the ranks that differ from the first and by how much."""
 
     def get_tensor_key(difference: _ReplicaDifference) -> tuple[str, str]:
         return difference.parameter, difference.kind
 
     lines = []
+    # `groupby` only joins neighbours, so the differences are sorted by the same key.
     for (parameter, kind), ranks in groupby(
         sorted(differences, key=get_tensor_key), key=get_tensor_key
     ):

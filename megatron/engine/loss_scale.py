@@ -1,19 +1,26 @@
 """The factor on the loss that keeps fp16 gradients from becoming zero, and the search for it.
 
-Invariant: the scale follows from the outcomes of the steps alone (dropped or applied), so ranks that agree on these agree on it.
-A dynamic scale is as high as the gradients allow. An overflow uses up one of `hysteresis`; the one that uses up the last, and each
-further one, halves the scale, never below the minimum. `loss_scale_window` good steps in a row double it and restore hysteresis.
+Invariant: the scale depends only on the outcomes of the steps (dropped or applied). Ranks that
+agree on the outcomes therefore agree on the scale.
 
-Source: Mixed Precision Training (https://arxiv.org/abs/1710.03740, section 3.2); Megatron-LM's DynamicGradScaler
-(core/optimizer/grad_scaler.py). This class decides on both engines. DeepSpeed's own DynamicLossScaler (0.19.8,
-runtime/fp16/loss_scaler.py) is not used. It differs in these points:
+A dynamic scale is as high as the gradients allow. An overflow uses up one of `hysteresis`. The
+overflow that uses up the last one, and each further overflow, halves the scale, but not below the
+minimum. `loss_scale_window` good steps in a row double the scale and restore hysteresis.
 
-- From the start of a run, and after each overflow, it doubles for the first time after `loss_scale_window` + 1 good steps, and
-  then after each further `loss_scale_window`. Here the first doubling comes after `loss_scale_window` good steps, too.
-- On an overflow at the minimum, once hysteresis is used up, it ends the run. Here the trainer counts such steps as nan.
-- Its `consecutive_hysteresis` (off by default, not offered here) restores hysteresis on each good step.
+Source: Mixed Precision Training (https://arxiv.org/abs/1710.03740, section 3.2); Megatron-LM's
+DynamicGradScaler (core/optimizer/grad_scaler.py). Both engines use this class. DeepSpeed's own
+DynamicLossScaler (0.19.8, runtime/fp16/loss_scaler.py) is not used. It differs in these points:
 
-Names and help text in the wild speak of overflows in a row; in effect hysteresis counts those since the scale last doubled.
+- After the start of a run and after each overflow, it first doubles after `loss_scale_window` + 1
+  good steps. It doubles again after each further `loss_scale_window`. Here the first doubling comes
+  after `loss_scale_window` good steps too.
+- On an overflow at the minimum, after hysteresis is used up, it ends the run. Here the trainer
+  counts such steps as nan.
+- Its `consecutive_hysteresis` (off by default, not offered here) restores hysteresis on each good
+  step.
+
+Other programs describe hysteresis as a number of overflows in a row. In fact it counts the
+overflows since the scale last doubled.
 """
 
 from typing import Any
@@ -22,9 +29,13 @@ from megatron.config.precision import PrecisionConfig
 
 
 class LossScale:
-    """Static with --loss-scale, else dynamic. Tell it of each step: `record_applied()` or `record_overflow()`."""
+    """The loss scale of a run, static with --loss-scale and otherwise dynamic.
+
+    Call `update_after_step` after each step.
+    """
 
     def __init__(self, config: PrecisionConfig) -> None:
+        """Start with the static or the initial scale of `config`."""
         self._config = config
         self._dynamic = config.loss_scale is None
         self._scale = config.initial_loss_scale if config.loss_scale is None else config.loss_scale
@@ -33,30 +44,45 @@ class LossScale:
 
     @property
     def scale(self) -> float:
-        """What the next step's loss is multiplied with."""
+        """The factor that the next step's loss is multiplied by."""
         return self._scale
 
     def update_after_step(self, *, applied: bool, loss_is_finite: bool) -> bool:
-        """Every rank comes to the same scale, as it saw the same norm. True: the step was dropped as part of the search for it."""
+        """Record a step, and return whether it was dropped as part of the search for a scale.
+
+        Every rank gets the same scale, because `applied` is the same on all of them. A loss that is
+        not finite has another cause than the scale.
+
+        Args:
+            applied: Whether the step was applied.
+            loss_is_finite: Whether the loss of the step was finite.
+        """
         if applied:
             self.record_applied()
             return False
         return self.record_overflow() and loss_is_finite
 
     def record_applied(self) -> None:
-        """A step was good."""
+        """Record a step that was applied."""
         if not self._dynamic:
             return
         self._good_steps += 1
+        # There is no upper bound. A scale that is too large causes an overflow and is halved.
         if self._good_steps == self._config.loss_scale_window:
             self._good_steps = 0
             self._hysteresis_left = self._config.hysteresis
             self._scale *= 2
 
     def record_overflow(self) -> bool:
-        """A step was dropped. True: as part of the search, another scale may do. False: static, or at the minimum already."""
+        """Record a step that was dropped.
+
+        Returns:
+            Whether it belongs to the search, so that another scale may prevent an overflow. It does
+            not if the scale is static or was at the minimum already.
+        """
         if not self._dynamic:
             return False
+        # Read before the scale is halved. The overflow occurred with the present scale.
         searching = self._scale > self._config.min_loss_scale
         self._good_steps = 0
         self._hysteresis_left = max(0, self._hysteresis_left - 1)
@@ -65,7 +91,7 @@ class LossScale:
         return searching
 
     def state(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the state as JSON values."""
         scale = {"dynamic": self._dynamic, "scale": self._scale}
         return (
             scale | {"good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left}
@@ -74,23 +100,25 @@ class LossScale:
         )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, within this run's minimum, window and hysteresis.
+        """Continue from a state, within this run's minimum, window and hysteresis.
 
-        The search goes on only where there was one: a static scale is what this run says, and a search behind a static scale
-        begins where this run says.
+        Nothing is taken over unless both runs have a dynamic scale. A static scale comes from this
+        run's configuration. A search after a static scale starts at this run's initial scale.
         """
         if not (self._dynamic and state["dynamic"]):
             return
+        # The configuration may have changed. If the count of good steps exceeded the new window, it
+        # would never be equal to it. The scale would then never double.
         self._scale = max(float(state["scale"]), self._config.min_loss_scale)
         self._good_steps = min(int(state["good_steps"]), self._config.loss_scale_window - 1)
         self._hysteresis_left = min(int(state["hysteresis_left"]), self._config.hysteresis)
 
     def describe(self) -> str:
-        """For the table at start."""
+        """Return the text for the table printed at start."""
         if not self._dynamic:
             return f"static {self._scale:.10g}"
         config = self._config
         return (
-            f"dynamic, now {self._scale:.10g}, at least {config.min_loss_scale:.10g}, window {config.loss_scale_window}, "
-            f"hysteresis {config.hysteresis}"
+            f"dynamic, now {self._scale:.10g}, at least {config.min_loss_scale:.10g}, "
+            f"window {config.loss_scale_window}, hysteresis {config.hysteresis}"
         )

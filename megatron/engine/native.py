@@ -1,7 +1,8 @@
-"""The engine on PyTorch's own parts: FSDP2 over the data-parallel ranks, torch's pipeline schedules, AdamW on fp32 masters.
+"""The engine on PyTorch: FSDP2, torch's pipeline schedules, and AdamW on fp32 masters.
 
-A single data-parallel rank needs no sharding and pays for none: its modules hold plain parameters, which in bf16 and fp16 are
-copies of fp32 masters, and autograd accumulates their gradients in fp32.
+FSDP2 shards each stage over the data-parallel ranks. A single data-parallel rank needs no sharding
+and has no cost from it. Its modules hold plain parameters, which in bf16 and fp16 are copies of
+fp32 masters. Autograd accumulates their gradients in fp32.
 """
 
 import math
@@ -33,9 +34,20 @@ from megatron.plan import Plan
 
 
 class NativeEngine:
-    """See `engine/base.py`. Builds this rank's stages on the meta device, shards them, then draws the weights that it holds."""
+    """An `Engine` that runs a step with PyTorch.
+
+    It builds this rank's stages on the meta device, shards them, and initialises only the shards
+    that this rank holds.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = skip_timing) -> None:
+        """Build, shard and initialise this rank's stages.
+
+        Args:
+            plan: The plan of the run.
+            mesh: This rank's mesh.
+            timers: Called with the name of a phase to time it.
+        """
         self.pre_update_hook: Callable[[], None] = lambda: None
         self._timers = timers
         config = plan.config
@@ -62,9 +74,17 @@ class NativeEngine:
                     plan.stages, mesh.coordinate.pipeline, mesh.grid.pipeline
                 )
             ]
-        specs = [{name: p.spec for name, p in stage.named_parameters()} for stage in self.stages]  # type: ignore[attr-defined]
+        # FSDP2 replaces the parameters by DTensors, which do not have the attribute `spec`. It must
+        # be read before.
+        specs = [
+            # mypy does not know the attribute that `make_parameter` sets.
+            {name: p.spec for name, p in stage.named_parameters()}  # type: ignore[attr-defined]
+            for stage in self.stages
+        ]
         self._zeros = [self._shard(stage) for stage in self.stages]
         self._masters: list[MasterParameter] = []
+        # The masters keep references to the shards. So the shards must already have the memory that
+        # they keep during the run.
         for stage, zero, spec in zip(self.stages, self._zeros, specs, strict=True):
             if zero is None:
                 stage.to_empty(device=mesh.device)
@@ -73,7 +93,7 @@ class NativeEngine:
             self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
-        # Both ends of a pipeline hold the word embedding; `ends` is there on these ranks only.
+        # Both ends of a pipeline hold the word embedding. `ends` is None on the ranks between.
         shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
         self._tied = [m for m in self._masters if shared and m.name == WORD_EMBEDDING]
         replicated = [m for m in self._masters if m.spec.shard_dim is None]
@@ -85,6 +105,7 @@ class NativeEngine:
             mesh,
         )
         self._runner = self._make_runner()
+        # Initialisation writes through the same shards as loading, so both see the same layout.
         for shard in self.shards(optimizer=False):
             initialise(
                 shard.name,
@@ -96,9 +117,10 @@ class NativeEngine:
             )
         self._refresh_model()
 
-    # -- construction ---------------------------------------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------------
 
     def _shard(self, stage: GPT) -> ShardedModel | None:
+        """Shard a stage over the data-parallel ranks, or return None if there is only one."""
         if self._mesh.grid.data > 1:
             mesh, zero_stage = (
                 self._mesh.get_data_parallel_mesh(),
@@ -114,13 +136,23 @@ class NativeEngine:
     def _make_masters(
         self, stage: GPT, zero: ShardedModel | None, specs: dict[str, ParameterSpec]
     ) -> list[MasterParameter]:
+        """Return the fp32 masters of a stage's parameters, filled with zeros.
+
+        With FSDP2 or in fp32, a master is the parameter's own memory. Otherwise it is a separate
+        fp32 tensor.
+        """
         masters = []
         for name, parameter in stage.named_parameters():
             spec, local = specs[name], _get_local_tensor(parameter.detach())
             if zero is None and self._dtype != torch.float32:
-                parameter.grad_dtype = torch.float32  # accumulate over microbatches in fp32
+                # Sums over many microbatches would lose small gradients in 16 bits.
+                parameter.grad_dtype = torch.float32
                 local = torch.zeros_like(local, dtype=torch.float32)
-            local.zero_()  # vocabulary padding stays zero for ever: its gradient is zero, too
+            # `initialise` fills real rows only. Vocabulary padding stays zero permanently, because
+            # its gradient is zero too.
+            local.zero_()
+            # A DTensor has the shape of the parameter before FSDP2 sharded it, which is the
+            # tensor-parallel shard.
             offset = self._compute_offset(spec, tuple(parameter.shape))
             masters.append(
                 MasterParameter(
@@ -136,7 +168,11 @@ class NativeEngine:
     def _compute_offset(
         self, spec: ParameterSpec, tp_local_shape: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Where this rank's part begins: the tensor-parallel cut first, FSDP2's cut of the rows inside it."""
+        """Return the offset of this rank's shard in the global parameter.
+
+        Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the
+        result.
+        """
         offset = [0] * len(spec.shape)
         if spec.shard_dim is not None:
             offset[spec.shard_dim] = self._mesh.coordinate.tensor * tp_local_shape[spec.shard_dim]
@@ -149,22 +185,25 @@ class NativeEngine:
     def _make_runner(self) -> Runner:
         if self._mesh.grid.pipeline == 1:
             return SingleStageRunner(self.stages[0], self._zeros[0])
+        # Stages send the residual stream to each other in this type.
         residual = torch.float32 if self._execution.fp32_residual else self._dtype
         return PipelineRunner(
             self.stages, self._zeros, self._mesh, num_stages=len(self._plan.stages), dtype=residual
         )
 
-    # -- a step ---------------------------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
         self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
     ) -> StepResult:
+        """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with self._timers("forward-backward"):
-            # As in Megatron-LM the scale is over this rank's microbatches: with twice the data-parallel ranks, gradients in fp16
-            # are twice as large before they are averaged, and overflow one doubling of the scale earlier.
+            # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
+            # the data-parallel ranks, gradients in fp16 are twice as large before they are
+            # averaged. They overflow one doubling of the scale earlier.
             loss = self._runner.run(
                 build_inputs(microbatches, iteration, self._mesh.device),
                 scale / len(microbatches),
@@ -172,11 +211,14 @@ class NativeEngine:
             )
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, lr)
+            # Gradients without memory are allocated again by the next backward pass. That costs
+            # less than filling them with zeros.
             for stage in self.stages:
                 stage.zero_grad(set_to_none=True)
         return result
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+        """Return the mean loss of one global batch. See `Engine.eval_batch`."""
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
@@ -186,23 +228,36 @@ class NativeEngine:
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
 
     def _apply_gradients(self, loss: Tensor, scale: float, lr: float) -> StepResult:
+        """Reduce, check, unscale and clip the gradients, and update the weights.
+
+        Args:
+            loss: This rank's mean loss, a scalar. It is zero without the last stage.
+            scale: The loss scale, which the gradients still contain.
+            lr: The learning rate.
+        """
         for master in self._masters:
             gradient = master.model.grad
             assert gradient is not None, f"{master.name} got no gradient"
             master.weight.grad = _get_local_tensor(gradient)
         self._add_partial_gradients()
         self._add_tied_gradients()
+        # Norm and loss are only right after the partial and tied gradients were added up.
         loss_value, squares, zeros = self._reduce_step(loss)
         norm = math.sqrt(squares) / scale if math.isfinite(squares) else squares
+        # All ranks have the same two numbers, so all of them take the same decision.
         applied = math.isfinite(loss_value) and math.isfinite(norm)
         if applied:
+            # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             clipped = self._clip / (norm + 1e-6) if self._clip > 0 and norm > self._clip else 1.0
+            # One pass over the gradients does both, unscaling and clipping.
             if clipped / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
                 torch._foreach_mul_(gradients, clipped / scale)
             self.pre_update_hook()
             self._optimizer.step(lr)
             self._refresh_model()
+        # The masters hold references to the gradients. Without this, `zero_grad` would not free
+        # their memory.
         for master in self._masters:
             master.weight.grad = None
         overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
@@ -219,7 +274,11 @@ class NativeEngine:
         )
 
     def _add_partial_gradients(self) -> None:
-        """Norms and biases behind a cut sequence saw a part of it each: add the parts up, in one message."""
+        """Add up the partial gradients of norms and biases over the tensor-parallel ranks.
+
+        With sequence parallelism each rank has the gradient of its part of the sequence only. All
+        gradients go in one all-reduce, because each of them is small.
+        """
         gradients = [
             m.weight.grad
             for m in self._partial
@@ -237,22 +296,30 @@ class NativeEngine:
             gradient.copy_(summed.view_as(gradient))
 
     def _add_tied_gradients(self) -> None:
-        """The word embedding and its copy on the last stage each saw one use of it: both take the sum, so that they stay equal."""
+        """Add up the gradients of the word embedding and its copy on the last stage.
+
+        Each end has the gradient of its own use of the embedding. Both apply the sum, so they stay
+        equal.
+        """
         for master in self._tied:
             if master.weight.grad is not None and master.weight.grad.numel():
                 with self._mesh.tensor_parallel.comm_timer():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
     def _reduce_step(self, loss: Tensor) -> tuple[float, float, float]:
-        """Mean loss, squared gradient norm and zeros of the whole model: one message for all three."""
+        """Return the mean loss, the squared gradient norm and the number of zeros.
+
+        They are those of the complete model. One all-reduce sums all three.
+        """
         mine = [
             m.weight.grad
             for m in self._masters
             if self._is_counted(m) and m.weight.grad is not None
         ]
         squares = compute_squared_norm(mine).to(loss.device)
-        # A replicated parameter is counted by the first tensor rank alone, but an infinity must be seen wherever it arose:
-        # 0 x inf is nan. (The tied embedding's copy holds the same sum as the original.)
+        # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
+        # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
+        # tied embedding needs no check, because its gradient is the same sum as the original's.
         replicated = [
             m
             for m in self._masters
@@ -270,11 +337,17 @@ class NativeEngine:
         return loss_value, squares_value, zeros_value
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
-        """This rank's part of the mean loss: the ranks of the last stage each have one, the others zero."""
+        """Return this rank's term of the mean loss. The sum over all ranks is the mean.
+
+        The loss is zero on ranks without the last stage. Tensor-parallel ranks have the same loss.
+        """
         return loss.double() / (self._mesh.grid.data * self._mesh.grid.tensor)
 
     def _is_counted(self, master: MasterParameter) -> bool:
-        """Whether the parameter is this rank's to count and to store: of several copies the first rank's is."""
+        """Return whether this rank counts the parameter in sums and stores it in checkpoints.
+
+        Exactly one rank does so for each element of the model. Among replicas it is the first rank.
+        """
         if master.weight.numel() == 0 or master.spec.copy_of is not None:
             return False
         return master.spec.shard_dim is not None or self._mesh.coordinate.tensor == 0
@@ -286,20 +359,23 @@ class NativeEngine:
         return values.tolist()
 
     def _refresh_model(self) -> None:
-        """Low-precision weights follow their masters."""
+        """Copy the fp32 masters to the low-precision weights.
+
+        FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy.
+        """
         if self._mesh.grid.data == 1 and self._dtype != torch.float32:
             torch._foreach_copy_(
                 [m.model.data for m in self._masters], [m.weight.data for m in self._masters]
             )
 
-    # -- state ----------------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def shards(self, *, optimizer: bool) -> list[TensorShard]:
+        """Return the live state of this rank. See `Engine.shards`."""
         shards = []
         for master in self._masters:
-            rows = max(
-                0, min(master.weight.shape[0], master.spec.shape[0] - master.offset[0])
-            )  # without vocabulary padding
+            # `spec.shape` counts real rows only. Vocabulary padding is no part of a checkpoint.
+            rows = max(0, min(master.weight.shape[0], master.spec.shape[0] - master.offset[0]))
             if rows == 0 or master.weight.numel() == 0:
                 continue
             owner = self._is_counted(master)
@@ -316,10 +392,12 @@ class NativeEngine:
         return shards
 
     def get_scalars(self) -> dict[str, Any]:
+        """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
         scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
         return {"optimizer_step": self._optimizer.step_count, **scale}
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
+        """Update what depends on the loaded shards. See `Engine.finish_load`."""
         if scalars is None:
             self._optimizer.reset()
         else:
@@ -340,6 +418,8 @@ class NativeEngine:
         ]
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        """Compare replicated state over the ranks. See `Engine.check_invariants`."""
+        # A repair changes weights, which a save may still copy.
         if repair:
             self.pre_update_hook()
         repaired = self._invariants.check(
@@ -350,12 +430,14 @@ class NativeEngine:
         return repaired
 
     def compute_parameter_norm(self) -> float:
+        """Return the norm of all weights of the model."""
         squares = compute_squared_norm(
             [m.weight.data for m in self._masters if self._is_counted(m)]
         ).to(self._mesh.device)
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def describe_kernels(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
         data, zero_stage = self._mesh.grid.data, self._plan.config.parallel.zero_stage
         if data == 1:
             sharding = "none", "one data-parallel rank"
@@ -373,7 +455,7 @@ class NativeEngine:
 
 
 def _get_local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor behind FSDP2's, or the tensor itself; shares its memory."""
+    """Return this rank's plain tensor of a DTensor, or the tensor itself. Both share memory."""
     if isinstance(tensor, torch.distributed.tensor.DTensor):
         with torch.no_grad():
             return tensor.to_local()

@@ -1,7 +1,8 @@
-"""AdamW over fp32 master weights, and the arithmetic on the whole model's gradient: norm, clipping, zeros.
+"""AdamW over fp32 master weights, and sums over gradients: their norm and their number of zeros.
 
-The invariant: the optimizer sees plain local fp32 tensors, whatever holds them (a module's own parameters, FSDP2's shards, copies
-of bf16 weights), so its numbers are the same everywhere. AdamW: https://arxiv.org/abs/1711.05101.
+The invariant: the optimizer sees plain local fp32 tensors. They may be a module's own parameters,
+FSDP2's shards or masters of bf16 weights. Its numbers are therefore the same in every layout.
+AdamW: https://arxiv.org/abs/1711.05101.
 """
 
 from dataclasses import dataclass
@@ -16,27 +17,34 @@ from megatron.parallel.layers import ParameterSpec
 
 @dataclass
 class MasterParameter:
-    """One parameter's local part as the optimizer sees it."""
+    """One parameter's local shard in fp32, as the optimizer sees it."""
 
     name: str
     spec: ParameterSpec
     offset: tuple[int, ...]
-    """Where the local part begins in the whole model's parameter."""
+    """Offset of the local shard in the global parameter."""
     model: nn.Parameter
-    """What the module computes with: the same memory as `weight`, or its low-precision copy."""
+    """The parameter that the module computes with.
+
+    It has the same memory as `weight`, or it is a low-precision copy.
+    """
     weight: nn.Parameter
-    """fp32. Its `.grad` is set for the optimizer's step."""
+    """The master in fp32. Its `.grad` is set only for the optimizer's step."""
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices: biases and norms have one dimension."""
+        """Whether weight decay applies, which it does to matrices but not to biases and norms."""
         return len(self.spec.shape) > 1
 
 
 class AdamW:
-    """Adam with decoupled weight decay on matrices only; moments exist from the start, so that they can be loaded into."""
+    """Adam with decoupled weight decay on matrices only.
+
+    Its moments exist from the start, so that a checkpoint can be loaded into them.
+    """
 
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
+        """Create the optimizer, apex's FusedAdam if it is installed and otherwise torch's AdamW."""
         self.masters = masters
         groups = [
             {
@@ -51,7 +59,9 @@ class AdamW:
         apex_adam, reason = (
             apex.find("apex.optimizers", "FusedAdam") if on_gpu else (None, "apex is for GPUs")
         )
+        # apex keeps the step count in the parameter groups, torch in each parameter's state.
         self._step_in_groups = apex_adam is not None
+        # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
             self._optimizer: torch.optim.Optimizer = apex_adam(
                 groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
@@ -63,6 +73,7 @@ class AdamW:
             )
             self.description = ("optimizer", "torch AdamW, fused", reason)
         self.step_count = 0
+        # The optimizer would create its state in the first step. A load needs it earlier.
         for master in masters:
             self._optimizer.state[master.weight] = {
                 "exp_avg": torch.zeros_like(master.weight),
@@ -71,29 +82,30 @@ class AdamW:
         self.set_step_count(0)
 
     def set_step_count(self, count: int) -> None:
-        """How many steps the moments have seen: Adam's bias correction depends on it."""
+        """Set the number of steps in the moments, which Adam's bias correction depends on."""
         self.step_count = count
         if self._step_in_groups:
             for group in self._optimizer.param_groups:
                 group["step"] = count
             return
+        # The fused AdamW needs the count as an fp32 tensor on the weight's device.
         for master in self.masters:
             step = torch.tensor(float(count), dtype=torch.float32, device=master.weight.device)
             self._optimizer.state[master.weight]["step"] = step
 
     def get_moment(self, master: MasterParameter, kind: str) -> Tensor:
-        """The live exp_avg or exp_avg_sq of a parameter."""
+        """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
     def reset(self) -> None:
-        """Moments and step count as before the first step."""
+        """Reset moments and step count to zero."""
         for master in self.masters:
             self.get_moment(master, "exp_avg").zero_()
             self.get_moment(master, "exp_avg_sq").zero_()
         self.set_step_count(0)
 
     def step(self, lr: float) -> None:
-        """Apply the gradients that the masters carry."""
+        """Update the weights with the gradients of the masters and the learning rate `lr`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -101,13 +113,15 @@ class AdamW:
 
 
 def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of all elements, a scalar in fp64 on their device.
+    """Return the sum of squares of all elements, a scalar in fp64 on their device.
 
-    On the CPU, torch's norm of a whole matrix adds its squares up one after the other in fp32, which was wrong by 2e-5 for a word
-    embedding, and differently so for each sharding of it. Rows are short: their norms are right to 1e-8, and are added in fp64.
+    On the CPU, torch's norm of a matrix adds up all squares one after the other in fp32. For a word
+    embedding the result was wrong by 2e-5, and the error depended on the sharding. Rows are short,
+    so their norms are right to 1e-8. They are added in fp64 (docs/decisions/005).
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
+    # A GPU adds up many partial sums in parallel, so it does not have this error.
     if tensors[0].is_cuda:
         norms = list(torch._foreach_norm(tensors))
     else:
@@ -117,7 +131,7 @@ def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def count_zeros(tensors: list[Tensor]) -> Tensor:
-    """Number of zeros over all elements (a scalar on their device)."""
+    """Return the number of zeros among all elements, a scalar in fp64 on their device."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([t.numel() - torch.count_nonzero(t) for t in tensors]).double().sum()

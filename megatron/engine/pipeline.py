@@ -1,8 +1,11 @@
-"""How a global batch's microbatches run through the stages: one after the other on a single stage, or by a pipeline schedule of
-`torch.distributed.pipelining` (1F1B, GPipe, https://arxiv.org/abs/1811.06965; interleaved 1F1B, https://arxiv.org/abs/2104.04473).
+"""Runners that pass the microbatches of a global batch through the stages.
 
-The invariant: every microbatch passes every block once, forward and backward, and each stage's gradient is the mean over the
-microbatches. Only the rank with the last stage knows the loss.
+A single stage runs the microbatches one after the other. With several pipeline ranks, a schedule of
+`torch.distributed.pipelining` runs them: 1F1B, GPipe (https://arxiv.org/abs/1811.06965) or
+interleaved 1F1B (https://arxiv.org/abs/2104.04473).
+
+The invariant: every microbatch passes every block once, forward and backward, and each stage's
+gradient is the mean over the microbatches. Only the rank with the last stage knows the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +30,34 @@ from megatron.schedule.pipeline import choose_schedule
 
 
 class Runner(Protocol):
+    """Runs the microbatches of a global batch through this rank's stages."""
+
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
-        """The microbatches' mean loss, a scalar in fp32; zero on ranks without the last stage. With `train`, gradients of
-        `factor` x the sum of their losses are added to the parameters'."""
+        """Run forward and, with `train`, backward passes.
+
+        Args:
+            inputs: The microbatches of this rank.
+            factor: What each loss is multiplied by before its backward pass.
+            train: Whether to add the gradients of `factor` x the sum of the losses to the
+                parameters' gradients.
+
+        Returns:
+            The mean loss of the microbatches, a scalar in fp32. It is zero on ranks without the
+            last stage.
+        """
         ...
 
 
 class SingleStageRunner:
-    """The whole model on this rank."""
+    """A runner for the complete model on this rank, without a pipeline."""
 
     def __init__(self, model: GPT, zero: ShardedModel | None) -> None:
+        """Create a runner of `model`, which `zero` shards (None: it is not sharded)."""
         self._model, self._zero = model, zero
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+        """Run the microbatches one after the other. See `Runner.run`."""
+        # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         for number, microbatch in enumerate(inputs):
             if train and self._zero is not None:
@@ -52,10 +70,11 @@ class SingleStageRunner:
 
 
 class PipelineRunner:
-    """This rank's stages, and the schedule that runs them with the other ranks'.
+    """A runner for this rank's stages, together with those of the other pipeline ranks.
 
-    A schedule is made for one number of microbatches of one shape. The last one is kept, and one for evaluation: a ramp-up passes
-    through a hundred batch sizes.
+    A schedule works for one number of microbatches of one shape. The latest one for training and
+    the latest one for evaluation are kept. A ramp-up has a hundred batch sizes, so keeping all
+    schedules would waste memory.
     """
 
     def __init__(
@@ -67,7 +86,15 @@ class PipelineRunner:
         num_stages: int,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype` of the residual stream that is sent from stage to stage."""
+        """Create a runner of this rank's stages.
+
+        Args:
+            models: This rank's stages, in the order of the layers.
+            zeros: What shards each of them, or None.
+            mesh: This rank's mesh.
+            num_stages: The number of stages on all ranks together.
+            dtype: The type of the residual stream that stages send to each other.
+        """
         self._mesh, self._num_stages, self._dtype = mesh, num_stages, dtype
         self._parts = [_StageModule(model) for model in models]
         self._zeros = list(zeros)
@@ -75,12 +102,16 @@ class PipelineRunner:
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+        """Run the microbatches by the pipeline schedule. See `Runner.run`."""
         for part in self._parts:
             part.begin(inputs)
+        # The loss function reads it. The schedule is kept, and the factor changes with the scale.
         self._factor = factor
         schedule = self._schedule(len(inputs), inputs[0].tokens.shape, train)
+        # torch splits its arguments into microbatches. It gets only their numbers, and
+        # `_StageModule` looks up the microbatch itself.
         numbers = torch.arange(len(inputs))
-        # The schedule needs a target to compute a loss at all; ours is in the inputs.
+        # The schedule computes a loss only with a target. Our labels are in the inputs.
         if train:
             schedule.step(target=numbers, return_outputs=False, number=numbers)
         else:
@@ -94,12 +125,13 @@ class PipelineRunner:
     def _schedule(self, microbatches: int, shape: Sequence[int], train: bool) -> Any:
         key = (microbatches, *shape)
         if train not in self._schedules or self._schedules[train][0] != key:
+            # Drop the old schedule first, so that two never hold memory at the same time.
             self._schedules.pop(train, None)
             self._schedules[train] = key, self._make_schedule(microbatches, shape)
         return self._schedules[train][1]
 
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
-        """`shape` of the microbatches: (b, s)."""
+        """Return a schedule for so many microbatches of the shape [b, s]."""
         ranks, per_rank = self._mesh.grid.pipeline, len(self._parts)
         stages = [
             self._make_stage(part, zero, shape)
@@ -115,6 +147,8 @@ class PipelineRunner:
         return make(
             stages if per_rank > 1 else stages[0],
             n_microbatches=microbatches,
+            # The last stage's output is the loss already. torch would divide gradients by the
+            # number of microbatches, which is a part of the factor.
             loss_fn=lambda loss, _: loss * self._factor,
             scale_grads=False,
         )
@@ -122,6 +156,10 @@ class PipelineRunner:
     def _make_stage(
         self, part: "_StageModule", zero: ShardedModel | None, shape: Sequence[int]
     ) -> "_Stage":
+        """Return torch's stage for microbatches of the shape [b, s].
+
+        Stages send [s, b, h] to each other, and [s/t, b, h] with sequence parallelism.
+        """
         batch, length = shape
         tp = self._mesh.tensor_parallel
         sent = (
@@ -130,6 +168,7 @@ class PipelineRunner:
             part.model.shape.config.hidden_size,
         )
         here = part.model.stage
+        # With examples of its input and output, torch needs no trial run to learn their shapes.
         stream = torch.empty(sent, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         return _Stage(
@@ -145,9 +184,11 @@ class PipelineRunner:
 
 
 class _StageModule(nn.Module):
-    """A stage as the schedule calls it: with the stream from the stage before, and the microbatch's number.
+    """A stage with the signature that the schedule calls.
 
-    It wraps the model, so that the schedule does not see FSDP2's module and leaves to `ShardedModel` what to gather and reduce when.
+    The schedule passes the residual stream of the preceding stage and the microbatch's number. If
+    torch found an FSDP2 module, it would control when FSDP2 gathers and reduces. The wrapper hides
+    the module, because `ShardedModel` controls that.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -157,11 +198,13 @@ class _StageModule(nn.Module):
         self.losses: list[Tensor] = []
 
     def begin(self, inputs: Sequence[Inputs]) -> None:
-        """The batch that comes next."""
+        """Set the microbatches of the next global batch, and forget the losses of the last one."""
         self._inputs = inputs
         self.losses = []
 
     def forward(self, x: Tensor | None = None, *, number: Tensor) -> Tensor:
+        """Run microbatch `number`: [s, b, h] to [s, b, h], or to the loss on the last stage."""
+        # The number is on the CPU, so reading it does not wait for the GPU.
         out: Tensor = self.model(x, self._inputs[int(number)])
         if self.model.stage.last:
             self.losses.append(out.detach())
@@ -169,15 +212,20 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which additionally has ZeRO told of each backward pass, and holds memory for activations in flight only.
+    """torch's stage, changed in two points.
 
-    Torch's own keeps a buffer for each microbatch of the batch, in both directions, from the first step on; a large batch has
-    hundreds, of which 1F1B has at most as many in flight as there are stages.
+    It notifies `ShardedModel` before each backward pass. It holds receive buffers only for the
+    microbatches in flight. torch's own stage keeps a buffer for each microbatch in both directions
+    from the first step on. A large batch has hundreds of microbatches, and 1F1B has at most as many
+    in flight as there are stages.
     """
 
     def __init__(self, part: _StageModule, zero: ShardedModel | None, **stage: Any) -> None:
         self._zero = zero
         super().__init__(part, **stage)
+
+    # torch allocates all receive buffers in these two methods. On the meta device they have shapes
+    # and no memory. `_make_buffers` gives a buffer its memory just before it is received into.
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self._run_on_meta(
@@ -188,6 +236,7 @@ class _Stage(PipelineStage):
         self._run_on_meta(lambda: super(_Stage, self)._setup_backward_recv_info(num_microbatches))
 
     def _run_on_meta(self, make_buffers: Callable[[], None]) -> None:
+        """Call `make_buffers` while `self.device` is the meta device."""
         device, self.device = self.device, torch.device("meta")
         try:
             make_buffers()
@@ -195,26 +244,34 @@ class _Stage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of a microbatch's activations, into new buffers."""
         self._make_buffers(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of a microbatch's gradients, into new buffers."""
         if self.has_backward and not self.is_last:
             self._make_buffers(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a microbatch's forward pass, and drop the buffer of its input."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        # `fwd_cache` still references the input until the backward pass needs it no more.
         self._drop_buffers(self.args_recv_info[fwd_chunk_id])
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a microbatch's output."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
+        # The cache is for the backward pass. In evaluation there is none, so the activations of all
+        # microbatches would collect there.
         if not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id)  # kept for a backward pass that does not come
+            self.fwd_cache.pop(fwd_chunk_id)
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run a microbatch's backward pass, and drop the buffer of its output's gradient."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward and not self.is_last:
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
@@ -222,11 +279,14 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        """Run a backward pass after `ShardedModel` was prepared for it."""
+        # torch would handle FSDP2 here, but it sees no FSDP2 module (`_StageModule`).
         if self._zero is not None:
             self._zero.prepare_backward(last=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _make_buffers(self, infos: Sequence[Any]) -> None:
+        # The first stage receives no activations, so its buffers are None.
         for info in infos:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(

@@ -1,10 +1,13 @@
-"""ZeRO on PyTorch's FSDP2: which data-parallel rank holds what, and when it is sent (https://arxiv.org/abs/1910.02054).
+"""ZeRO on PyTorch's FSDP2, which shards a model over the data-parallel ranks.
+
+The stage determines what is sharded and when it is sent (https://arxiv.org/abs/1910.02054):
 
     stage 1   optimizer states are sharded; gradients are reduced once, after the last microbatch
     stage 2   also gradients: reduced and scattered after every microbatch
     stage 3   also parameters: gathered for each block's forward and backward, and dropped again
 
-FSDP2 keeps fp32 shards, gathers them in the compute dtype, and reduces and accumulates gradients in fp32 (https://arxiv.org/abs/2304.11277).
+FSDP2 keeps fp32 shards and gathers them in the compute dtype. It reduces and accumulates gradients
+in fp32 (https://arxiv.org/abs/2304.11277).
 """
 
 import torch
@@ -23,6 +26,8 @@ from megatron.parallel.mesh import CommTimer
 
 
 class _TimedAllGather(DefaultAllGather):
+    """FSDP2's all-gather inside the communication timer."""
+
     def __init__(self, comm_timer: CommTimer) -> None:
         self._comm_timer = comm_timer
 
@@ -38,6 +43,8 @@ class _TimedAllGather(DefaultAllGather):
 
 
 class _TimedReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter inside the communication timer."""
+
     def __init__(self, comm_timer: CommTimer) -> None:
         self._comm_timer = comm_timer
 
@@ -65,14 +72,27 @@ class ShardedModel:
         compute_dtype: torch.dtype,
         comm_timer: CommTimer,
     ) -> None:
+        """Replace the parameters of `model` by shards, without memory yet.
+
+        Args:
+            model: A stage on the meta device.
+            mesh: The mesh of this rank's data-parallel group.
+            stage: The ZeRO stage. Stage 0 runs as stage 1.
+            compute_dtype: The type that parameters are gathered in.
+            comm_timer: The timer of communication.
+        """
         self._model = model
         self._stage = stage
         self._compute_dtype = compute_dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+            # 16-bit sums over many ranks would lose small gradients.
             reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # rotary tables stay in fp32
+            # FSDP2 would cast the rotary tables, which must stay in fp32.
+            cast_forward_inputs=False,
         )
+        # The blocks must come before the model. FSDP2 gives a module only the parameters that no
+        # module inside it has. The model gets the embedding, the final norm and the head.
         modules: list[nn.Module] = [*model.blocks.values(), model]
         self._sharded: list[FSDPModule] = []
         for module in modules:
@@ -85,13 +105,15 @@ class ShardedModel:
         self._root = self._sharded[-1]
 
     def allocate_shards(self, device: torch.device) -> None:
-        """Give the shards memory, at the place where it will stay.
+        """Allocate the memory that the shards keep during the run.
 
-        FSDP2 moves shards of uneven size into padded memory at its first forward; who keeps a reference to a shard must take it
-        after that. So run one, on as few tokens as the layout allows.
+        FSDP2 moves shards of uneven size into padded memory at its first forward pass. A reference
+        to a shard is only valid after that, so this method runs a forward pass.
         """
         self._model.to_empty(device=device)
         tp, hidden_size = self._model.tp, self._model.shape.config.hidden_size
+        # The shortest sequence that sequence parallelism can divide. The weights are undefined at
+        # this point, so the result has no meaning.
         tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)
         stream = torch.zeros(
             (1 if tp.sequence_parallel else tp.size, 1, hidden_size),
@@ -99,23 +121,34 @@ class ShardedModel:
             device=device,
         )
         self._model.eval()
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):  # no graph for a shape that never comes again
+        # The compiler must not build a graph for a shape that never occurs again.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             self._model(None if self._model.stage.first else stream, Inputs(tokens, tokens))
+        # Only stage 3 drops gathered parameters after a forward pass. They hold the undefined
+        # weights and must be gathered again after initialisation.
         for sharded in self._sharded:
             sharded.reshard()
 
     def prepare_backward(self, *, last: bool) -> None:
-        """Called before each microbatch; `last`: it is the batch's last one."""
+        """Set what FSDP2 does in the next backward pass.
+
+        Args:
+            last: Whether it belongs to the last microbatch of the batch.
+        """
+        # In stage 1 gradients of earlier microbatches are only accumulated, so that they are sent
+        # once.
         self._root.set_requires_gradient_sync(last or self._stage >= 2)
-        # After the last one, or the module would keep unsharded parameters, whose gradients nobody reads; in stage 3 after each, or
-        # all blocks would lie gathered from the first backward pass on.
+        # After the last microbatch the parameters must be dropped. The update changes the shards,
+        # and gathered parameters would be out of date. In stage 3 they are dropped after each
+        # microbatch. Otherwise all blocks would stay gathered from the first backward pass on.
         self._root.set_reshard_after_backward(last or self._stage == 3)
 
 
 def shard_offset(rows: int, rank: int, ranks: int) -> int:
-    """The first of `rows` rows that FSDP2 gives to `rank`: chunks of equal size, the last ones shorter or empty."""
+    """Return the first of `rows` rows that FSDP2 gives to `rank`.
+
+    FSDP2 divides the rows as `torch.chunk` does. All shards have equal size, except that the last
+    ones may be shorter or empty.
+    """
     size = -(-rows // ranks)
     return min(rank * size, rows)

@@ -1,4 +1,7 @@
-"""What an engine does not do. Imports no torch and no DeepSpeed: the planning tool asks, too."""
+"""Settings that an engine does not support.
+
+This module imports neither torch nor DeepSpeed, because the planning tool uses it too.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from megatron.plan import Plan
 
 
 def list_unsupported(plan: Plan) -> list[str]:
-    """What of a plan its engine cannot run, and what to do instead; one line each."""
+    """Return a line for each setting that the plan's engine cannot run, with what to do instead."""
     return _list_unsupported_by_deepspeed(plan) if plan.config.parallel.deepspeed else []
 
 
@@ -18,12 +21,13 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     problems = []
     if pipelined and parallel.zero_stage > 1:
         problems.append(
-            f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule shards optimizer states only; give "
-            "--zero-stage 1, or leave out --deepspeed"
+            f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule "
+            "shards optimizer states only; give --zero-stage 1, or leave out --deepspeed"
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
-            f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage}: "
+            "--num-layers-per-virtual-pipeline-stage "
+            f"{parallel.num_layers_per_virtual_pipeline_stage}: "
             "DeepSpeed's pipeline has one stage a rank; leave it out, or --deepspeed"
         )
     if config.logging.log_num_zeros_in_grad:
@@ -35,6 +39,8 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
             "--use-torch-compile: not tried under DeepSpeed; leave it out, or --deepspeed"
         )
     path = parallel.deepspeed_config
+    # The engine sets the accumulation steps itself. A different number in the file would be ignored
+    # without a message.
     if path is not None and Path(path).is_file():
         steps, share = (
             read_accumulation_steps(read_json(path)),
@@ -42,16 +48,19 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
         )
         if steps is not None and steps * share != plan.batch_size.final:
             problems.append(
-                f"{path}: gradient_accumulation_steps is {steps}, and the batch size {plan.batch_size.final} / (micro-batch size "
-                f'{config.batch.micro_batch_size} x {plan.data_parallel_size} data-parallel ranks) is not; say "auto" there'
+                f"{path}: gradient_accumulation_steps is {steps}, and the batch size "
+                f"{plan.batch_size.final} / (micro-batch size {config.batch.micro_batch_size} x "
+                f'{plan.data_parallel_size} data-parallel ranks) is not; say "auto" there'
             )
     return problems
 
 
 def refuse_unsupported(plan: Plan) -> None:
-    """
+    """Raise an error if the plan's engine cannot run it.
+
     Raises:
-        ConfigError: with one line for each; or DeepSpeed's JSON is not there.
+        ConfigError: The engine cannot run a setting, with one line for each. Or the file of
+            `--deepspeed-config` does not exist.
     """
     parallel = plan.config.parallel
     if (
@@ -60,7 +69,8 @@ def refuse_unsupported(plan: Plan) -> None:
         and not Path(parallel.deepspeed_config).is_file()
     ):
         raise ConfigError(
-            f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, or leave the flag out"
+            f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, "
+            "or leave the flag out"
         )
     if refused := list_unsupported(plan):
         lines = "".join(f"\n  {line}" for line in refused)

@@ -1,1 +1,4 @@
-"""The network: plain modules over [s, b, h] activations that know tensor parallelism and nothing else of the cluster."""
+"""The network, as plain modules over [s, b, h] activations.
+
+The modules know tensor parallelism and nothing else of the cluster.
+"""

@@ -1,9 +1,11 @@
-"""Causal self-attention, cut by heads over the tensor-parallel ranks.
+"""Causal self-attention, sharded by heads over the tensor-parallel ranks.
 
-s: sequence, b: micro-batch, h: hidden, g: query groups, n: heads, d: head width, t: tensor-parallel size.
+s: sequence, b: micro-batch, h: hidden, g: query groups, n: heads, d: head width, t: tensor-parallel
+size.
 
-Queries, keys and values are one matrix whose rows are ordered by group: for each group its n/g query heads, its key, its value. So
-a rank's part (whole groups) is a box of it, for multi-head (n/g = 1) and grouped-query attention alike
+Queries, keys and values are one matrix whose rows are ordered by group. Each group has its n/g
+query heads, its key and its value. A rank's part consists of complete groups, so it is a contiguous
+slice of the matrix. This holds for multi-head (n/g = 1) and grouped-query attention alike
 (https://arxiv.org/abs/2305.13245).
 """
 
@@ -24,6 +26,8 @@ from megatron.parallel.rng import DropoutKey
 
 
 class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, attention, and output projection."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -32,11 +36,20 @@ class SelfAttention(nn.Module):
         *,
         recompute_core: bool = False,
     ) -> None:
+        """Create the projections of this rank's heads.
+
+        Args:
+            shape: Sizes of the model.
+            dropout: Dropout on the attention probabilities.
+            tp: The tensor-parallel ranks.
+            recompute_core: Compute the attention core again in the backward pass.
+        """
         super().__init__()
         config = shape.config
         self.head_dim = shape.head_dim
         self.groups = split_evenly(shape.query_groups, tp)
         self.heads_per_group = config.num_attention_heads // shape.query_groups
+        # n/g query heads, one key and one value for each group.
         rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
         self.qkv = ColumnParallelLinear(
             config.hidden_size, rows, bias=config.add_bias_linear, tp=tp
@@ -51,17 +64,20 @@ class SelfAttention(nn.Module):
         self.recompute_core = recompute_core
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
+        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         n = self.heads_per_group
         qkv = qkv.view(s, b, self.groups, n + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
+        # Queries and keys are adjacent, so one call rotates both.
         query_key, value = qkv[..., : n + 1, :], qkv[..., n + 1, :]
         if positions.cos is not None and positions.sin is not None:
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
         value = value.permute(1, 2, 0, 3)
+        # Selective recomputation. No random state is preserved, because the dropout seeds the
+        # generator itself and draws the same mask both times.
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(
                 self._compute_core,
@@ -85,7 +101,12 @@ class SelfAttention(nn.Module):
         positions: Positions,
         dropout_key: DropoutKey,
     ) -> Tensor:
-        """Causal attention of [b, n/t, s, d] on keys and values [b, g/t, s, d] -> [b, n/t, s, d]."""
+        """Compute causal attention of queries [b, n/t, s, d] on keys and values [b, g/t, s, d].
+
+        Returns:
+            The context, [b, n/t, s, d].
+        """
+        # The kernel draws the mask itself. The generator must be seeded right before the call.
         p = self.dropout.seed(dropout_key)
         if positions.documents is not None:
             return _attend_by_document(query, key, value, positions.bias, positions.documents, p)
@@ -95,6 +116,8 @@ class SelfAttention(nn.Module):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
+    """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
+    # ALiBi's bias includes the causal mask, and the kernel does not accept both.
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -114,7 +137,11 @@ def _attend_by_document(
     documents: Documents,
     dropout_p: float,
 ) -> Tensor:
-    """Each document by itself: no s x s mask is made, and shorter documents cost less. ALiBi's bias depends on distances only."""
+    """Compute attention within each document separately.
+
+    No [s, s] mask is made, and shorter documents cost less. ALiBi's bias depends on distances only,
+    so its upper left corner is the bias of a shorter document.
+    """
     samples = []
     for sample, bounds in enumerate(documents):
         parts = []

@@ -1,4 +1,4 @@
-"""A transformer layer: norm, attention, residual; norm, MLP, residual (pre-norm, as GPT-2)."""
+"""A pre-norm transformer layer as in GPT-2: norm, attention, residual, then norm, MLP, residual."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,14 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey, RandomStreams
 
+# Dropouts of one block: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
 Half = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Layer number `index` of the whole model, whichever stage it lies in."""
+    """Layer number `index` of the complete model, on whichever stage it is."""
 
     def __init__(
         self,
@@ -32,11 +33,23 @@ class Block(nn.Module):
         streams: RandomStreams,
         execution: Execution | None = None,
     ) -> None:
+        """Build the layer.
+
+        Args:
+            shape: Sizes of the model.
+            index: Number of the layer in the complete model, from 0.
+            tp: The tensor-parallel ranks.
+            streams: The generators for dropout.
+            execution: Recomputation, precision and compilation.
+        """
         super().__init__()
         config, execution = shape.config, execution or Execution()
-        site = 1 + _SITES_PER_BLOCK * index  # site 0 is the embedding's
+        # Site 0 is the embedding's dropout. The numbers are global, so a run that resumes with
+        # another pipeline layout draws the same masks.
+        site = 1 + _SITES_PER_BLOCK * index
         residual_is_sharded = tp.sequence_parallel
         self.input_norm = build_norm(config, tp)
+        # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
         core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
         self.attention = SelfAttention(
             shape, core_dropout, tp, recompute_core=execution.recompute_attention_core
@@ -57,8 +70,9 @@ class Block(nn.Module):
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
         if execution.compile:
-            # The functions, not the module: FSDP2's hooks and the recomputation stay outside, and all blocks share the graphs.
-            # A break of a graph would only be slow, so it is made an error.
+            # The functions are compiled and not the module. FSDP2's hooks and the recomputation
+            # stay outside of the graphs, and all blocks share the graphs. A graph break would only
+            # make the run slow, so it is turned into an error.
             self._first_half = torch.compile(
                 Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes
             )
@@ -67,15 +81,19 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        """[s, b, h] -> [s, b, h] ([s/t, b, h] both with sequence parallelism)"""
+        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
         if self._recompute is not None and torch.is_grad_enabled():
             return self._recompute(self._compute, x, positions, dropout_key)
         return self._compute(x, positions, dropout_key)
 
     def _compute(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        """Dropouts of one half all differ between tensor-parallel ranks or all agree: a seed before each is enough for a graph."""
+        """Compute both halves of the layer.
+
+        Within one half, the dropouts either all differ between tensor-parallel ranks or are all
+        equal. One seed before each half is therefore enough for a compiled graph.
+        """
         self.attention.dropout.seed(dropout_key)
-        # Every batch has other documents: a graph for each would never end.
+        # Every batch has other documents. With a graph for each, compilation would never end.
         attend = self._first_half if positions.documents is None else Block._attend
         attended = attend(self, x, positions, dropout_key)
         self.attention_dropout.seed(dropout_key)

@@ -1,4 +1,8 @@
-"""Whether torch.compile can work on this machine. It needs a C++ compiler for the CPU, Triton for a GPU, and finds out late."""
+"""Check whether torch.compile works on this machine.
+
+It needs a C++ compiler for the CPU and Triton for a GPU. PyTorch detects a missing one only in the
+middle of the first step.
+"""
 
 import torch
 
@@ -6,15 +10,16 @@ from megatron.errors import ConfigError
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile a small function.
+    """Compile a small function to find out whether compilation works.
 
     Raises:
-        ConfigError: it fails; with the compiler's reason.
+        ConfigError: The compilation fails. The message has the compiler's reason.
     """
     x = torch.ones(8, device=device)
     try:
         torch.compile(_probe)(x)
     except torch._dynamo.exc.TorchDynamoException as failure:
+        # The exception's text has many lines of hints. The first one names the cause.
         reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
         needed = (
             "a C++ compiler (g++; $CXX names another one)"
@@ -22,8 +27,8 @@ def require_compiler(device: torch.device) -> None:
             else "Triton and a C compiler"
         )
         raise ConfigError(
-            f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it needs {needed}: "
-            "install what is missing or leave the flag out"
+            f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it "
+            f"needs {needed}: install what is missing or leave the flag out"
         ) from failure
 
 

@@ -1,4 +1,4 @@
-"""From token ids to the residual stream: word vectors, their norm if asked for, learned positions, dropout."""
+"""Embedding of token ids: word vectors, optional LayerNorm, learned positions and dropout."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from megatron.parallel.rng import RandomStreams
 
 
 class Embedding(nn.Module):
+    """The first part of the model, from token ids to the residual stream."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -21,6 +23,14 @@ class Embedding(nn.Module):
         *,
         fp32_residual: bool = False,
     ) -> None:
+        """Create the word embedding and the optional parts.
+
+        Args:
+            shape: Sizes of the model.
+            tp: The tensor-parallel ranks.
+            streams: The generators for dropout.
+            fp32_residual: Keep the residual stream in fp32.
+        """
         super().__init__()
         config = shape.config
         self.tp = tp
@@ -28,7 +38,8 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(
             shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp
         )
-        # The 104B's cure for spikes (BigScience, lessons learned): a LayerNorm, also where the blocks use RMSNorm.
+        # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
+        # LayerNorm also if the blocks use RMSNorm.
         self.norm = (
             LayerNorm(config.hidden_size, config.layernorm_epsilon, tp)
             if config.embed_layernorm
@@ -39,7 +50,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Ids [b, s] -> [s, b, h] (or [s/t, b, h] with sequence parallelism)."""
+        """Map ids [b, s] to [s, b, h], or to [s/t, b, h] with sequence parallelism."""
         x = self.word(inputs.tokens.t())
         if self.norm is not None:
             x = self.norm(x)
@@ -47,6 +58,8 @@ class Embedding(nn.Module):
             x = x.float()
         if self.position is not None:
             local = x.shape[0]
+            # With sequence parallelism each rank holds a slice of the sequence, so it adds the
+            # positions of that slice only.
             first = self.tp.rank * local if self.tp.sequence_parallel else 0
             if inputs.position_ids is None:
                 x = x + self.position[first : first + local].unsqueeze(1)

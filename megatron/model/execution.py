@@ -1,8 +1,11 @@
-"""How blocks are computed: recomputation, precision of the residual stream, compiling. None of it changes the mathematics.
+"""How blocks are computed: recomputation, precision of the residual stream and compilation.
 
-Full recomputation keeps a block's input only (https://arxiv.org/abs/1604.06174); of a fraction of the blocks, evenly spread over
-the model, it trades less time for less memory. Selective recomputation repeats the attention core alone, which is cheap to
-compute and large to keep where no flash kernel is at work (https://arxiv.org/abs/2205.05198, section 5).
+None of it changes the mathematics.
+
+Full recomputation keeps only the input of a block (https://arxiv.org/abs/1604.06174). It can be
+applied to a fraction of the blocks, evenly spread over the model, to save less memory at less cost.
+Selective recomputation repeats the attention core alone. The core is cheap to compute, and large to
+keep if no flash kernel is used (https://arxiv.org/abs/2205.05198, section 5).
 """
 
 from dataclasses import dataclass
@@ -16,10 +19,12 @@ from megatron.model import flops
 
 @dataclass(frozen=True)
 class Execution:
+    """The settings that decide how blocks are computed."""
+
     dtype: torch.dtype | None = None
-    """What the blocks compute in, which the residual stream need not have; None: the dtype of both."""
+    """Dtype in which the blocks compute. None means the dtype of the residual stream."""
     recomputed_part: Fraction = Fraction(0)
-    """Share of all blocks: 1 for every block, 1/3 for the second of every three."""
+    """Share of all blocks. 1 is every block, and 1/3 is the second of every three."""
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
     recompute_attention_core: bool = False
@@ -30,6 +35,12 @@ class Execution:
 
     @classmethod
     def from_config(cls, config: Config, *, dynamic_shapes: bool) -> "Execution":
+        """Derive the settings from the configuration.
+
+        Args:
+            config: The resolved configuration.
+            dynamic_shapes: The sequence length changes during the run.
+        """
         recompute, precision = config.recompute, config.precision
         return cls(
             dtype=torch.float16
@@ -41,11 +52,12 @@ class Execution:
             partition_activations=recompute.partition_activations,
             checkpoint_in_cpu=recompute.checkpoint_in_cpu,
             recompute_attention_core=recompute.recompute_attention_core,
+            # In fp32 the stream has full precision anyway, and the flag has no effect.
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
             compile=config.kernels.use_torch_compile,
             dynamic_shapes=dynamic_shapes,
         )
 
     def is_recomputed(self, layer: int) -> bool:
-        """Return whether the block with this number in the whole model is recomputed."""
+        """Return whether the block with this number in the complete model is recomputed."""
         return flops.count_recomputed_layers(range(layer, layer + 1), self.recomputed_part) > 0

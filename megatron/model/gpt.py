@@ -1,6 +1,8 @@
-"""GPT and Llama shapes as modules that can be cut: a stage holds some of the blocks, and embedding and head where it is at an end.
+"""GPT and Llama models that can be divided into pipeline stages.
 
-Parameter names are global: a block is called by its number in the whole model. tokens and labels are [b, s], activations [s, b, h].
+A stage holds some of the blocks. The first stage also holds the embedding, and the last the head.
+Parameter names are global: a block is named by its number in the complete model. Tokens and labels
+are [b, s], activations [s, b, h].
 """
 
 import torch
@@ -20,19 +22,27 @@ from megatron.parallel.layers import ParameterSpec, make_parameter, split_evenly
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 
+# Name of the parameter that a tied output matrix on another stage is a replica of. Checkpoints
+# store it under this name only.
 WORD_EMBEDDING = "embedding.word.weight"
 
 
 class Head(nn.Module):
-    """Final norm, and the output matrix unless it is tied to a word embedding on the same stage."""
+    """Final norm and output matrix.
+
+    The matrix is left out if it is tied to a word embedding on the same stage.
+    """
 
     def __init__(self, shape: ModelShape, tp: TensorParallel, stage: Stage) -> None:
+        """Create the norm, and the output matrix if this stage needs one."""
         super().__init__()
         config = shape.config
         self.norm = build_norm(config, tp)
         self.weight: nn.Parameter | None = None
         tied = not config.untie_embeddings_and_output_weights
         if not (tied and stage.first):
+            # A tied matrix on its own stage is a replica of the word embedding. The engine adds the
+            # gradients of both.
             rows = split_evenly(shape.padded_vocab_size, tp)
             copy_of = WORD_EMBEDDING if tied else None
             spec = ParameterSpec(
@@ -42,7 +52,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """One stage of the model; by default all of it. A stage without a part has None in its place."""
+    """One stage of the model, by default all of it. A part that the stage lacks is None."""
 
     def __init__(
         self,
@@ -52,6 +62,15 @@ class GPT(nn.Module):
         stage: Stage | None = None,
         execution: Execution | None = None,
     ) -> None:
+        """Build the parts of one stage, uninitialised.
+
+        Args:
+            shape: Sizes of the model.
+            tp: The tensor-parallel ranks.
+            streams: The generators for dropout.
+            stage: The stage to build. By default it is the complete model.
+            execution: Recomputation, precision and compilation.
+        """
         super().__init__()
         self.shape, self.tp = shape, tp
         self.stage = stage = stage or make_single_stage(shape)
@@ -62,18 +81,28 @@ class GPT(nn.Module):
             if stage.first
             else None
         )
+        # A dictionary, so that the names of parameters have the global number of the block.
         self.blocks = nn.ModuleDict(
             {str(i): Block(shape, i, tp, streams, execution) for i in stage.layers}
         )
         self.head = Head(shape, tp, stage) if stage.last else None
         self._positions = PositionTables(shape, tp)
+        # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows
         self._vocab = VocabSlice(first, min(max(shape.vocab_size - first, 0), rows))
 
     def forward(self, x: Tensor | None, inputs: Inputs) -> Tensor:
-        """The residual stream behind this stage, [s, b, h] ([s/t, b, h] with sequence parallelism); from the last stage the
-        microbatch's mean loss, a scalar in fp32. `x`: the stream before it; None for the first stage."""
+        """Compute this stage.
+
+        Args:
+            x: The residual stream before this stage, or None for the first stage.
+            inputs: The microbatch.
+
+        Returns:
+            The residual stream after this stage, [s, b, h], or [s/t, b, h] with sequence
+            parallelism. For the last stage it is the mean loss of the microbatch, a scalar in fp32.
+        """
         x = self._run_blocks(x, inputs)
         if self.head is None:
             return x
@@ -85,7 +114,14 @@ class GPT(nn.Module):
         )
 
     def compute_logits(self, tokens: Tensor) -> Tensor:
-        """[b, s] -> logits of this rank's real ids in fp32, [b, s, v/t] without padding. For the whole model in one stage."""
+        """Compute the logits of this rank's real ids. The complete model must be in one stage.
+
+        Args:
+            tokens: Ids, [b, s].
+
+        Returns:
+            Logits in fp32 without the padding, [b, s, v/t].
+        """
         assert self.head is not None, "only the last stage has logits"
         hidden = enter_tensor_parallel(
             self.head.norm(self._run_blocks(None, Inputs(tokens))), self.tp
@@ -97,9 +133,11 @@ class GPT(nn.Module):
         )
 
     def _run_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
+        """Return the residual stream after the last block of this stage."""
         if self.embedding is not None:
             x = self.embedding(inputs)
         assert x is not None, "a stage behind the first needs the stream before it"
+        # The blocks' dtype may differ from the dtype of an fp32 residual stream.
         positions = self._positions.make_positions(inputs, self._dtype or x.dtype)
         for block in self.blocks.values():
             x = block(x, positions, inputs.dropout_key)

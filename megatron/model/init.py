@@ -9,9 +9,10 @@
 | every norm's weight                                    | 1                           |
 | rows that only pad the vocabulary                      | 0                           |
 
-sigma is `--init-method-std`. The invariant: an element's value depends on (seed, name of the parameter, its row's block, its place
-in the block) and on nothing of the layout, so every layout, engine and device starts from the same model. Numbers are drawn on the
-CPU, block by block of rows, and each rank draws the rows that it holds.
+sigma is `--init-method-std`. The invariant: the value of an element depends on the seed, the name
+of the parameter, the block of its row, and its position in that block. It does not depend on the
+layout. Every layout, engine and device therefore starts from the same model. Numbers are drawn on
+the CPU, one block of rows after the other. Each rank draws the rows that it holds.
 """
 
 import zlib
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from megatron.model.shape import ModelShape
 
+# Elements of a block. It is large enough to amortise the seeding of a generator. A change of it
+# changes the initial weights for a given seed.
 _BLOCK_ELEMENTS = 1 << 18
 
 
@@ -34,15 +37,27 @@ def initialise(
     shape: ModelShape,
     seed: int,
 ) -> None:
-    """Fill the box of parameter `name` that begins at `offset` of its global shape, in place."""
+    """Fill a shard of a parameter with its initial values, in place.
+
+    Args:
+        name: Global name of the parameter.
+        local: The shard to fill.
+        global_shape: Shape of the complete parameter.
+        offset: Position of the shard's first element in the complete parameter.
+        shape: Sizes of the model.
+        seed: Seed of the run.
+    """
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "bias":
         local.zero_()
     elif name.endswith("norm.weight"):
         local.fill_(1.0)
     else:
+        # The residual stream sums the outputs of two projections in each layer. A smaller sigma
+        # keeps its variance independent of the number of layers.
         into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
         std = shape.output_init_std if into_residual else shape.init_std
+        # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
         local.copy_(
             torch.from_numpy(
                 draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
@@ -57,7 +72,10 @@ def draw_normal_slice(
     offset: tuple[int, ...],
     local_shape: tuple[int, ...],
 ) -> np.ndarray:
-    """A box of the parameter's standard-normal matrix, fp32. Blocks are drawn by several threads: NumPy frees the interpreter."""
+    """Draw a shard of a parameter's standard-normal matrix, in fp32.
+
+    Several threads draw blocks at once. NumPy releases the interpreter's lock meanwhile.
+    """
     rows, columns = global_shape[0], global_shape[1] if len(global_shape) > 1 else 1
     first_row, local_rows = offset[0], local_shape[0]
     first_column, local_columns = (offset[1], local_shape[1]) if len(global_shape) > 1 else (0, 1)
@@ -65,6 +83,9 @@ def draw_normal_slice(
     out = np.empty((local_rows, local_columns), dtype=np.float32)
 
     def draw(block: int) -> None:
+        """Draw one block of rows, and copy the shard's part of it to `out`."""
+        # The complete block is drawn, also if this rank needs only some of its rows or columns. A
+        # partial draw would make the values depend on the layout.
         start = block * block_rows
         stop = min(start + block_rows, rows)
         generator = np.random.Generator(
@@ -81,6 +102,7 @@ def draw_normal_slice(
         if local_rows
         else range(0)
     )
+    # For a few blocks the start of the threads costs more than it saves.
     if len(blocks) > 4:
         with ThreadPoolExecutor() as pool:
             list(pool.map(draw, blocks))

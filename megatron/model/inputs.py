@@ -1,6 +1,6 @@
-"""What a forward pass is given beside the residual stream: the microbatch, and where in the run it stands.
+"""Inputs of a forward pass apart from the residual stream.
 
-Legend: b micro-batch, s sequence length.
+b: micro-batch, s: sequence length.
 """
 
 from dataclasses import dataclass
@@ -13,30 +13,34 @@ from megatron.parallel.rng import DropoutKey
 START = DropoutKey(0, 0)
 
 Documents = tuple[tuple[int, ...], ...]
-"""For each sample the bounds of its documents, 0 first and s last: document i is [bounds[i], bounds[i + 1])."""
+"""Bounds of each sample's documents, 0 first and s last.
+
+Document i of a sample is [bounds[i], bounds[i + 1]).
+"""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A microbatch, the same for every stage of a pipeline; each takes of it what it needs."""
+    """A microbatch. It is the same for every stage of a pipeline, and each uses what it needs."""
 
     tokens: Tensor
-    """[b, s]"""
+    """[b, s]."""
     labels: Tensor | None = None
-    """[b, s], the token after each one; needed for the loss."""
+    """[b, s], the next token at each position. The loss needs them."""
     loss_mask: Tensor | None = None
-    """[b, s], 1 where a position counts; None: all do."""
+    """[b, s], 1 where a position counts. None means that all positions count."""
     position_ids: Tensor | None = None
-    """[b, s]; None: 0 to s - 1 in every sample."""
+    """[b, s]. None means 0 to s - 1 in every sample."""
     documents: Documents | None = None
-    """Given: attention stays within a document."""
+    """If given, attention stays within a document."""
     dropout_key: DropoutKey = START
-    """Seeds dropout."""
+    """Seeds the dropout of this forward pass."""
 
     def to(self, device: torch.device) -> "Inputs":
-        """Its tensors on `device`."""
+        """Return the inputs with their tensors on `device`."""
 
         def move(tensor: Tensor | None) -> Tensor | None:
+            # The copy overlaps with computation if the tensor is in pinned memory.
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         return Inputs(

@@ -1,16 +1,18 @@
-"""*The* loss: next-token cross entropy over a vocabulary that is cut over the tensor-parallel ranks. Every engine uses it.
+"""Next-token cross entropy over a vocabulary that is sharded over the tensor-parallel ranks.
 
-The output projection is part of it. Logits are made for a few rows at a time and turned into their own gradient while they are in
-the cache: what a step keeps is one [n, v/t] in the compute dtype until the projection's gradient is made, instead of several in
-fp32. Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over
-the ranks one after the other. Here each rank gives its own maximum, sum and target logit in one
+Every engine uses this loss. The output projection is part of it. Logits are computed for a few rows
+at a time and turned into their own gradient while they are in the cache. A step keeps one [n, v/t]
+matrix in the compute dtype until the projection's gradient is computed, and not several in fp32.
+
+Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the
+ranks one after the other. Here each rank sends its own maximum, sum and target logit in one
 all-gather for each chunk of rows.
 
 The maximum is subtracted from the target's logit before log(sum) is added. Logits of some thousands
 would otherwise round a loss near 0 to multiples of 2.4e-4, the spacing of fp32 numbers there.
 
-n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal `F.cross_entropy(F.linear(..))`
-over the real vocabulary, whatever the cut and the padding.
+n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal
+`F.cross_entropy(F.linear(..))` over the real vocabulary, for every sharding and padding.
 """
 
 from dataclasses import dataclass
@@ -24,19 +26,19 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 
 _CHUNK_BYTES_CPU = 4 << 20
-"""fp32 logits of a chunk: small enough for the cache."""
+"""Bytes of the fp32 logits of a chunk. It is small enough for the cache."""
 _CHUNK_BYTES_GPU = 256 << 20
-"""Large enough to fill the device, small beside its memory."""
+"""Large enough to fill the device, and small compared with its memory."""
 
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """The rows of the output matrix on this rank."""
+    """The rows of the output matrix that this rank holds."""
 
     first: int
     """Id of the first row."""
     real: int
-    """Rows that are real ids; those behind are padding."""
+    """Number of rows that are real ids. The rows after them are padding."""
 
 
 def cross_entropy(
@@ -47,13 +49,16 @@ def cross_entropy(
     tp: TensorParallel,
     loss_mask: Tensor | None = None,
 ) -> Tensor:
-    """Mean loss of a microbatch, over the positions that `loss_mask` keeps.
+    """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
 
     Args:
         hidden: [s, b, h], after the final norm and `enter_tensor_parallel`.
         weight: [v/t, h].
         labels: [s, b], ids of the next tokens.
-        loss_mask: [s, b], 1 where a position counts; None: all do.
+        rows: The ids of the rows of `weight`.
+        tp: The tensor-parallel ranks.
+        loss_mask: [s, b], 1 where a position counts. None means that all positions count.
+
     Returns:
         A scalar in fp32, the same on all tensor-parallel ranks.
     """
@@ -62,12 +67,17 @@ def cross_entropy(
     total = _LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients
     )
+    # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
+    # loss is then 0, and so is its gradient.
     count = float(labels.numel()) if mask is None else mask.sum().clamp(min=1.0)
     return total / count
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the masked losses. The gradients, up to the factor that arrives in backward, are made in forward."""
+    """Sum of the masked losses.
+
+    The forward pass computes the gradients up to the factor that arrives in the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -82,23 +92,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         n, real = hidden.shape[0], rows.real
         used = weight[:real]
-        local = labels - rows.first  # where the target lies on this rank, if it does
+        # Index of the target on this rank. It is out of range if another rank holds the target.
+        local = labels - rows.first
         here = (local >= 0) & (local < real)
+        # `gather` below needs valid indices everywhere. The results of these are masked out.
         local = local.where(here, 0)
         grad_logits = hidden.new_empty((n, real)) if keep_gradients else None
         grad_hidden = torch.empty_like(hidden) if keep_gradients else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        # The logits of only so many bytes exist at a time. Those of all rows in fp32 would be the
+        # largest tensor of the step.
         limit = _CHUNK_BYTES_GPU if hidden.is_cuda else _CHUNK_BYTES_CPU
         step = n if real == 0 else max(1, limit // (4 * real))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
             if real:
+                # Each rank subtracts its own maximum, so that exp cannot overflow. `_combine`
+                # corrects for the difference to the maximum over all ranks.
                 target = logits.gather(1, local[part, None])[:, 0].where(here[part], 0.0)
                 top = logits.amax(dim=1)
                 shares = logits.sub_(top[:, None]).exp_()
                 total = shares.sum(dim=1)
-            else:  # nothing but padding on this rank
+            else:
+                # This rank holds nothing but padding. It still takes part in the all-gather, with
+                # values that change nothing: a maximum of -inf and a sum of 0.
                 target = total = logits.new_zeros(logits.shape[0])
                 top = logits.new_full((logits.shape[0],), float("-inf"))
                 shares = logits
@@ -107,15 +125,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
             if grad_logits is None or grad_hidden is None:
                 continue
-            to_softmax = torch.exp(top - highest) / total  # over the whole vocabulary
+            # This turns exp(logit - top) into the softmax over the complete vocabulary.
+            to_softmax = torch.exp(top - highest) / total
             gradient = shares.mul_(to_softmax[:, None])
+            # The gradient of the loss by the logits is softmax - one_hot(target).
             if real:
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:
                 gradient.mul_(mask[part, None])
+            # Rounded to the compute dtype here, so that both matrix products below use it.
             grad_logits[part] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if grad_logits is not None:
+            # The rows of the padding must get a gradient of 0 and not uninitialised memory.
             grad_weight = (
                 torch.zeros_like(weight) if real < weight.shape[0] else torch.empty_like(weight)
             )
@@ -126,7 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scaled only here: in fp16 the factor carries the loss scale, without which these would underflow.
+        # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
+        # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
         return grad_hidden * factor, grad_weight * factor, None, None, None, None, None
 
@@ -140,16 +163,20 @@ def _combine(
     """Combine the ranks' parts of the vocabulary.
 
     Args:
-        top: [n'], the highest logit of this rank's part; -inf where it is all padding.
+        top: [n'], the highest logit of this rank's part. It is -inf if all of it is padding.
         total: [n'], this rank's sum of exp(logit - top).
         target: [n'], the target's logit on the rank that has it, 0 on the others.
+        tp: The tensor-parallel ranks.
+
     Returns:
-        [n'] each, over the whole vocabulary: the highest logit, the sum of exp(logit - highest),
-        the target's logit.
+        The highest logit, the sum of exp(logit - highest) and the target's logit, over the complete
+        vocabulary. Each is [n'].
     """
     if tp.size == 1:
         return top, total, target
+    # One message instead of three. Its size is small, so latency dominates.
     everyone = all_gather(torch.stack((top, total, target)), tp).view(tp.size, 3, -1)
     tops, totals, targets = everyone.unbind(dim=1)
     highest = tops.amax(dim=0)
+    # Only one rank has a target logit other than 0, so the sum selects it.
     return highest, (totals * torch.exp(tops - highest)).sum(dim=0), targets.sum(dim=0)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: up, activation, down; or gated (https://arxiv.org/abs/2002.05202)."""
+"""The feed-forward half of a block, plain or gated (https://arxiv.org/abs/2002.05202)."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,13 @@ def _linear(x: Tensor) -> Tensor:
 
 
 def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Tensor]:
-    """The non-linearity; in a gated MLP the one on the gate (geglu's is the erf form, as in the paper)."""
+    """Return the activation function. In a gated MLP it applies to the gate.
+
+    The GELU of geglu is the erf form, as in the paper.
+    """
     if glu is None:
         return _gelu_tanh if tanh_gelu else _gelu_erf
+    # swiglu and the others are the names of Megatron-DeepSpeed's --glu-activation.
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": F.silu,
         "geglu": _gelu_erf,
@@ -37,9 +41,18 @@ def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Te
 
 
 class MLP(nn.Module):
-    """[s, b, h] -> [s, b, h]; f is the inner width. Gate and up are two matrices, so that each rank's part is a box."""
+    """Map [s, b, h] to [s, b, h] through an inner width f.
+
+    Gate and up are two matrices, so that each rank's part of either is a contiguous slice.
+    """
 
     def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+        """Create the two or three matrices.
+
+        Args:
+            shape: Sizes of the model.
+            tp: The tensor-parallel ranks.
+        """
         super().__init__()
         config, f = shape.config, shape.ffn_hidden_size
         self.tp = tp
@@ -53,7 +66,9 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter_tensor_parallel(x, self.tp)  # once, for both matrices
+        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        # Entered once for both matrices. Two entries would double the communication.
+        x = enter_tensor_parallel(x, self.tp)
         up = self.up(x, entered=True)  # [s, b, f/t]
         if self.gate is None:
             return self.down(self.activation(up))

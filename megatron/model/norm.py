@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm over the last dimension, statistics in fp32 whatever the activations are.
+"""LayerNorm and RMSNorm over the last dimension, with statistics in fp32 for any input dtype.
 
-The output has the weights' dtype: that of the computation, also where the residual stream is kept in fp32.
+The output has the weights' dtype. This is the dtype of the computation, also if the residual stream
+is kept in fp32.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.parallel.layers import make_replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 
+# The kernels are looked up once, at import. A lookup in `forward` would cost time in every step.
 _apex_layer_norm, _apex_reason = apex.find(
     "apex.normalization.fused_layer_norm", "fused_layer_norm_affine"
 )
@@ -24,27 +26,40 @@ class LayerNorm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        """Create the weight and the bias, uninitialised.
+
+        Args:
+            size: Size of the last dimension.
+            eps: Added to the variance.
+            tp: The tensor-parallel ranks.
+        """
         super().__init__()
         self.eps = eps
         self.weight = make_replicated_parameter((size,), tp)
         self.bias = make_replicated_parameter((size,), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
+        """Map [..., h] to [..., h]."""
         if x.dtype != self.weight.dtype:
+            # The stream is in fp32 and the weights in half precision. The norm is computed in fp32.
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
+        # A compiler cannot trace apex's kernel. It fuses PyTorch's operation with its neighbours.
         if x.is_cuda and _apex_layer_norm is not None and not torch.compiler.is_compiling():
             return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
-        # Torch's kernel keeps mean and variance in fp32 for half-precision inputs, on CPU and GPU.
+        # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs.
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """RMSNorm in few passes over memory; torch's own on CPU is a chain of separate operations."""
+    """RMSNorm in few passes over memory.
+
+    On a CPU, PyTorch's own RMSNorm is a chain of separate operations.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
         mean_square = (
             torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
             .square_()
@@ -61,7 +76,7 @@ class _RMSNormFunction(torch.autograd.Function):
         normal = x * rstd  # fp32
         grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
         scaled = grad.float() * weight
-        # d rstd/dx pulls the gradient's component along the normalised input out again.
+        # The derivative of rstd removes the gradient's component along the normalised input.
         along = torch.linalg.vecdot(scaled, normal, dim=-1).div_(x.shape[-1]).unsqueeze_(-1)
         grad_x = scaled.addcmul_(normal, along, value=-1.0).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight, None
@@ -71,15 +86,21 @@ class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        """Create the weight, uninitialised.
+
+        Args:
+            size: Size of the last dimension.
+            eps: Added to the mean of the squares.
+            tp: The tensor-parallel ranks.
+        """
         super().__init__()
         self.eps = eps
         self.weight = make_replicated_parameter((size,), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiler fuses the plain formula with what is around it
+        """Map [..., h] to [..., h]."""
+        if torch.compiler.is_compiling():
+            # A compiler fuses the plain formula with the operations around it.
             rstd = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
             return (x * rstd * self.weight).to(self.weight.dtype)
         if x.is_cuda and x.dtype == self.weight.dtype and _apex_rms_norm is not None:
@@ -90,13 +111,13 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
-    """The norm that `--normalization` names, over the hidden size."""
+    """Build the norm that `--normalization` names, over the hidden size."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(config.hidden_size, config.layernorm_epsilon, tp)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
-    """(implementation, why) for the table at start."""
+    """Return the implementation of the norm and the reason for it, for the start table."""
     if device_type == "cpu":
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"

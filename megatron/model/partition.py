@@ -1,8 +1,9 @@
-"""Which pipeline stage holds which layers.
+"""Assignment of layers to pipeline stages.
 
-Invariant: the stages of a partition hold every layer exactly once, in order, and each at least one; the embedding is on the first
-stage, the head on the last. Virtual stages (several runs of layers on one rank, https://arxiv.org/abs/2104.04473, section 2.2) are
-stages like the others, dealt to the ranks in turn.
+Invariant: the stages of a partition hold every layer exactly once, in order, and each holds at
+least one. The embedding is on the first stage and the head on the last. With virtual stages
+(https://arxiv.org/abs/2104.04473, section 2.2), one rank holds several runs of layers. Virtual
+stages are stages like the others, and are dealt to the ranks in turn.
 """
 
 import re
@@ -18,7 +19,7 @@ from megatron.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive layers of the model, with the embedding before the first and the head behind the last."""
+    """A run of consecutive layers. The first stage has the embedding, and the last the head."""
 
     index: int
     layers: range
@@ -30,26 +31,30 @@ class Stage:
 
 
 def make_single_stage(shape: ModelShape) -> Stage:
-    """All layers in one stage: no pipeline."""
+    """Return one stage that holds all layers, for a run without a pipeline."""
     return Stage(0, range(shape.config.num_layers), first=True, last=True)
 
 
 def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
-    """All stages, virtual ones included, in the order of the layers; stage i lives on pipeline rank i % pipeline size.
+    """Return all stages, virtual ones included, in the order of the layers.
 
-    Without virtual stages, --pp-partition-method says where to cut; with them, each has --num-layers-per-virtual-pipeline-stage.
+    Stage i is on pipeline rank i % pipeline size. Without virtual stages --pp-partition-method
+    decides where a stage ends. With them, each has --num-layers-per-virtual-pipeline-stage layers.
 
-    Raises ConfigError on more ranks than layers, layers that virtual stages do not divide, virtual stages without a pipeline, or an
-    unknown method.
+    Raises:
+        ConfigError: There are more ranks than layers, virtual stages do not divide the layers or
+            have no pipeline, or the method is unknown.
     """
     ranks, per_virtual = (
         parallel.pipeline_model_parallel_size,
         parallel.num_layers_per_virtual_pipeline_stage,
     )
     layers = shape.config.num_layers
+    # A stage without layers would only pass activations on.
     if ranks > layers:
         raise ConfigError(
-            f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each stage needs a layer."
+            f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
+            "stage needs a layer."
         )
     if per_virtual is None:
         return _make_stages(
@@ -59,23 +64,25 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
         )
     if ranks == 1:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {per_virtual} interleaves the stages of a pipeline: give "
-            "--pipeline-model-parallel-size 2 or more, or leave it out."
+            f"--num-layers-per-virtual-pipeline-stage {per_virtual} interleaves the stages of a "
+            "pipeline: give --pipeline-model-parallel-size 2 or more, or leave it out."
         )
     if layers % (ranks * per_virtual):
         raise ConfigError(_describe_indivisible(layers, ranks, per_virtual))
+    # Virtual stages have equal sizes, so that all ranks take equally long for each.
     return _make_stages(list(range(0, layers + 1, per_virtual)))
 
 
 def select_stages_of_rank(
     stages: Sequence[Stage], pipeline_rank: int, pipeline_size: int
 ) -> tuple[Stage, ...]:
-    """The stages that live on one pipeline rank, in order: one, or as many as there are virtual stages on a rank."""
+    """Return the stages of one pipeline rank, in order. It is one without virtual stages."""
+    # Stages are dealt in turn, so those of a rank are `pipeline_size` apart.
     return tuple(stages[pipeline_rank::pipeline_size])
 
 
 def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[int, ...]:
-    """Number of transformer layers on each pipeline rank, over all its virtual stages."""
+    """Return the number of transformer layers on each pipeline rank, over all its stages."""
     return tuple(
         sum(len(stage.layers) for stage in select_stages_of_rank(stages, rank, pipeline_size))
         for rank in range(pipeline_size)
@@ -83,8 +90,13 @@ def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[
 
 
 def _make_stages(cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between neighbouring `cuts`: begins, and last the number of layers."""
+    """Return the stages between neighbouring `cuts`.
+
+    Args:
+        cuts: The first layer of each stage, and then the number of layers.
+    """
     count = len(cuts) - 1
+    # A wrong cut is a mistake in this module and not in the configuration, so these are assertions.
     assert cuts[0] == 0, f"cuts {cuts} would lose the first layers"
     assert all(begin < end for begin, end in pairwise(cuts)), (
         f"cuts {cuts} would make a stage without layers"
@@ -95,32 +107,44 @@ def _make_stages(cuts: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def _choose_even_cuts(layers: int, stages: int, ends: float) -> list[int]:
-    """Where stages begin, and last `layers`: each cut is nearest to an even share of the weight that leaves every stage a layer.
+    """Return the first layer of each stage, and then `layers`.
 
-    A layer weighs 1; `ends` is what the embedding weighs, and again the output projection.
+    Each cut is the nearest one to an even share of the weight that leaves every stage a layer. A
+    layer weighs 1.
+
+    Args:
+        layers: Number of layers.
+        stages: Number of stages.
+        ends: Weight of the embedding, and again of the output projection, in layers.
     """
+    # Both ends weigh the same, because the output matrix has the size of the embedding.
     share = (layers + 2 * ends) / stages
     cuts = [0]
     for stage in range(1, stages):
+        # The embedding precedes layer 0, so its weight is subtracted from the position of the cut.
         nearest = round(stage * share - ends)
+        # The limits keep a layer for this stage, and one for each of the stages that follow.
         cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - stage)))
     return [*cuts, layers]
 
 
 def _weigh_ends(shape: ModelShape, method: str) -> float:
-    """What the embedding, and the output projection, weigh in the cut, in layers.
+    """Return the weight of the embedding, and also of the output projection, in layers.
 
-    uniform counts layers, 'type:transformer|embedding' also counts the two ends as a layer each, parameters counts parameters.
+    "uniform" counts layers. "type:transformer|embedding" also counts each of the two ends as a
+    layer. "parameters" counts parameters.
     """
     method = method.lower()
     if method == "parameters":
         return flops.count_word_embedding_parameters(shape) / flops.count_layer_parameters(shape)
     if method.startswith("type:"):
         try:
+            # The method's names are DeepSpeed's. It matches a regular expression with class names.
             return 1.0 if re.search(method.removeprefix("type:"), "embedding") else 0.0
         except re.error as failure:
             raise ConfigError(
-                f"--pp-partition-method {method}: {failure}; write it as in type:transformer|embedding."
+                f"--pp-partition-method {method}: {failure}; write it as in "
+                "type:transformer|embedding."
             ) from None
     if method == "uniform":
         return 0.0
@@ -130,7 +154,7 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
 
 
 def _describe_indivisible(layers: int, ranks: int, per_virtual: int) -> str:
-    """The message where virtual stages do not divide the layers."""
+    """Return the error message for virtual stages that do not divide the layers."""
     fitting = [str(n) for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     way_out = (
         f"use {', '.join(fitting)}"
@@ -138,6 +162,7 @@ def _describe_indivisible(layers: int, ranks: int, per_virtual: int) -> str:
         else f"no value fits: {ranks} does not divide {layers}; leave it out"
     )
     return (
-        f"--num-layers-per-virtual-pipeline-stage {per_virtual} x --pipeline-model-parallel-size {ranks} = {ranks * per_virtual} "
-        f"must divide --num-layers {layers}; {way_out}."
+        f"--num-layers-per-virtual-pipeline-stage {per_virtual} x "
+        f"--pipeline-model-parallel-size {ranks} = {ranks * per_virtual} must divide "
+        f"--num-layers {layers}; {way_out}."
     )

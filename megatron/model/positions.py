@@ -1,4 +1,7 @@
-"""Rotary and ALiBi positions. What they need is computed once for a forward pass and given to every block."""
+"""Rotary and ALiBi positions.
+
+Their tables are computed once for a forward pass and given to every block.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,22 +17,29 @@ from megatron.parallel.mesh import TensorParallel
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention must know of positions; nothing for learned positions, which the embedding has added already."""
+    """The tables that attention needs for positions.
+
+    All are None for learned positions, which the embedding has added already.
+    """
 
     cos: Tensor | None = None
-    """[s, 1, 1, 1, rotary_dim / 2], or [s, b, ...] where samples differ in positions; fp32"""
+    """[s, 1, 1, 1, rotary_dim / 2], or [s, b, ...] if samples differ in positions, in fp32."""
     sin: Tensor | None = None
-    """As `cos`."""
+    """Same shape as `cos`."""
     bias: Tensor | None = None
-    """[1, heads/t, s, s]: ALiBi with the causal mask in it, in the activations' dtype."""
+    """[1, heads/t, s, s], ALiBi including the causal mask, in the activations' dtype."""
     documents: Documents | None = None
-    """Given: attention stays within a document."""
+    """If given, attention stays within a document."""
 
 
 def make_rotary_table(
     seq_length: int, dim: int, base: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, frequency_i = base^(-2i/dim) (https://arxiv.org/abs/2104.09864, section 3.2.2)."""
+    """Return cos and sin of position x frequency, with frequency_i = base^(-2i/dim).
+
+    Source: https://arxiv.org/abs/2104.09864, section 3.2.2.
+    """
+    # fp32, because half precision cannot represent large positions exactly.
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     angles = torch.outer(torch.arange(seq_length, device=device, dtype=torch.float32), frequencies)
     angles = angles.view(seq_length, 1, 1, 1, dim // 2)
@@ -37,7 +47,10 @@ def make_rotary_table(
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn channel pairs (i, i + dim/2) by the position's angle. Its backward turns back; no activation is kept."""
+    """Rotate channel pairs (i, i + dim/2) by the position's angle.
+
+    The backward pass rotates by the opposite angle, so no activation is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,10 +64,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of [s, b, g, n, d] into a new tensor."""
+    # Channels after the rotary ones pass unchanged (--rotary-percent below 1).
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    # The memory format is set because `x` is a view of the fused projection with other strides.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # fp32 inside, whatever x is: cos and sin promote.
+    # The arithmetic is in fp32 for any dtype of x, because cos and sin promote it.
     torch.sub(first * cos, second * sin, out=out[..., :half])
     torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
     out[..., 2 * half :] = rest
@@ -62,8 +78,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [s, b, g, n, d] without complex numbers."""
-    if torch.compiler.is_compiling():  # a compiler fuses the plain formula with what is around it
+    """Apply the rotary embedding to [s, b, g, n, d], without complex numbers."""
+    if torch.compiler.is_compiling():
+        # A compiler fuses the plain formula with the operations around it.
         half = cos.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
@@ -74,7 +91,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compute_alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi (https://arxiv.org/abs/2108.12409): 2^(-8i/n); between powers of two, every other slope of the next one."""
+    """Return ALiBi's slopes, 2^(-8i/n) (https://arxiv.org/abs/2108.12409).
+
+    If the number of heads n is not a power of two, the slopes of the power below it come first.
+    Then follow slopes of the power above it, every other one.
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power) + 1, 2)]
@@ -83,10 +104,19 @@ def compute_alibi_slopes(heads: int) -> list[float]:
 def make_alibi_bias(
     heads: range, total_heads: int, seq_length: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """slope x (j - i) for key j <= query i, -inf beyond. [1, heads, s, s]"""
+    """Return slope x (j - i) for key j <= query i and -inf for later keys, [1, heads, s, s].
+
+    Args:
+        heads: Numbers of this rank's heads.
+        total_heads: Number of heads of the model, from which the slopes follow.
+        seq_length: s.
+        device: Device of the result.
+        dtype: Dtype of the result.
+    """
     slopes = torch.tensor(
         [compute_alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32
     )
+    # Computed in fp32 and rounded once at the end. bf16 rounds distances above 256.
     positions = torch.arange(seq_length, device=device, dtype=torch.float32)
     distance = positions.view(1, -1) - positions.view(-1, 1)
     distance.masked_fill_(distance > 0, float("-inf"))
@@ -94,17 +124,30 @@ def make_alibi_bias(
 
 
 class PositionTables:
-    """Makes `Positions` for a sequence length and keeps the last one: a table is the same for every step and block."""
+    """Builder of `Positions`. It keeps the last tables, which all steps and blocks share."""
 
     def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
+        """Start without tables. They are built at the first use.
+
+        Args:
+            shape: Sizes of the model.
+            tp: The tensor-parallel ranks.
+        """
         self._shape = shape
         self._tp = tp
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._positions = Positions()
 
     def make_positions(self, inputs: Inputs, dtype: torch.dtype) -> Positions:
-        """The positions of a microbatch; `dtype` of the activations."""
+        """Return the positions of a microbatch.
+
+        Args:
+            inputs: The microbatch.
+            dtype: Dtype of the activations.
+        """
         key = (inputs.tokens.shape[1], inputs.tokens.device, dtype)
+        # During curriculum learning the length changes, and evaluation uses the full length. Only
+        # one set of tables is kept, because ALiBi's bias grows with the square of the length.
         if key != self._key:
             self._key, self._positions = key, self._make(*key)
         positions = self._positions
@@ -113,6 +156,7 @@ class PositionTables:
             and positions.cos is not None
             and positions.sin is not None
         ):
+            # Positions restart at document boundaries. Each sample then picks its own rows.
             rows = inputs.position_ids.t()
             cos, sin = (
                 table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin)
@@ -125,6 +169,7 @@ class PositionTables:
         )
 
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
+        """Build the tables of the configured kind of positions."""
         config = self._shape.config
         if config.position_embedding_type == "rotary":
             cos, sin = make_rotary_table(

@@ -1,8 +1,10 @@
-"""Full recomputation of a block: what is kept of its input, and where (https://arxiv.org/abs/1604.06174).
+"""Full recomputation of a block: what is kept of its input, and where.
 
-The input of a block is the residual stream, which every tensor-parallel rank holds whole unless the sequence is cut: each may keep
-a part of its own and gather the whole when the backward pass comes (https://arxiv.org/abs/1910.02054, section 6.1), on its device
-or in host memory. It is copied and never rounded, so the numbers stay as they are.
+Source: https://arxiv.org/abs/1604.06174. The input of a block is the residual stream. Every
+tensor-parallel rank holds all of it unless the sequence is sharded. Each rank may keep a part of
+its own and gather all parts in the backward pass (https://arxiv.org/abs/1910.02054, section 6.1).
+The part is kept on the device or in host memory. It is copied and never rounded, so the numbers do
+not change.
 """
 
 import math
@@ -21,29 +23,41 @@ from megatron.parallel.mesh import TensorParallel
 
 @dataclass(frozen=True)
 class _KeptInput:
+    """The residual stream as it is kept between the forward and the backward pass."""
+
     part: Tensor
-    """One-dimensional; all elements, or this tensor-parallel rank's."""
+    """One-dimensional. It has all elements, or those of this tensor-parallel rank."""
     shape: torch.Size
     device: torch.device
 
 
 class Recomputation:
-    """Calls a block's computation, and once more in the backward pass."""
+    """Computes a block, and computes it again in the backward pass."""
 
     def __init__(self, tp: TensorParallel, *, partition: bool, in_cpu: bool) -> None:
-        """`partition`: keep this rank's part only; `in_cpu`: keep it in host memory."""
+        """Choose what is kept and where.
+
+        Args:
+            tp: The tensor-parallel ranks.
+            partition: Keep only this rank's part of the input.
+            in_cpu: Keep it in host memory.
+        """
         self._tp = tp
+        # With sequence parallelism each rank has only its own slice already.
         self._partition = partition and tp.size > 1 and not tp.sequence_parallel
         self._in_cpu = in_cpu
 
     def __call__(self, compute: Callable[..., Tensor], x: Tensor, *others: object) -> Tensor:
-        """compute(x, *others) -> [as it is]; of the arguments `x` alone needs a gradient and memory."""
+        """Return compute(x, *others). Of the arguments only `x` needs a gradient and memory."""
         with self._make_hooks():
-            # Each dropout seeds the generator itself, so there is no state of it to preserve.
+            # Each dropout seeds the generator itself, so there is no random state to preserve.
             return checkpoint(compute, x, *others, use_reentrant=False, preserve_rng_state=False)
 
     def _make_hooks(self) -> AbstractContextManager[None]:
-        """What `checkpoint` saves of its arguments goes through these hooks; within it, its own are at work."""
+        """Return the hooks through which `checkpoint` saves its arguments.
+
+        Inside the recomputed function, the hooks of `checkpoint` itself apply.
+        """
         return (
             saved_tensors_hooks(self._keep, self._give_back)
             if self._partition or self._in_cpu
@@ -51,15 +65,19 @@ class Recomputation:
         )
 
     def _keep(self, x: Tensor) -> _KeptInput:
+        """Return what is kept of the input."""
         part = x.detach().reshape(-1)
         if self._partition:
+            # The clone is needed. A view would keep the complete tensor allocated.
             part = part.chunk(self._tp.size)[self._tp.rank].clone()
         if self._in_cpu and x.is_cuda:
+            # Pinned memory allows the copy to overlap with the next block's computation.
             host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
             part = host.copy_(part, non_blocking=True)
         return _KeptInput(part, x.shape, x.device)
 
     def _give_back(self, kept: _KeptInput) -> Tensor:
+        """Return the complete input on its device. All tensor-parallel ranks call it together."""
         part = kept.part.to(kept.device, non_blocking=True)
         if self._partition:
             whole = part.new_empty(math.prod(kept.shape))

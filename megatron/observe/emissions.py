@@ -1,7 +1,8 @@
-"""Energy and CO2 of a run, by codecarbon, which reckons offline with a country's energy mix.
+"""Energy and CO2 of a run, measured by codecarbon. It works offline with a country's energy mix.
 
-Invariant: whatever codecarbon does, training goes on. A disk that cannot be written is reported once and tried again with each
-flush; any other failure ends the measurement. Its own logger is kept to errors, or it floods the log.
+Invariant: no failure of codecarbon ends the training. If the disk cannot be written, this is
+reported once and tried again at each flush. Any other failure ends the measurement. The logger of
+codecarbon is limited to errors, because it would flood the log.
 """
 
 from __future__ import annotations
@@ -17,11 +18,21 @@ if TYPE_CHECKING:
 
 
 class Emissions:
-    """Measures from construction to `stop`, into `emissions.csv` in `directory` (None: off). Use from one rank only."""
+    """Measurement from construction to `stop`, written to `emissions.csv`. Use from one rank only.
+
+    All methods do nothing if the measurement is off or has failed.
+    """
 
     def __init__(
         self, directory: str | None, country_iso_code: str, *, say: Callable[[str], None] = print
     ) -> None:
+        """Start the measurement.
+
+        Args:
+            directory: Folder of `emissions.csv`, or None to measure nothing.
+            country_iso_code: Country whose energy mix is assumed, as in "FRA".
+            say: Prints a line of the log.
+        """
         self._say = say
         self._tracker: OfflineEmissionsTracker | None = None
         self._path = Path(directory or "") / "emissions.csv"
@@ -31,10 +42,11 @@ class Emissions:
 
     @property
     def enabled(self) -> bool:
+        """Whether a measurement is running."""
         return self._tracker is not None
 
     def flush(self) -> None:
-        """Write what was measured so far, so that a killed run loses little; call it with each save."""
+        """Write the measurement so far, so that a killed run loses little. Call it at each save."""
         if self._tracker is None:
             return
         try:
@@ -44,17 +56,24 @@ class Emissions:
             self._lost_rows += 1
             if self._lost_rows == 1:
                 self._say(
-                    f"cannot write emissions to {self._path}: {error}; training goes on, each save attempts it again"
+                    f"cannot write emissions to {self._path}: {error}; training goes on, each save "
+                    "attempts it again"
                 )
-        except Exception as error:  # a foreign package must not end the training
+        except Exception as error:
+            # A foreign package must not end the training.
             self._give_up(error)
         else:
             self._say_if_it_works_again()
 
     def stop(self) -> float | None:
-        """Write the last row; kg of CO2 equivalent, or None where nothing was measured. Stopping twice is harmless."""
+        """Write the last row and end the measurement. A second call does nothing.
+
+        Returns:
+            Kilograms of CO2 equivalent, or None if nothing was measured.
+        """
         if self._tracker is None:
             return None
+        # Cleared first, so that a failure below cannot lead to a second call on the same tracker.
         tracker, self._tracker = self._tracker, None
         try:
             self._end_torn_row()
@@ -62,14 +81,19 @@ class Emissions:
         except OSError as error:
             self._say(f"cannot write emissions to {self._path}: {error}; its last row is lost")
             return None
-        except Exception as error:  # a foreign package must not end the training
+        except Exception as error:
+            # A foreign package must not end the training.
             self._give_up(error)
             return None
         self._say_if_it_works_again()
         return kilograms
 
     def _end_torn_row(self) -> None:
-        """End a row that a full disk cut off, so that it does not swallow the next one. Raises OSError."""
+        """End a row that a full disk cut off. The next row would otherwise be appended to it.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         if self._lost_rows and self._path.is_file():
             with open(self._path, "rb+") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -78,7 +102,10 @@ class Emissions:
                     file.write(b"\n")
 
     def _say_if_it_works_again(self) -> None:
-        """Rows hold totals, so a lost one costs a point of the curve and no energy."""
+        """Report that rows are written again.
+
+        Rows hold totals. A lost row costs a point of the curve and no energy.
+        """
         if self._lost_rows:
             self._say(
                 f"emissions are written to {self._path} again; {self._lost_rows} rows were lost"
@@ -86,20 +113,22 @@ class Emissions:
             self._lost_rows = 0
 
     def _start(self, directory: str, country_iso_code: str) -> None:
+        """Create the folder and the tracker, and start it. A failure is only reported."""
         try:
             from codecarbon import OfflineEmissionsTracker
         except ImportError:
             self._say(
-                "--codecarbon-dir is given, but codecarbon is not installed: emissions are not measured (pip install codecarbon)"
+                "--codecarbon-dir is given, but codecarbon is not installed: emissions are not "
+                "measured (pip install codecarbon)"
             )
             return
         try:
-            Path(directory).mkdir(
-                parents=True, exist_ok=True
-            )  # codecarbon refuses a folder that is not there
-            # Before construction too: log_level= takes effect only in the middle of it.
+            # codecarbon rejects a folder that does not exist.
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            # The level is set before the construction too, because `log_level` below takes effect
+            # only in the middle of it.
             logging.getLogger("codecarbon").setLevel(logging.ERROR)
-            # allow_multiple_runs: a lock file of a killed run must not silence the next one.
+            # codecarbon takes a lock file. That of a killed run must not disable the next one.
             tracker = OfflineEmissionsTracker(
                 output_dir=directory,
                 country_iso_code=country_iso_code,
@@ -108,7 +137,8 @@ class Emissions:
             )
             tracker.start()
             self._tracker = tracker
-        except Exception as error:  # a foreign package must not end the training
+        except Exception as error:
+            # A foreign package must not end the training.
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -117,10 +147,12 @@ class Emissions:
 
 
 def _refuse_none(kilograms: float | None) -> float:
-    """codecarbon swallows the exceptions of these calls, and returns None.
+    """Return the measured value, or raise an error if codecarbon returned None.
+
+    codecarbon catches the exceptions of its own calls, and returns None.
 
     Raises:
-        OSError: it did so.
+        OSError: The value is None.
     """
     if kilograms is None:
         raise OSError("codecarbon gives no reason; is there room on the disk?")

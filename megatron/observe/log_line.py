@@ -1,7 +1,7 @@
-"""The lines that people grep and scripts parse: training, validation, checkpoints, exits.
+"""The log lines that people search and scripts parse: training, validation, checkpoints, exits.
 
-Invariant: the formats are Megatron-DeepSpeed's (BigScience), byte for byte; golden tests hold them. Whatever changes a line
-here breaks somebody's script.
+Invariant: the formats are those of Megatron-DeepSpeed (BigScience), byte for byte. Golden tests
+compare them. A change of a line breaks scripts that parse it.
 """
 
 import math
@@ -9,7 +9,7 @@ import re
 
 from megatron.observe.report import IterationReport
 
-# Label in the log line -> key of the parsed dictionary, which is the report's field.
+# Label in the log line -> key of the parsed dictionary, which is a field of the report.
 _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "consumed samples": ("consumed_samples", int),
     "consumed tokens": ("consumed_tokens", int),
@@ -27,7 +27,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "samples per second": ("samples_per_second", float),
     "TFLOPs": ("tflops", float),
 }
-# Not anchored at the line's start: launchers put `[default7]:` or a time there.
+# The pattern is not anchored at the line's start. Launchers put `[default7]:` or a time there.
 _TRAINING = re.compile(r"(?:^|[\s:\]])iteration +(\d+)/ *(\d+) \|(.*)")
 _VALIDATION = re.compile(
     r"(?:^\s*\d+:|^|\]:?) ?(?P<name>[^|\]]*?) loss at iteration (?P<iteration>\d+) \|"
@@ -36,7 +36,7 @@ _VALIDATION = re.compile(
 
 
 def format_training_line(report: IterationReport) -> str:
-    """The line of one report; its optional fields (None by default) only where they have a value."""
+    """Return the line of one report. Optional fields are left out if they are None."""
     parts = [
         f" iteration {report.iteration:8d}/{report.train_iters:8d}",
         f"consumed samples: {report.consumed_samples:12d}",
@@ -57,6 +57,8 @@ def format_training_line(report: IterationReport) -> str:
         parts.append(f"params norm: {report.params_norm:.3f}")
     if report.curriculum_seqlen is not None:
         parts.append(f"curriculum seqlen: {report.curriculum_seqlen:5d}")
+    # These follow the optional fields in Megatron's line. Each field ends with a separator. The
+    # parser ignores a field without one, because it was cut off.
     parts += [
         f"number of skipped iterations: {report.skipped_iterations:3d}",
         f"number of nan iterations: {report.nan_iterations:3d}",
@@ -67,26 +69,38 @@ def format_training_line(report: IterationReport) -> str:
 
 
 def format_validation_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
-    """The line of one evaluation; `name` is the set's, for runs with several."""
-    return f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss PPL: {compute_perplexity(lm_loss):.6E} |"
+    """Return the line of one evaluation. `name` is the set's, for runs with several sets."""
+    return (
+        f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss "
+        f"PPL: {compute_perplexity(lm_loss):.6E} |"
+    )
 
 
 def compute_perplexity(lm_loss: float) -> float:
-    """exp(loss), the exponent cut at 20 as Megatron does, so that an untrained or broken model cannot overflow it."""
+    """Return exp(loss), with the exponent limited to 20 as in Megatron.
+
+    The loss of an untrained or broken model would otherwise overflow.
+    """
+    # A nan loss stays nan: `min` returns its first argument if the comparison is false.
     return math.exp(min(lm_loss, 20.0))
 
 
 def parse_log_line(text: str) -> dict[str, int | float] | None:
-    """One training line -> {report field: number}, or None if `text` is none, or other ranks' output was mixed into it.
+    """Parse one training line.
 
-    Takes launcher prefixes, and milliseconds (`elapsed time per iteration (ms)`) of older logs, which come back as seconds. Of a
-    line that was cut off, the fields that are whole.
+    Launcher prefixes are accepted. Milliseconds of older logs (`elapsed time per iteration (ms)`)
+    are converted to seconds. Of a line that was cut off, the complete fields are returned.
+
+    Returns:
+        {report field: number}, or None if `text` is no training line or is mixed with the output of
+        other ranks.
     """
     match = _TRAINING.search(text)
     if match is None:
         return None
     found: dict[str, int | float] = {"iteration": int(match[1]), "train_iters": int(match[2])}
     try:
+        # The part after the last separator is either empty or cut off in the middle of a number.
         for part in match[3].split("|")[:-1]:
             label, _, value = part.partition(":")
             label = label.strip()
@@ -96,12 +110,13 @@ def parse_log_line(text: str) -> dict[str, int | float] | None:
                 key, kind = _FIELDS[label]
                 found[key] = kind(value)
     except ValueError:
+        # A number is followed by something else, so the outputs of two ranks are mixed.
         return None
     return found
 
 
 def parse_validation_log_line(text: str) -> dict[str, str | int | float] | None:
-    """One validation line -> {name, iteration, lm_loss, ppl}, or None."""
+    """Parse one validation line into {name, iteration, lm_loss, ppl}, or None if it is none."""
     match = _VALIDATION.search(text)
     if match is None:
         return None
@@ -115,34 +130,43 @@ def parse_validation_log_line(text: str) -> dict[str, str | int | float] | None:
 
 
 def format_saved_checkpoint_line(iteration: int, path: str) -> str:
+    """Return the line for a checkpoint that was saved."""
     return f"successfully saved checkpoint at iteration {iteration:7d} to {path}"
 
 
 def format_loaded_checkpoint_line(path: str, iteration: int) -> str:
+    """Return the line for a checkpoint that was loaded."""
     return f"successfully loaded checkpoint from {path} at iteration {iteration}"
 
 
 def format_no_checkpoint_line(path: str) -> str:
-    """`path` is the checkpoint folder, without /latest."""
+    """Return the line for a start without a checkpoint.
+
+    `path` is the checkpoint folder, without /latest.
+    """
     return f"Unable to find latest file at {path}/latest"
 
 
 def format_kill_switch_line(path: str) -> str:
+    """Return the line for a stop by the kill switch."""
     return f"Detected kill switch at {path}"
 
 
 def format_exit_duration_line(minutes: float) -> str:
+    """Return the line for a stop by --exit-duration-in-mins."""
     return f"exiting program after {minutes:g} minutes"
 
 
 def format_training_complete_line() -> str:
+    """Return the line for the end of training."""
     return "training is complete"
 
 
 def format_exit_iteration_line(iteration: int) -> str:
+    """Return the line for a stop at an iteration."""
     return f"exiting program at iteration {iteration}"
 
 
 def format_skipped_range_line(first: int, last: int) -> str:
-    """Once for each merged range, both ends inclusive."""
+    """Return the line for one merged range of skipped iterations, both ends inclusive."""
     return f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag."

@@ -1,13 +1,18 @@
-"""The metrics file: JSON lines, one for each iteration and one for each evaluation, appended over all launches of a run.
+"""The metrics file: JSON lines, one for each iteration and evaluation, over all launches of a run.
 
-Invariants: each line is written by one call and ends in a newline, so that a killed run tears its last line at most, and the next
-launch starts on a fresh one; numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity" (`float()` reads them, and
-an infinite gradient norm stays apart from an undefined one); what a rollback undid stays in the file, but the reader leaves it
-out.
+Invariants:
+- Each line is written by one call and ends in a newline. A killed run tears at most its last line,
+  and the next launch starts a new one.
+- Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity". `float()` reads them.
+  An infinite gradient norm thus differs from an undefined one.
+- Iterations that a rollback undid stay in the file, but the reader leaves them out.
+
+Example (the second line is shortened):
 
     {"kind": "start", "iteration": 0, "time": ...}
-    {"kind": "train", "iteration": 1, "lm_loss": 9.1, ..., "seconds": 0.8, "data_wait_seconds": 0.01, ..., "time": ...}
-    {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2, "time": "2026-01-31T12:00:00.123+00:00"}
+    {"kind": "train", "iteration": 1, "lm_loss": 9.1, ..., "seconds": 0.8, ..., "time": ...}
+    {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2,
+     "time": "2026-01-31T12:00:00.123+00:00"}
 """
 
 import contextlib
@@ -27,25 +32,40 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends to `path`, making its folder; use from one rank only.
+    """Writer that appends to the metrics file. Use it from one rank only.
 
-    Where it cannot be written (disk full, no permission) `say` reports it once and training goes on. Each further line is attempted
-    again; when that works, `say` reports how many were lost.
+    If the file cannot be written (disk full, no permission), this is reported once and training
+    goes on. Each further line is attempted again. When one succeeds, the number of lost lines is
+    reported.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, say: Callable[[str], None] = print) -> None:
+        """Store the path. The file and its folder are created with the first line.
+
+        Args:
+            path: The file to append to.
+            say: Prints a line of the log.
+        """
         self._path = Path(path)
         self._say = say
         self._lost_lines = 0
-        self._at_line_start = False  # not known before the file is open
+        # Not known before the file is open, so the first line starts with a newline if needed.
+        self._at_line_start = False
         self._descriptor: int | None = None
 
     def start(self, iteration: int) -> None:
-        """Training starts behind `iteration` (0, or the loaded checkpoint's): readers drop what the file has of later ones."""
+        """Record a launch that continues after `iteration` (0, or the loaded checkpoint's).
+
+        Readers drop the later iterations that the file has from earlier launches.
+        """
         self._append({"kind": "start", "iteration": iteration})
 
     def write_training(self, report: IterationReport) -> None:
-        """One iteration. Phases appear as `<phase>_seconds`, and `compute_seconds` is the work without its communication."""
+        """Write one iteration.
+
+        Phases appear as `<phase>_seconds`. The field `compute_seconds` is forward, backward and
+        optimizer without their communication.
+        """
         record: dict[str, Any] = {"kind": "train", **vars(report)}
         phases = dict(record.pop("phase_seconds"))
         record |= {
@@ -55,18 +75,19 @@ class MetricsFile:
         self._append(record)
 
     def write_validation(self, iteration: int, lm_loss: float, name: str = "validation") -> None:
-        """One evaluation of one validation or test set."""
+        """Write one evaluation of one validation or test set."""
         self._append(
             {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
         )
 
     def close(self) -> None:
-        """Close the file. A network file system may report here what it could not write."""
+        """Close the file. A network file system may report a failed write only at this point."""
         try:
             self._close()
         except OSError as error:
             self._say(
-                f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be lost"
+                f"cannot write metrics to {self._path}: {error.strerror}; lines at its end may be "
+                "lost"
             )
 
     def _close(self) -> None:
@@ -75,6 +96,7 @@ class MetricsFile:
             os.close(descriptor)
 
     def _append(self, record: dict[str, Any]) -> None:
+        """Write one record with the current time. A failure is counted and reported once."""
         record["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = (
             json.dumps({key: _encode_non_finite(value) for key, value in record.items()}).encode()
@@ -84,11 +106,14 @@ class MetricsFile:
             self._write(line)
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._close()  # opened again for the next line: the file may have been moved, or its mount have gone stale
+                # The next line opens the file again. It may have been moved, or its mount may have
+                # become stale.
+                self._close()
             self._lost_lines += 1
             if self._lost_lines == 1:
                 self._say(
-                    f"cannot write metrics to {self._path}: {error.strerror}; training goes on, each line is attempted again"
+                    f"cannot write metrics to {self._path}: {error.strerror}; training goes on, "
+                    "each line is attempted again"
                 )
             return
         if self._lost_lines:
@@ -98,9 +123,14 @@ class MetricsFile:
             self._lost_lines = 0
 
     def _write(self, line: bytes) -> None:
-        """Raises OSError: the line is not there, or not whole."""
+        """Write one complete line.
+
+        Raises:
+            OSError: The line was not written, or only a part of it.
+        """
         if self._descriptor is None:
             self._descriptor = self._open()
+        # After a torn line a newline comes first. The torn part then spoils no other line.
         line = line if self._at_line_start else b"\n" + line
         self._at_line_start = False
         written = os.write(self._descriptor, line)
@@ -110,7 +140,7 @@ class MetricsFile:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND and one write a line: nothing stays in a buffer that a kill could lose.
+        # With O_APPEND and one write for each line, no data is in a buffer that a kill could lose.
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(descriptor).st_size
         self._at_line_start = size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
@@ -118,10 +148,12 @@ class MetricsFile:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The run's iterations in order, each once: {..., "validation": {name: loss}} with "validation" only where one was made.
+    """Read the iterations of a run in order, each once.
 
-    Iterations of a lost run (behind the one from which a later launch started) are left out, torn lines passed over. An
-    evaluation without an iteration of its own (--eval-only) gives an entry that has "iteration" and "validation" only.
+    An iteration has "validation": {name: loss} only if it was evaluated. Iterations of a lost run
+    are left out. These come after the iteration from which a later launch started. Torn lines are
+    skipped. An evaluation without an iteration of its own (--eval-only) gives an entry with
+    "iteration" and "validation" only.
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
@@ -135,11 +167,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 entry = entries.setdefault(iteration, {"iteration": iteration})
                 entry.setdefault("validation", {})[record["name"]] = record["lm_loss"]
                 continue
+            # A start at an iteration, or an iteration that comes again, undoes all later ones.
             keep = iteration if kind == "start" else iteration - 1
             if keep < last:
                 entries = {number: entry for number, entry in entries.items() if number <= keep}
             if kind == "train":
-                # An evaluation may stand before its iteration's line.
+                # The line of an evaluation may precede the line of its iteration.
                 entries[iteration] = entries.get(iteration, {}) | record
             last = iteration
     return [entries[number] for number in sorted(entries)]
@@ -152,9 +185,11 @@ def _encode_non_finite(value: Any) -> Any:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is not a complete record of a known kind."""
     try:
         record = json.loads(line)
-    except ValueError:  # torn, or not text
+    except ValueError:
+        # The line is torn, or not text.
         return None
     if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
         return None

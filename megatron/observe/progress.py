@@ -1,6 +1,7 @@
-"""A progress bar for people at a terminal, nothing for log files.
+"""A progress bar for people at a terminal. It draws nothing into log files.
 
-Invariant: lines go through `say`, which lifts the bar out of their way, so that a log line is never mixed with it.
+Invariant: all lines go through `say`, which moves the bar out of their way. A log line is therefore
+never mixed with the bar.
 """
 
 import sys
@@ -10,12 +11,19 @@ from tqdm import tqdm
 
 
 class ProgressBar:
-    """Bar over the iterations of a run; draws only if `show` and `stream` is a terminal, and is silent otherwise."""
+    """Bar over the iterations of a run. It draws only if `show` is set and `stream` a terminal."""
 
     def __init__(
         self, *, total: int, initial: int = 0, show: bool, stream: TextIO | None = None
     ) -> None:
-        """`stream` is stderr by default."""
+        """Create the bar.
+
+        Args:
+            total: Iterations of the run.
+            initial: Iterations that are done already.
+            show: Draw the bar if `stream` is a terminal.
+            stream: Where to draw, by default stderr.
+        """
         stream = sys.stderr if stream is None else stream
         self._bar: tqdm[None] | None = None
         if show and stream.isatty():
@@ -24,13 +32,14 @@ class ProgressBar:
             )
 
     def update(self, iterations: int = 1, note: str = "") -> None:
-        """Go on by so many iterations; `note` (as in 'loss 3.21') stands at the bar's end."""
+        """Advance by some iterations. `note`, as in 'loss 3.21', is shown at the bar's end."""
         if self._bar is not None:
+            # No refresh here, because the next line draws the bar anyway.
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(iterations)
 
     def say(self, line: str) -> None:
-        """Print a line to stdout, at once, above the bar."""
+        """Print a line to stdout immediately, above the bar."""
         if self._bar is None:
             print(line, flush=True)
         else:
@@ -38,5 +47,6 @@ class ProgressBar:
             sys.stdout.flush()
 
     def close(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()

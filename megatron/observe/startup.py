@@ -1,18 +1,19 @@
-"""The table at the start: what is in use (attention, norm, optimizer, loss, index helpers, backend) and why.
+"""The table at the start: which implementations are used, and why.
 
-Invariant: the slow choice is said aloud; each row gives its reason.
+Invariant: each row gives its reason. A user sees that a slow implementation was chosen.
 """
 
 from collections.abc import Iterable
 
 
 def format_start_table(rows: Iterable[tuple[str, str, str]]) -> str:
-    """(what, choice, why) rows as one aligned block of lines.
+    """Format (what, choice, why) rows as one aligned block of lines.
 
-    >>> print(format_start_table([("attention", "sdpa", "torch's flash kernel"), ("norm", "torch", "apex is not installed")]))
+    >>> rows = [("attention", "sdpa", "torch's flash kernel"), ("norm", "torch", "no apex")]
+    >>> print(format_start_table(rows))
      in use    | choice | why
      attention | sdpa   | torch's flash kernel
-     norm      | torch  | apex is not installed
+     norm      | torch  | no apex
     """
     table = [("in use", "choice", "why"), *rows]
     widths = [max(len(row[column]) for row in table) for column in (0, 1)]

@@ -1,10 +1,11 @@
-"""TensorBoard, with the tags of Megatron-DeepSpeed (BigScience), so that old and new runs share their charts.
+"""TensorBoard, with the tags of Megatron-DeepSpeed (BigScience), so that old charts still work.
 
-Invariant: one event file for each launch. A tag that ends in ' vs samples', ' vs tokens' or ' vs gigaflos (without embeddings)'
-has that quantity as its step axis, others the iteration. The package is optional: without it one line says so.
+Invariant: each launch has one event file. The step axis of a tag is the iteration. A tag that ends
+in ' vs samples', ' vs tokens' or ' vs gigaflos (without embeddings)' has that quantity as its step
+axis. The package is optional. A run without it prints one line about that.
 
-The file is written here and not by TensorBoard's own writer, whose thread ends at the first error of the disk and cannot be
-started again. The records are TensorBoard's.
+The file is not written by TensorBoard's own writer. Its thread ends at the first disk error and
+cannot be started again. The format of the records is TensorBoard's.
 """
 
 from __future__ import annotations
@@ -27,27 +28,40 @@ if TYPE_CHECKING:
 
 
 _SECONDS = 120.0
-"""Events wait no longer than this in memory."""
+"""Maximum time in seconds for which events stay in memory."""
 _MEMORY_BYTES = 64 << 20
-"""Of events that the disk does not take; about 300,000."""
+"""Memory for events that the disk does not accept. It holds about 300,000 events."""
 _RETRY_SECONDS = 10.0
-"""Between two attempts at a disk that does not take them."""
+"""Seconds between two attempts if the disk does not accept events."""
 
 
 class TensorBoard:
-    """Writes reports; does nothing where `--tensorboard-dir` was not given or the package is absent. Use from one rank only."""
+    """Writer of reports. Use it from one rank only.
+
+    It does nothing if `--tensorboard-dir` was not given or the package is not installed.
+    """
 
     def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print) -> None:
+        """Open the event file if one is asked for.
+
+        Args:
+            logging: The settings.
+            say: Prints a line of the log.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
         self._logging = logging
         self._say = say
         self._file = _open(logging, say) if logging.tensorboard_dir is not None else None
 
     @property
     def enabled(self) -> bool:
+        """Whether events are written."""
         return self._file is not None
 
     def write_training(self, report: IterationReport) -> None:
-        """One iteration, if it is due by --tensorboard-log-interval."""
+        """Write one iteration, if it is due by --tensorboard-log-interval."""
         if self._file is None or report.iteration % self._logging.tensorboard_log_interval != 0:
             return
         at = report.axes
@@ -73,7 +87,7 @@ class TensorBoard:
             self._add_phases(report.iteration, report.phase_seconds)
 
     def write_validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
-        """One evaluation; `name` is the set's where there are several."""
+        """Write one evaluation. `name` is the set's, if there are several."""
         tag = (
             f"lm-loss-validation/{name}/lm loss validation"
             if name is not None
@@ -84,12 +98,12 @@ class TensorBoard:
             self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
 
     def flush(self) -> None:
-        """Write what is in memory."""
+        """Write the events in memory to disk."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is in memory, and end the file."""
+        """Write the events in memory to disk, and close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -105,10 +119,12 @@ class TensorBoard:
             self._add(f"{phase}-time", seconds, iteration)
 
     def _add_with_axes(self, at: Axes, tag: str, value: float, *, gigaflops: bool = False) -> None:
+        """Write a value once for each step axis."""
         self._add(tag, value, at.iteration)
         self._add(f"{tag} vs samples", value, at.consumed_samples)
         self._add(f"{tag} vs tokens", value, at.consumed_tokens)
         if gigaflops:
+            # "gigaflos" is the spelling of Megatron-DeepSpeed. Another one would split the charts.
             self._add(
                 f"{tag} vs gigaflos (without embeddings)",
                 value,
@@ -116,60 +132,69 @@ class TensorBoard:
             )
 
     def _add(self, tag: str, value: float, step: int) -> None:
+        """Write one value at one step."""
         if self._file is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # `simple_value`, not the newer tensor form: scripts read these with EventAccumulator.Scalars.
+        # Scripts read these events with EventAccumulator.Scalars, which knows `simple_value` only
+        # and not the newer tensor form.
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
         self._file.add(Event(wall_time=time.time(), step=step, summary=summary))
 
 
 class EventFile:
-    """An event file that a full disk does not end: what could not be written stays in memory and is written later.
+    """An event file that tolerates a full disk.
 
-    Records are written at the offset behind the last whole one, so that a record that was cut off is written again. A reader
-    finds nothing behind a damaged record.
+    Events that could not be written stay in memory and are written later. Records are written at
+    the offset after the last complete record. A record that was cut off is thus overwritten. This
+    matters because a reader finds nothing after a damaged record.
     """
 
     def __init__(self, folder: Path, queue_size: int, say: Callable[[str], None]) -> None:
-        """Make the folder and the file.
+        """Create the folder and the file.
 
         Args:
-            queue_size: number of events in memory after which they are written.
+            folder: The folder of the file.
+            queue_size: Number of events in memory after which they are written.
+            say: Prints a line of the log.
 
         Raises:
-            OSError: the folder or the file cannot be written.
+            OSError: The folder or the file cannot be written.
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._folder, self._queue_size, self._say = folder, queue_size, say
         self._pending = io.BytesIO()
         self._events = 0
-        """In memory."""
+        """Number of events in memory."""
         self._lost_events = 0
         self._failing = False
         self._offset = 0
-        """Bytes of whole records in the file."""
+        """Bytes of complete records in the file."""
         self._write_at = time.monotonic() + _SECONDS
         folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = _create(folder)
+        # TensorBoard expects the version as the first record of a file.
         self._record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._write()
 
     def add(self, event: Event) -> None:
-        """Keep an event, and write all that are kept when it is time."""
-        if self._pending.tell() > _MEMORY_BYTES:  # the disk has been full for long
+        """Add an event, and write all events in memory when it is time."""
+        # The disk has been full for a long time. Training must not run out of memory for charts.
+        if self._pending.tell() > _MEMORY_BYTES:
             self._lost_events += self._events
             self._forget()
         self._record(event)
+        # While the disk fails, only the time decides. An attempt for each event would slow down
+        # training.
         full = self._events >= self._queue_size and not self._failing
         if full or time.monotonic() >= self._write_at:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events in memory. Where that fails it is reported once, and tried again later."""
+        """Write the events in memory. A failure is reported once, and tried again later."""
         try:
             self._write()
         except OSError as error:
@@ -183,7 +208,8 @@ class EventFile:
             return
         if self._failing:
             self._say(
-                f"TensorBoard events are written to {self._folder} again; {self._lost_events} were lost"
+                f"TensorBoard events are written to {self._folder} again; {self._lost_events} were "
+                "lost"
             )
             self._failing, self._lost_events = False, 0
 
@@ -192,9 +218,11 @@ class EventFile:
         self.flush()
         try:
             os.close(self._descriptor)
-        except OSError as error:  # a network file system may report here what it could not write
+        except OSError as error:
+            # A network file system may report a failed write only at this point.
             self._say(
-                f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last ones may be lost"
+                f"cannot write TensorBoard events to {self._folder}: {error.strerror}; the last "
+                "ones may be lost"
             )
         if self._failing:
             self._say(f"{self._lost_events + self._events} TensorBoard events were lost")
@@ -206,13 +234,19 @@ class EventFile:
         self._events += 1
 
     def _write(self) -> None:
-        """Raises OSError: not all is on the disk; all of it stays in memory."""
+        """Write all events in memory.
+
+        Raises:
+            OSError: Not all of them are on the disk. All of them stay in memory.
+        """
         left = self._pending.getbuffer()[: self._pending.tell()]
         at = self._offset
+        # pwrite may write less than asked for, so the rest is written by the next call.
         while left:
             written = os.pwrite(self._descriptor, left, at)
             left, at = left[written:], at + written
-        del left  # the buffer cannot be emptied while it is looked at
+        # The buffer cannot be released while a view of it exists.
+        del left
         self._offset = at
         self._forget()
         self._write_at = time.monotonic() + _SECONDS
@@ -223,7 +257,11 @@ class EventFile:
 
 
 def _create(folder: Path) -> int:
-    """Create an event file of a name that is free. Returns its descriptor. Raises OSError."""
+    """Create an event file with a free name and return its descriptor.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
     stem, number = (
         f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}",
         0,
@@ -235,22 +273,31 @@ def _create(folder: Path) -> int:
                 os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
                 0o644,
             )
-        except FileExistsError:  # an earlier file of this process and second
+        except FileExistsError:
+            # The same process created a file within this second.
             number += 1
 
 
 def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile | None:
+    """Open the event file, or return None if the package is not installed.
+
+    Raises:
+        ConfigError: The folder cannot be written, or is not in a file system.
+    """
+    # Imported here and not at first use, so that a missing package is reported at the start.
     try:
         import tensorboard.summary.writer.record_writer  # noqa: F401
     except ImportError:
         say(
-            "--tensorboard-dir is given, but the package tensorboard is not installed: no TensorBoard (pip install tensorboard)"
+            "--tensorboard-dir is given, but the package tensorboard is not installed: no "
+            "TensorBoard (pip install tensorboard)"
         )
         return None
     folder = str(logging.tensorboard_dir)
     if "://" in folder:
         raise ConfigError(
-            f"--tensorboard-dir {folder} must be a folder of a file system; sync it from there (tools/hub_sync.py)"
+            f"--tensorboard-dir {folder} must be a folder of a file system; sync it from there "
+            "(tools/hub_sync.py)"
         )
     try:
         return EventFile(Path(folder), logging.tensorboard_queue_size, say)

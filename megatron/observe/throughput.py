@@ -1,14 +1,16 @@
-"""Samples, tokens and floating-point operations a second, and their part of the device's peak (MFU).
+"""Samples, tokens and floating-point operations per second, and their part of the peak (MFU).
 
-Invariant: seconds are wall seconds of whole iterations, all waits included; TFLOPs and MFU are one device's. Peaks are the dense
-(no sparsity) bf16 Tensor Core rates of the vendors' data sheets; V100 and T4 have no bf16, theirs are fp16.
-MFU: PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+Invariant: seconds are wall seconds of complete iterations, including all waits. TFLOPs and MFU are
+those of one device. Peaks are the dense (no sparsity) bf16 Tensor Core rates of the vendors' data
+sheets. V100 and T4 have no bf16, so their peaks are fp16. MFU: PaLM,
+https://arxiv.org/abs/2204.02311, appendix B.
 """
 
 from dataclasses import dataclass
 
-# First match wins, so that the weaker variants of a name stand before it. Sources: NVIDIA's data sheets of each product
-# (https://www.nvidia.com/en-us/data-center/), "with sparsity" figures halved; AMD's for Instinct.
+# The first match wins, so the weaker variants of a name come before it. Sources: NVIDIA's data
+# sheets of each product (https://www.nvidia.com/en-us/data-center/), with the "with sparsity"
+# figures halved, and AMD's for Instinct.
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -37,20 +39,26 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True)
 class Throughput:
+    """Rates of a period of training."""
+
     samples_per_second: float
     tokens_per_second: float
-    """Over all devices."""
+    """Sum over all devices, as is `samples_per_second`."""
     tflops: float
-    """One device's."""
+    """TFLOPs of one device."""
     mfu: float | None
-    """0 to 1; None where the peak is not known."""
+    """Fraction of the peak, 0 to 1. None if the peak is not known."""
 
 
 def find_peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device by the name that `torch.cuda.get_device_name` gives; None where it is not in the table."""
+    """Return the dense bf16 peak of a device in TFLOPs, or None if it is not in the table.
+
+    `device_name` is the name that `torch.cuda.get_device_name` returns.
+    """
+    # Names are spelled with and without hyphens, so hyphens count as spaces.
     words = f" {device_name.replace('-', ' ')} ".upper()
     for name, peak in _PEAK_TFLOPS:
-        # Whole words, or "A10" would match "A100".
+        # Complete words are compared. As a substring, "A10" would match "A100".
         if f" {name.replace('-', ' ')} ".upper() in words:
             return peak
     return None
@@ -66,8 +74,17 @@ def compute_throughput(
     devices: int,
     peak_tflops: float | None,
 ) -> Throughput:
-    """Rates of work that took `seconds`: `samples`, `tokens`, `flops` (all that ran) and `model_flops` (without
-    recomputation) are totals over all `devices`. TFLOPs count what ran, MFU the model's."""
+    """Return the rates of work that took `seconds`. The other amounts are sums over all devices.
+
+    Args:
+        samples: Number of samples.
+        tokens: Number of tokens.
+        flops: Operations that were computed. They determine TFLOPs.
+        model_flops: Operations without recomputation. They determine MFU.
+        seconds: Wall time.
+        devices: Number of devices.
+        peak_tflops: Peak of one device, or None if it is not known.
+    """
     assert seconds > 0, f"work took {seconds} seconds"
     tflops = flops / seconds / devices / 1e12
     return Throughput(

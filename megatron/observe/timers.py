@@ -1,8 +1,9 @@
-"""Where the time of an iteration goes: seconds for each named phase.
+"""Seconds of an iteration for each named phase.
 
-Invariant: measuring never waits for the device. On a GPU, phases that queue work are bracketed with CUDA events, which are read
-only in `take`; phases that block the host (data wait, evaluation, save) and all phases on a CPU are read from the wall clock.
-Phases may nest: `communication` is inside `forward-backward` and `optimizer`, so sums over phases count it twice.
+Invariant: measuring never waits for the device. On a GPU, phases that queue work are measured with
+CUDA events, which are read only in `take`. Phases that block the host (data wait, evaluation, save)
+and all phases on a CPU are measured with the wall clock. Phases may nest. `communication` is inside
+of `forward-backward` and `optimizer`, so a sum over phases counts it twice.
 """
 
 import time
@@ -19,18 +20,18 @@ OPTIMIZER = "optimizer"
 EVALUATE = "evaluate"
 SAVE = "save"
 
-# They end with the host waiting anyway, and what a slow disk costs is host time: events would show the device's idle gap only.
+# The host waits at the end of these phases anyway, and a slow disk costs host time. Events would
+# show only the idle time of the device.
 _HOST_PHASES = frozenset({DATA_WAIT, EVALUATE, SAVE})
 
 
 class _WallTimer:
-    """Context that adds wall seconds; entering and leaving costs about half a microsecond."""
+    """Context that adds wall seconds. Entering and leaving it costs about half a microsecond."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._starts: list[
-            float
-        ] = []  # a stack, for a phase entered inside itself: only the outermost counts
+        # A stack, for a phase that is entered within itself. Only the outermost entry counts.
+        self._starts: list[float] = []
 
     def __enter__(self) -> None:
         self._starts.append(time.perf_counter())
@@ -54,7 +55,7 @@ class _WallTimer:
 
 
 class _EventTimer:
-    """Context that records a pair of events on the current stream; `take` reads and reuses them."""
+    """Context that records a pair of events on the current stream. `take` reads and reuses them."""
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
@@ -64,6 +65,7 @@ class _EventTimer:
         self._seconds = 0.0
 
     def _record(self) -> Any:
+        # Creating an event is slow compared with recording one, so events are reused.
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         return event
@@ -79,6 +81,7 @@ class _EventTimer:
     ) -> None:
         start = self._open.pop()
         if self._open:
+            # The phase is still open further out. Only the outermost pair counts.
             self._free.append(start)
         else:
             self._pairs.append((start, self._record()))
@@ -90,29 +93,38 @@ class _EventTimer:
         pairs, self._pairs = self._pairs, []
         seconds, self._seconds = self._seconds, 0.0
         for start, end in pairs:
-            end.synchronize()  # streams may differ from pair to pair, so each end is waited for
+            # Streams may differ from pair to pair, so each end must be waited for.
+            end.synchronize()
             seconds += start.elapsed_time(end) / 1000.0
             self._free += (start, end)
         return seconds
 
 
 class Timers:
-    """`with timers("data-wait"): ...`; `timers.add("communication", seconds)`; `timers.take()` -> seconds since the last take.
+    """Timers of all phases.
 
-    Entered by the thread that does the work: one phase must not be open in two threads at once.
+    Use `with timers("data-wait"): ...` or `timers.add("communication", seconds)`. `timers.take()`
+    returns the seconds since the last call. The thread that does the work enters a phase. One phase
+    must not be open in two threads at once.
     """
 
     def __init__(
         self, device: torch.device | str = "cpu", *, make_event: Callable[[], Any] | None = None
     ) -> None:
-        """`device` decides the clock; `make_event` gives timing events with `record`, `synchronize` and `elapsed_time` (ms).
-        Default: CUDA's on a CUDA device, else none."""
+        """Choose the clocks.
+
+        Args:
+            device: The device that computes. It decides between events and the wall clock.
+            make_event: Makes timing events with `record`, `synchronize` and `elapsed_time` (in ms).
+                The default is CUDA's on a CUDA device, and none elsewhere.
+        """
         if make_event is None and torch.device(device).type == "cuda":
             make_event = _make_cuda_event
         self._make_event = make_event
         self._clocks: dict[str, _WallTimer | _EventTimer] = {}
 
     def __call__(self, phase: str) -> _WallTimer | _EventTimer:
+        """Return the context that measures a phase."""
         clock = self._clocks.get(phase)
         if clock is None:
             on_host = self._make_event is None or phase in _HOST_PHASES
@@ -128,7 +140,10 @@ class Timers:
         self(phase).add(seconds)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last take, phases in the order of their first use; on a GPU this waits for their end."""
+        """Return the seconds by phase since the last call. On a GPU, wait for the phases to end.
+
+        The phases are in the order of their first use.
+        """
         return {phase: clock.take() for phase, clock in self._clocks.items()}
 
 
@@ -137,6 +152,9 @@ def _make_cuda_event() -> Any:
 
 
 def compute_seconds(phase_seconds: dict[str, float]) -> float:
-    """Forward, backward and optimizer without the communication inside them; at least 0, as that may overlap them."""
+    """Return the seconds of forward, backward and optimizer without their communication.
+
+    The result is at least 0, because communication may overlap with computation.
+    """
     busy = phase_seconds.get(FORWARD_BACKWARD, 0.0) + phase_seconds.get(OPTIMIZER, 0.0)
     return max(0.0, busy - phase_seconds.get(COMMUNICATION, 0.0))

@@ -1,1 +1,4 @@
-"""What operators do around a run: watching it, keeping its copies in step, taking it back. Nothing here trains."""
+"""Work of operators around a run: watching it, syncing it to the Hub, and rolling it back.
+
+Nothing in this package trains a model.
+"""

@@ -1,15 +1,17 @@
-"""PULSE, ALERT and RECOVERED lines in a run's main log; alerts also by mail and webhook.
+"""PULSE, ALERT and RECOVERED lines in a run's main log. Alerts are also sent by mail and webhook.
 
-Invariant: an alert is in the log before anything is sent, and what could not be sent stays in the memory file and is sent by the
-next call of whichever tool. No secret is ever part of a line, an error or a command line.
+Invariant: an alert is in the log before anything is sent. What could not be sent stays in the
+memory file, and the next call of any tool sends it. A line, an error or a command line never
+contains a secret.
 
-Settings are shared by environment variables, so that scripts stay short; flags win:
+Environment variables hold settings for all tools, so that scripts stay short. A flag overrides its
+variable.
 
-    ALERT_MAIL_TO    addresses, apart by spaces or commas
+    ALERT_MAIL_TO    addresses, separated by spaces or commas
     ALERT_MAIL_FROM  default: this user at this host
     ALERT_SMTP       host:port, default localhost:25
     ALERT_WEBHOOK    address that takes {"text": ...}, as chat servers do
-    SMTP_USER, SMTP_PASSWORD    only where the mail server asks for them
+    SMTP_USER, SMTP_PASSWORD    only if the mail server requires them
 """
 
 import contextlib
@@ -36,11 +38,13 @@ from megatron.durable import append_lines, replace_file
 from megatron.errors import OperationsError
 
 _TIMEOUT_SECONDS = 20.0
-"""Of a mail server or webhook that does not answer."""
+"""Time limit for a mail server or webhook that does not answer."""
 _LOCK_SECONDS = 60.0
+"""Longest wait for another tool that holds the lock of the memory file."""
 _SUBJECT_CHARACTERS = 150
 _TIME = "%Y-%m-%d %H:%M:%S"
 _OWN_LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (?:PULSE|ALERT|RECOVERED): ")
+"""Beginning of a line that these tools wrote, not the training."""
 
 
 @dataclass(frozen=True)
@@ -48,44 +52,58 @@ class Alert:
     """One thing that a person should know."""
 
     kind: str
-    """What it is about, the same at each check: by this it is known again."""
+    """Subject of the alert. It identifies the alert, so it is the same at each check."""
     text: str
-    """One line; numbers in it may change from check to check."""
+    """One line. Numbers in it may change from check to check."""
 
 
 @dataclass(frozen=True)
 class Outlets:
-    """Where lines go. What is left out comes from the environment."""
+    """Destinations of lines. Defaults come from the environment."""
 
     main_log: Path
-    """The run's main log: PULSE, ALERT and RECOVERED lines are appended to it."""
+    """The run's main log. PULSE, ALERT and RECOVERED lines are appended to it."""
     mail_to: tuple[str, ...] = ()
     """Mail alerts to these addresses. Default: ALERT_MAIL_TO, or no mail."""
     mail_from: str | None = None
     """Sender. Default: ALERT_MAIL_FROM, or this user at this host."""
     smtp: str | None = None
-    """Mail server, as host:port; TLS where it is offered, SMTP_USER and SMTP_PASSWORD from the environment. Default: ALERT_SMTP, or
-    localhost:25."""
+    """Mail server, as host:port. TLS is used if the server offers it. SMTP_USER and SMTP_PASSWORD
+    come from the environment. Default: ALERT_SMTP, or localhost:25."""
     webhook: str | None = None
-    """Name of the environment variable that holds a webhook's address (which is a secret). Default: ALERT_WEBHOOK, if it is set."""
+    """Name of the environment variable that holds a webhook's address, which is a secret. Default:
+    ALERT_WEBHOOK, if it is set."""
     repeat_hours: float = 24.0
-    """An alert that goes on is sent again after so many hours. The log has it at each check."""
+    """An alert that lasts is sent again after this many hours. The log has it at each check."""
 
     @property
     def memory(self) -> Path:
-        """What was sent, and what is still to be sent; shared by all tools that tell this log."""
+        """File of what was sent and what is still to be sent.
+
+        All tools that write to this log share it.
+        """
         return Path(f"{self.main_log}.alerts.json")
 
 
 @dataclass(frozen=True)
 class Delivery:
+    """Result of a call of `deliver`."""
+
     lines: list[str]
-    """What was told, as it stands in the log."""
+    """The lines, as they were written to the log."""
     troubles: list[str]
-    """What could not be written or sent; nothing of it is lost unless it says so."""
+    """What could not be written or sent. It is not lost unless the text reports so."""
 
     def report(self, others: Sequence[str], *, alert: bool) -> int:
-        """Print lines and troubles (`others`: the tool's own). Returns its exit code: 0 all is well, 1 alert, 2 trouble."""
+        """Print the lines and the troubles.
+
+        Args:
+            others: Troubles of the tool itself.
+            alert: Whether the tool found a reason for an alert.
+
+        Returns:
+            The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
+        """
         if self.lines:
             print("\n".join(self.lines))
         troubles = [*others, *self.troubles]
@@ -102,13 +120,25 @@ def deliver(
     pulses: Sequence[str] = (),
     now: float | None = None,
 ) -> Delivery:
-    """Tell alerts: in the log always, by mail and webhook where these are set. Never raises for what fails on the way.
+    """Write alerts to the log, and send them by mail and webhook if these are set.
 
-    `watched` names the kinds that the caller has looked at. An alert of such a kind is a state that lasts: it is sent once, again
-    after `repeat_hours`, and RECOVERED is told when the kind is watched and no longer among the alerts. An alert of another kind
-    is an event, sent each time.
+    An error on the way is never raised. It is part of the result, because an operator must see the
+    alerts themselves in any case.
+
+    An alert of a kind in `watched` is a state that lasts. It is sent once, and again after
+    `repeat_hours`. When the kind is watched and no longer among the alerts, RECOVERED is sent. An
+    alert of another kind is an event, and is sent each time.
+
+    Args:
+        alerts: What is wrong now.
+        outlets: Destinations.
+        watched: Kinds of alerts that the caller has checked.
+        pulses: Texts of PULSE lines, which are only written to the log.
+        now: Time of the check, in seconds since the epoch. Default: the present time.
     """
     now = time.time() if now is None else now
+    # A wrong setting is reported now, even if there is nothing to send. Otherwise it would be found
+    # with the first alert.
     channels, unsent = _build_channels(outlets, os.environ)
     troubles: list[str] = []
     with _lock_memory(outlets.memory, troubles):
@@ -117,13 +147,16 @@ def deliver(
         told, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *told]
         _append_to_log(outlets.main_log, lines, troubles)
+        # A channel with a wrong setting is in `channels` too. It keeps its lines until the setting
+        # is right.
         for name in channels if due else ():
             memory.outbox.setdefault(name, []).extend(due)
+        # The memory is written before sending. A kill in between may send a line twice, but loses
+        # none.
         if asdict(memory) != before:
-            _write(
-                outlets.memory, memory, troubles
-            )  # before sending: a kill in between may send twice, and loses nothing
+            _write(outlets.memory, memory, troubles)
         unsent += _send(channels, memory, lambda: _write(outlets.memory, memory, troubles))
+    # What was not sent is a line of the log too, for a reader who sees only the log.
     _append_to_log(outlets.main_log, [log_line("ALERT", text, now) for text in unsent], troubles)
     return Delivery(lines, [*dict.fromkeys(troubles), *unsent])
 
@@ -132,48 +165,70 @@ def deliver(
 
 
 def log_line(word: str, text: str, now: float) -> str:
-    """`word` is PULSE, ALERT or RECOVERED; the time is local."""
+    """Return a line of the log.
+
+    Args:
+        word: PULSE, ALERT or RECOVERED.
+        text: Text of the line. Line ends in it become spaces.
+        now: Seconds since the epoch. The line has the local time.
+    """
     return f"[{format_time(now)}] {word}: {' '.join(text.split())}"
 
 
 def parse_own_line_time(line: str) -> float | None:
-    """When a line of these tools was written (seconds since the epoch); None for training output."""
+    """Return when these tools wrote a line, in seconds since the epoch.
+
+    Returns:
+        The time, or None for a line of the training's output.
+    """
     match = _OWN_LINE.match(line)
     if match is None:
         return None
     try:
         return time.mktime(time.strptime(match[1], _TIME))
+    # The digits may be no date, as in the month 13.
     except (ValueError, OverflowError):
         return None
 
 
 def format_time(seconds: float) -> str:
+    """Return the local time of `seconds` since the epoch, as the log has it."""
     return time.strftime(_TIME, time.localtime(seconds))
 
 
 def _append_to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None:
+    """Append lines to the log, or add a trouble."""
     try:
         append_lines(log, lines)
     except OSError as error:
+        # The trouble repeats the lines, so that an operator sees them on the screen or in a mail of
+        # cron.
         lost = " / ".join(lines)
         troubles.append(
-            f"{log} cannot be written ({error.strerror}); its folder must be there and writable. Not in it: {lost}"
+            f"{log} cannot be written ({error.strerror}); its folder must be there and writable. "
+            f"Not in it: {lost}"
         )
 
 
-# What is remembered
+# The memory file
 
 
 @dataclass
 class _AlertMemory:
+    """Content of the memory file. Its keys are on disk, so they keep their names."""
+
     lasting: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """kind -> {"text", "since", "told"}; times in seconds since the epoch."""
+    """Kind -> {"text", "since", "told"}. `since` and `told` are seconds since the epoch. `told` is
+    the time at which the alert was last sent."""
     outbox: dict[str, list[str]] = field(default_factory=dict)
-    """channel -> lines that are still to be sent."""
+    """Channel -> lines that are still to be sent."""
 
     @staticmethod
     def parse(record: Any) -> "_AlertMemory":
-        """Raises ValueError, TypeError, KeyError or AttributeError where it is of another shape."""
+        """Check the content of a memory file, and convert it.
+
+        Content of another form raises a ValueError, TypeError, KeyError or AttributeError.
+        """
         lasting = {
             str(kind): {
                 "text": str(each["text"]),
@@ -190,10 +245,11 @@ class _AlertMemory:
 
 
 def read_record(path: Path) -> Any:
-    """A small JSON file's content, None where there is none.
+    """Return the content of a small JSON file, or None if the file does not exist.
 
     Raises:
-        OperationsError: it cannot be read.
+        OperationsError: The file cannot be read, or is not JSON. The caller starts with an empty
+            record.
     """
     try:
         return json.loads(path.read_bytes())
@@ -204,6 +260,7 @@ def read_record(path: Path) -> Any:
 
 
 def _read(path: Path, troubles: list[str]) -> _AlertMemory:
+    """Return the memory, or an empty one and a trouble if the file is damaged."""
     try:
         record = read_record(path)
         return _AlertMemory() if record is None else _AlertMemory.parse(record)
@@ -211,17 +268,20 @@ def _read(path: Path, troubles: list[str]) -> _AlertMemory:
         troubles.append(f"{error}; alerts that had been sent are sent again")
     except (ValueError, TypeError, KeyError, AttributeError):
         troubles.append(
-            f"{path} is not what these tools write and is begun afresh; alerts that had been sent are sent again"
+            f"{path} is not what these tools write and is begun afresh; alerts that had been sent "
+            "are sent again"
         )
     return _AlertMemory()
 
 
 def _write(path: Path, memory: _AlertMemory, troubles: list[str]) -> None:
+    """Replace the memory file, or add a trouble."""
     try:
         replace_file(path, json.dumps(asdict(memory), indent=1) + "\n")
     except OSError as error:
         troubles.append(
-            f"{path} cannot be written ({error.strerror}); until it can, alerts are sent at each check"
+            f"{path} cannot be written ({error.strerror}); until it can, alerts are sent at each "
+            "check"
         )
 
 
@@ -232,13 +292,18 @@ def _format_lines(
     repeat_seconds: float,
     now: float,
 ) -> tuple[list[str], list[str]]:
-    """(lines for the log, those of them to be sent); brings the memory up to date."""
+    """Format alerts and recoveries, and bring the memory up to date.
+
+    Returns:
+        The lines for the log, and those of them that are to be sent.
+    """
     lines, due = [], []
     for alert in alerts:
         line = log_line("ALERT", alert.text, now)
         lines.append(line)
         known = memory.lasting.get(alert.kind)
-        # By its size: a clock that was set back must not silence an alert for years.
+        # The absolute value matters after a clock was set back. Otherwise the alert would be silent
+        # until the clock reaches `told` again.
         if alert.kind not in watched or known is None or abs(now - known["told"]) >= repeat_seconds:
             due.append(line)
             told = now
@@ -251,6 +316,8 @@ def _format_lines(
                 "told": told,
             }
     present = {alert.kind for alert in alerts}
+    # Only watched kinds can recover. The memory also has kinds of other tools, which were not
+    # checked by this caller.
     for kind in [kind for kind in memory.lasting if kind in watched and kind not in present]:
         ended = memory.lasting.pop(kind)
         line = log_line(
@@ -263,11 +330,16 @@ def _format_lines(
 
 @contextlib.contextmanager
 def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
-    """Two tools that tell one log at the same moment must not overwrite each other's memory."""
+    """Hold the lock of a memory file, if that is possible within a time limit.
+
+    Without it, two tools that write to one log at the same time would overwrite each other's
+    memory. An alert without the lock is better than no alert, so the caller continues in any case.
+    """
     lock: IO[str] | None = None
     try:
         lock = open(memory.with_name(f".{memory.name}.lock"), "a")  # noqa: SIM115
         deadline = time.monotonic() + _LOCK_SECONDS
+        # A blocking `flock` has no time limit, so the lock is polled.
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,12 +347,14 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     troubles.append(
-                        f"{lock.name} is held for {_LOCK_SECONDS:.0f} s by another tool; went on without it"
+                        f"{lock.name} is held for {_LOCK_SECONDS:.0f} s by another tool; went on "
+                        "without it"
                     )
                     break
                 time.sleep(0.1)
+    # Some file systems have no locks. A folder that cannot be written is reported by `_write`.
     except OSError:
-        pass  # a folder that cannot be written is told by who writes to it, and some file systems have no locks
+        pass
     try:
         yield
     finally:
@@ -288,18 +362,37 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
             lock.close()
 
 
-# Ways out of the machine
+# Channels
 
 
 class _Channel(Protocol):
+    """A way to send lines from this machine to people."""
+
     def send(self, lines: Sequence[str]) -> str | None:
-        """Raises OperationsError where it was not taken; returns what went wrong where it was taken all the same."""
+        """Send lines as one message.
+
+        Returns:
+            What went wrong although the message was accepted, or None.
+
+        Raises:
+            OperationsError: The message was not accepted. The text contains no secret.
+        """
 
 
 def _send(
     channels: Mapping[str, _Channel | None], memory: _AlertMemory, sent: Callable[[], None]
 ) -> list[str]:
-    """One message for all lines of a channel; `sent` is called after each. Returns what went wrong."""
+    """Send one message on each channel, with all lines that wait for it.
+
+    Args:
+        channels: Name -> channel, or None if its setting is wrong.
+        memory: Its outbox is emptied.
+        sent: Called after each message. It writes the memory, so that a kill before the next
+            message does not send this one again.
+
+    Returns:
+        What went wrong.
+    """
     troubles = []
     for name, channel in channels.items():
         lines = memory.outbox.get(name, [])
@@ -322,7 +415,11 @@ def _send(
 def _build_channels(
     outlets: Outlets, environment: Mapping[str, str]
 ) -> tuple[dict[str, _Channel | None], list[str]]:
-    """The channels that are asked for, None where a setting is wrong, and what is wrong: told before an alert needs them."""
+    """Build the channels that the settings ask for.
+
+    Returns:
+        Name -> channel, or None if its setting is wrong, and one line for each wrong setting.
+    """
     makers: dict[str, Callable[[Outlets, Mapping[str, str]], _Channel | None]] = {
         "mail": _build_mail,
         "webhook": _build_webhook,
@@ -343,15 +440,22 @@ def _build_channels(
 
 @dataclass(frozen=True)
 class _Mail:
+    """Channel that sends mail by SMTP, with STARTTLS if the server offers it."""
+
     host: str
     port: int
     sender: str
     to: tuple[str, ...]
     log: Path
+    """The run's main log, which the mail names."""
     user: str | None
     password: str | None = field(repr=False)
+    """Password of `user`. It is not part of the repr, which a traceback could print."""
 
     def send(self, lines: Sequence[str]) -> str | None:
+        """Send lines as one mail, see `_Channel.send`."""
+        # All errors below are raised `from None`. The original error may quote the password, and a
+        # traceback would show it.
         where = f"the mail server {self.host}:{self.port}"
         try:
             refused = self._deliver(self._build_message(lines))
@@ -363,13 +467,14 @@ class _Mail:
         except (OSError, smtplib.SMTPException) as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise OperationsError(
-                f"{where} did not take it: {text.replace(self.password, '***') if self.password else text}"
+                f"{where} did not take it: "
+                f"{text.replace(self.password, '***') if self.password else text}"
             ) from None
-        except (
-            ValueError
-        ) as error:  # what is not ASCII in an address or password; the text may quote it
+        # An address or the password is not ASCII. The error may quote it, so only its type is used.
+        except ValueError as error:
             raise OperationsError(
-                f"{where} cannot be told: {type(error).__name__}; addresses and password must be ASCII"
+                f"{where} cannot be told: {type(error).__name__}; addresses and password must be "
+                "ASCII"
             ) from None
         return (
             f"{where} took it, but not for {', '.join(refused)}; mend --mail-to"
@@ -378,7 +483,9 @@ class _Mail:
         )
 
     def _build_message(self, lines: Sequence[str]) -> EmailMessage:
+        """Return a mail whose subject is the first line, and whose body has all of them."""
         message = EmailMessage()
+        # The subject has no use for the time at the beginning of the line.
         first = lines[0].split("] ", 1)[-1]
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
@@ -391,7 +498,11 @@ class _Mail:
         return message
 
     def _deliver(self, message: EmailMessage) -> list[str]:
-        """Returns the addresses that were refused while others were not."""
+        """Send a mail, and return the addresses that the server refused while it took others.
+
+        Raises:
+            OperationsError: The server offers no encryption, and a password would be sent.
+        """
         with smtplib.SMTP(
             self.host, self.port, local_hostname=platform.node(), timeout=_TIMEOUT_SECONDS
         ) as server:
@@ -399,11 +510,14 @@ class _Mail:
             encrypted = server.has_extn("starttls")
             if encrypted:
                 server.starttls(context=ssl.create_default_context())
+                # What the server offered before the encryption is void (RFC 3207). Ask again.
                 server.ehlo()
             if self.user is not None and self.password is not None:
+                # To this host itself, a password does not pass through a network.
                 if not encrypted and self.host not in ("localhost", "127.0.0.1", "::1"):
                     raise OperationsError(
-                        f"the mail server {self.host}:{self.port} offers no TLS, and SMTP_PASSWORD is not sent in the clear; "
+                        f"the mail server {self.host}:{self.port} offers no TLS, and SMTP_PASSWORD "
+                        "is not sent in the clear; "
                         "use its port for submission (587), or unset SMTP_USER"
                     )
                 server.login(self.user, self.password)
@@ -411,19 +525,28 @@ class _Mail:
 
 
 def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | None:
+    """Return the mail channel, or None if no address is set.
+
+    Raises:
+        OperationsError: A setting is wrong.
+    """
     to = outlets.mail_to or tuple(environment.get("ALERT_MAIL_TO", "").replace(",", " ").split())
     if not to:
         return None
     server = outlets.smtp or environment.get("ALERT_SMTP") or "localhost:25"
     host, colon, number = server.rpartition(":")
+    # An IPv6 address is written in brackets, which smtplib does not take.
     host, number = (host.strip("[]"), number) if colon else (server, "25")
     if not host or not number.isdecimal() or not 0 < int(number) < 65536:
         raise OperationsError(
             f"{server!r} is no mail server; write --smtp (or ALERT_SMTP) as host:port"
         )
+    # On port 465 the server waits for TLS while the client waits for a greeting. Without this check
+    # every alert would end in a timeout.
     if number == "465":
         raise OperationsError(
-            f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, 587 or 25"
+            f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, "
+            "587 or 25"
         )
     user, password = environment.get("SMTP_USER") or None, environment.get("SMTP_PASSWORD") or None
     if (user is None) != (password is None):
@@ -436,27 +559,35 @@ def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | Non
     for address in (*to, sender):
         if not re.fullmatch(r"[^@\s]+@[^@\s]+", address):
             raise OperationsError(
-                f"{address!r} is no mail address; write --mail-to and --mail-from (or ALERT_MAIL_...) as someone@somewhere"
+                f"{address!r} is no mail address; write --mail-to and --mail-from (or "
+                "ALERT_MAIL_...) as someone@somewhere"
             )
     return _Mail(host, int(number), sender, to, outlets.main_log, user, password)
 
 
 def _get_user_name() -> str:
+    """Return the name of this user, or the number if there is no name."""
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a user without a name, as in some containers
+    # Some containers run under a number that /etc/passwd does not list.
+    except (OSError, KeyError):
         return f"uid{os.getuid()}"
 
 
 @dataclass(frozen=True)
 class _Webhook:
+    """Channel that posts JSON to a chat server."""
+
     variable: str
+    """Environment variable that holds the address. Messages name it, and not the address."""
     address: str = field(repr=False)
+    """The address. Whoever knows it can post, so it is a secret."""
 
     def send(self, lines: Sequence[str]) -> None:
-        """As `_Channel`."""
+        """Send lines as one post, see `_Channel.send`."""
         body = json.dumps({"text": "\n".join(lines)}).encode()
-        # Errors of urllib and http.client quote the address, which is a secret: only their kind is told, and none is chained.
+        # Errors of urllib and http.client quote the address, which is a secret. So only their kind
+        # is reported. The error is raised after the handlers, so that none is chained to it.
         try:
             request = urllib.request.Request(
                 self.address, data=body, headers={"Content-Type": "application/json"}
@@ -478,17 +609,27 @@ class _Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would arrive as a GET, without the alert, and look like a success."""
+    """Handler that refuses redirects.
+
+    A redirected POST would arrive as a GET, without the alert, and would look like a success.
+    """
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """Return None, so that urllib raises an HTTPError for the redirect."""
         return None
 
 
 def _build_webhook(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook | None:
+    """Return the webhook channel, or None if no address is set.
+
+    Raises:
+        OperationsError: The address is missing or wrong, or was given on the command line.
+    """
     variable = outlets.webhook or "ALERT_WEBHOOK"
     if "/" in variable or ":" in variable:
         raise OperationsError(
-            "--webhook takes the NAME of an environment variable; an address on the command line can be read by everybody on this "
+            "--webhook takes the NAME of an environment variable; an address on the command line "
+            "can be read by everybody on this "
             "host: put it into a variable, and better make a new one"
         )
     address = environment.get(variable)
@@ -496,7 +637,8 @@ def _build_webhook(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook
         return None
     if not address:
         raise OperationsError(
-            f"--webhook {variable}: there is no such environment variable; export it with the webhook's address"
+            f"--webhook {variable}: there is no such environment variable; export it with the "
+            "webhook's address"
         )
     if not re.match(r"https?://[^\s/]", address):
         raise OperationsError(

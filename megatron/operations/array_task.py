@@ -1,7 +1,11 @@
-"""One element of a job array, from its first second to its last: may it start, are its nodes good, train, what follows.
+"""Run one array task of a Slurm job array, from its start to its end.
 
-Invariant: what the next element finds does not depend on how this one ended; nothing is decided twice. The training's own processes
-are started by one srun, which writes to the one main log; an element that stops for a reason that needs a person stops the array.
+The task checks that it may start, checks its nodes, trains, and decides what follows. One srun step
+starts the processes of the training and writes to the main log. A task that stops for a reason that
+needs a person cancels the rest of the array.
+
+Invariant: what the next array task finds does not depend on how this one ended. No decision is
+taken twice.
 """
 
 import contextlib
@@ -27,19 +31,23 @@ from megatron.operations import attempts, node_report
 from megatron.operations.alerts import format_time
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+"""Root of the repository. The steps of srun run in this folder."""
 TAIL_BYTES = 1 << 16
-"""Of the log, in which the last words of the training are looked for."""
+"""Number of bytes at the end of the log in which the last lines of the training are searched."""
 
 
 class TaskOutcome(Enum):
-    """Why an element ended; the value is what is noted."""
+    """Reason for which an array task ended. The value is what is recorded."""
 
     LEFT = "left in order"
-    """Saved and stopped by time or signal: the next element goes on."""
+    """The training saved and stopped by a time limit or a signal. The next array task continues."""
     COMPLETE = "training is complete"
     KILL_SWITCH = "kill switch"
     ENDED_BY_SLURM = "ended by Slurm"
-    """Cancelled, out of time or preempted before the training could save: Slurm, or the operator, says whether it comes back."""
+    """The job was cancelled, preempted or out of time before the training could save.
+
+    Slurm or the operator decides whether it comes back.
+    """
     NEEDS_PEOPLE = "error that needs a person"
     BAD_NODES = "bad nodes"
     CRASHED = "crashed"
@@ -55,6 +63,7 @@ IN_ORDER = frozenset(
         TaskOutcome.ENDED_BY_SLURM,
     )
 )
+"""Recorded outcomes that do not count as failed starts."""
 EXIT_CODES = {
     TaskOutcome.LEFT: 0,
     TaskOutcome.COMPLETE: 0,
@@ -65,39 +74,55 @@ EXIT_CODES = {
     TaskOutcome.NEEDS_PEOPLE: 2,
     TaskOutcome.CRASH_LOOP: 3,
 }
+"""Outcome -> exit code of the batch script."""
 
 
 @dataclass(frozen=True)
 class ArrayTask:
+    """What one array task runs, and its limits."""
+
     save: Path
     """The run's --save folder."""
     main_log: Path
+    """Log that all launches append to."""
     command: tuple[str, ...]
-    """pretrain_gpt.py and its arguments."""
+    """Path of pretrain_gpt.py and its arguments."""
     kill_switch: Path | None
+    """File that stops the run while it exists. None: there is no kill switch."""
     max_failed_starts: int
+    """Number of failed starts in a row that ends the array."""
     nodes: node_report.NodeLimits | None
-    """None: nodes are not checked."""
+    """What a node must do. None: nodes are not checked."""
     srun: tuple[str, ...]
-    """More options of srun."""
+    """Additional options of srun."""
     alert: Callable[[str], None]
+    """Function that sends a text to an operator."""
 
 
 def run_array_task(array_task: ArrayTask) -> TaskOutcome:
-    """Returns how it ended; on a crash or bad nodes the job has been requeued by then, where Slurm allows it.
+    """Run one array task and return how it ended.
+
+    After a crash or with bad nodes, the job has been requeued by then if Slurm allows it.
+
+    Args:
+        array_task: What to run, and its limits.
 
     Raises:
-        OperationsError: this is no Slurm job.
+        OperationsError: This is not a Slurm job.
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise OperationsError(
-            "there is no SLURM_JOB_ID: this starts inside a Slurm job; submit the script with sbatch"
+            "there is no SLURM_JOB_ID: this starts inside a Slurm job; submit the script with "
+            "sbatch"
         )
+    # The handlers come first. A signal would otherwise end this script before anything is recorded.
     signals = _Signals()
     attempt: attempts.Attempt | None = None
     bad: dict[str, str] = {}
     try:
         array_task.main_log.parent.mkdir(parents=True, exist_ok=True)
+        # The start is recorded before anything can fail. A start that is killed counts as failed,
+        # because nothing records its end.
         attempt = attempts.begin(array_task.save)
         outcome = _may_start(array_task, attempt)
         if outcome is None and array_task.nodes is not None:
@@ -105,16 +130,20 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
         if outcome is None:
             outcome, bad = _train(array_task, signals)
     except (OperationsError, OSError) as error:
+        # A task that cannot run would fail the same way again. It is not requeued.
         array_task.alert(f"element {_name()} cannot run: {error}")
         outcome = TaskOutcome.NEEDS_PEOPLE
     try:
         if attempt is not None:
+            # The end is recorded before the requeue, because the requeue ends this script.
             attempts.end(array_task.save, attempt, outcome.value)
     except OSError as error:
+        # A start without a recorded end counts as failed, so this is safe and only logged.
         _say(array_task, f"the end of this element could not be noted: {error}")
     _say(
         array_task,
-        f"element {_name()} ended at iteration {attempts.read_reached_iteration(array_task.save)}: {outcome.value}",
+        f"element {_name()} ended at iteration "
+        f"{attempts.read_reached_iteration(array_task.save)}: {outcome.value}",
     )
     if outcome in (
         TaskOutcome.COMPLETE,
@@ -123,26 +152,27 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
         TaskOutcome.CRASH_LOOP,
     ):
         _cancel_pending(array_task, outcome)
+    # Only these two can succeed on another try. The limit on failed starts ends a crash loop.
     elif outcome in (TaskOutcome.CRASHED, TaskOutcome.BAD_NODES):
         _requeue(array_task, outcome, sorted(bad))
     return outcome
 
 
 def _may_start(array_task: ArrayTask, attempt: attempts.Attempt) -> TaskOutcome | None:
-    """None: yes."""
+    """Return None if the training may start, otherwise the outcome that prevents it."""
     if array_task.kill_switch is not None and array_task.kill_switch.exists():
         _say(array_task, f"{array_task.kill_switch} is there; nothing starts until it is removed")
         return TaskOutcome.KILL_SWITCH
-    failed = attempts.list_failed_in_a_row(array_task.save, attempt.job, IN_ORDER)[
-        :-1
-    ]  # the last is this one
+    # The last of them is this attempt. It has no outcome yet and does not count.
+    failed = attempts.list_failed_in_a_row(array_task.save, attempt.job, IN_ORDER)[:-1]
     if len(failed) < array_task.max_failed_starts:
         return None
     told = "; ".join(
         f"{past.attempt.nodes}: {past.outcome or 'ended without a word'}" for past in failed
     )
     array_task.alert(
-        f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} ({told}); the array ends here. "
+        f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} "
+        f"({told}); the array ends here. "
         f"Mend it and submit anew; {array_task.main_log} has the reasons"
     )
     return TaskOutcome.CRASH_LOOP
@@ -151,11 +181,18 @@ def _may_start(array_task: ArrayTask, attempt: attempts.Attempt) -> TaskOutcome 
 def _check_nodes(
     array_task: ArrayTask, limits: node_report.NodeLimits, signals: "_Signals"
 ) -> tuple[TaskOutcome | None, dict[str, str]]:
-    """None: they are good. And bad hosts, with what is wrong."""
+    """Check the nodes of this job before training.
+
+    Returns:
+        The outcome that ends the task, or None if all nodes are good.
+        The bad hosts, each with the reason.
+    """
     hosts = _run_or_raise("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     tasks = node_report.parse_tasks_per_node(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(hosts))
     folder = array_task.save / f".nodes-{os.environ['SLURM_JOB_ID']}"
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start that was killed
+    # A start that was killed may have left reports, which must not be taken for those of this
+    # start.
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         program = [
@@ -164,11 +201,15 @@ def _check_nodes(
             str(folder),
             *limits.format_flags(),
         ]
+        # A step that hangs is not an error here. The ranks that did not report show which hosts
+        # hang.
         with contextlib.suppress(subprocess.TimeoutExpired):
             _run_srun(
                 array_task,
+                # One bad rank must not end the others. All bad hosts have to be found in one check.
                 ["--kill-on-bad-exit=0", "--wait=0"],
                 program,
+                # The probe ends itself after `limits.seconds`. The minute is for starting the step.
                 timeout=limits.seconds + 60,
             )
         bad = node_report.find_bad_hosts(
@@ -177,11 +218,15 @@ def _check_nodes(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if signals.received:
-        return TaskOutcome.ENDED_BY_SLURM, {}  # who did not answer was ended
+        # Slurm ended the probe, so a missing report shows nothing about the node.
+        return TaskOutcome.ENDED_BY_SLURM, {}
+    # If more than half of the nodes fail the check, the check itself is assumed to be
+    # misconfigured. Excluding them would leave the job without nodes.
     if len(hosts) > 1 and 2 * len(bad) > len(hosts):
         host, reason = next(iter(bad.items()))
         array_task.alert(
-            f"the node check failed on {len(bad)} of {len(hosts)} nodes, which is not the nodes' fault ({host}: {reason}); change "
+            f"the node check failed on {len(bad)} of {len(hosts)} nodes, which is not the "
+            f"nodes' fault ({host}: {reason}); change "
             "what it asks for (--disk, --memory-gib, --seconds), or leave --check-nodes out"
         )
         return TaskOutcome.NEEDS_PEOPLE, {}
@@ -191,16 +236,29 @@ def _check_nodes(
 
 
 def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dict[str, str]]:
-    """Train. Returns how it ended, and the hosts whose own I/O errors ended it, with the reasons."""
+    """Run the training to its end.
+
+    Returns:
+        How it ended.
+        The hosts whose own I/O errors ended it, each with the reason.
+    """
+    # The log also holds earlier launches. Only what follows this byte is from this one.
     where = array_task.main_log.stat().st_size if array_task.main_log.exists() else 0
     _say(array_task, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     folder = array_task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start that was killed
+    # As for the node check, no reports of an earlier start may be read.
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         variables = {FOLDER_VARIABLE: str(folder.absolute())}
         code = _run_srun(
-            array_task, ["--kill-on-bad-exit=1"], ["-u", *array_task.command], variables=variables
+            # Ranks that outlive a failed one would wait in a collective until its timeout, so srun
+            # ends them. Python's -u keeps the last lines of a killed rank from being lost in a
+            # buffer.
+            array_task,
+            ["--kill-on-bad-exit=1"],
+            ["-u", *array_task.command],
+            variables=variables,
         )
         reports, unreadable = read_reports(folder)
     finally:
@@ -208,10 +266,13 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
     if unreadable:
         _say(
             array_task,
-            f"error reports that cannot be read, for their ranks were killed: {', '.join(unreadable[:10])}",
+            "error reports that cannot be read, for their ranks were killed: "
+            f"{', '.join(unreadable[:10])}",
         )
+    # Reports come before the exit code. The code does not show which host failed, or why.
     if reports:
         return _follow_reports(array_task, reports, signals)
+    # Code 0 means complete, or saved and stopped. Only the log shows which of the two.
     if code == 0:
         if format_training_complete_line() in _read_log_end(array_task.main_log, where):
             return TaskOutcome.COMPLETE, {}
@@ -227,7 +288,11 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
 def _follow_reports(
     array_task: ArrayTask, reports: list[ErrorReport], signals: "_Signals"
 ) -> tuple[TaskOutcome, dict[str, str]]:
-    """Decide by what the ranks reported: hosts with I/O errors of their own are left out, all else needs a person."""
+    """Decide what follows from the errors that the ranks reported.
+
+    Hosts with I/O errors of their own are excluded. Every other error needs a person. The returned
+    values are those of `_train`.
+    """
     bad = hosts_at_fault(reports, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
     if not bad:
         io_hosts = sorted({report.host for report in reports if report.io_error is not None})
@@ -236,10 +301,12 @@ def _follow_reports(
             if len(io_hosts) > 1
             else ""
         )
+        # An error that is not an I/O error is the one that needs a person, so it is reported first.
         first = next((report for report in reports if report.io_error is None), reports[0])
         array_task.alert(f"training needs a person: {first.describe()}{shared}")
         return TaskOutcome.NEEDS_PEOPLE, {}
     if signals.received:
+        # The job is not requeued here. That would bring back a job that somebody cancelled.
         array_task.alert(f"Slurm ended the job, and {_in_words(bad)}")
         return TaskOutcome.ENDED_BY_SLURM, {}
     for host, reason in bad.items():
@@ -248,6 +315,7 @@ def _follow_reports(
 
 
 def _in_words(bad: Mapping[str, str]) -> str:
+    """Describe the bad hosts and their errors in one text."""
     return "; ".join(f"node {host} had an I/O error: {reason}" for host, reason in bad.items())
 
 
@@ -259,10 +327,19 @@ def _run_srun(
     variables: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> int:
-    """Exit code of a step that has this job's tasks; its output goes to the main log. Raises subprocess.TimeoutExpired."""
+    """Run a step with this job's tasks and return its exit code.
+
+    Its output is appended to the main log.
+
+    Raises:
+        OperationsError: srun cannot be started.
+        subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
+    """
     line = ["srun", *options, *array_task.srun, sys.executable, *program]
     environment = {**os.environ, **(variables or {})}
+    # In append mode each write goes to the end of the file, because this script writes there too.
     with open(array_task.main_log, "ab") as log:
+        # srun forwards its standard input to the tasks unless it is closed.
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
             done = subprocess.run(
@@ -276,24 +353,29 @@ def _run_srun(
 
 
 def _cancel_pending(array_task: ArrayTask, outcome: TaskOutcome) -> None:
-    """What is left of the array would end the same way."""
+    """Cancel the pending tasks of the array, because they would end the same way."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is None:
         return
+    # Without the filter by state, scancel would end this running task as well.
     if _try("scancel", "--state=PENDING", array) is None:
         array_task.alert(
-            f"what is still pending of array {array} could not be cancelled: scancel it, for it would end the same way"
+            f"what is still pending of array {array} could not be cancelled: scancel it, for "
+            "it would end the same way"
         )
     else:
         _say(array_task, f"what is still pending of array {array} is cancelled: {outcome.value}")
 
 
 def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) -> None:
-    """This element comes back, without the bad hosts, and so do those of the array that are pending."""
+    """Requeue this array task, and exclude the bad hosts.
+
+    The hosts are also excluded from the pending tasks of the array.
+    """
     job, excluded = _name_for_slurm(), sorted({*_list_excluded(_name_for_slurm()), *bad})
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # requeueing ends this script, too; KillWait is left for what follows
+    # The requeue sends SIGTERM to this script too. The script ignores it, because the hosts are
+    # excluded after the requeue. Slurm's KillWait (30 s by default) limits the time for that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _try("scontrol", "requeue", job) is None:
         _say(
             array_task,
@@ -304,51 +386,65 @@ def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) ->
     if not bad:
         return
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        _exclude(array, excluded)  # fails where nothing is pending
+        # This fails if no task of the array is pending, which is not an error.
+        _exclude(array, excluded)
     end = time.monotonic() + 20
-    while not _exclude(job, excluded):  # Slurm takes it when the job is pending
+    # Slurm accepts the change only once the requeued job is pending.
+    while not _exclude(job, excluded):
         if time.monotonic() > end:
             array_task.alert(
-                f"{', '.join(bad)} could not be excluded from job {job}: scontrol update jobid={job} ExcNodeList=..."
+                f"{', '.join(bad)} could not be excluded from job {job}: scontrol update "
+                f"jobid={job} ExcNodeList=..."
             )
             return
         time.sleep(0.2)
 
 
 def _list_excluded(job: str) -> list[str]:
-    """Names that hold a range stay as they are."""
+    """Return the hosts that Slurm already excludes from a job."""
     found = re.search(r"ExcNodeList=(\S+)", _try("scontrol", "show", "job", job) or "")
     if found is None or found[1] == "(null)":
         return []
+    # An update replaces the list, so the hosts that are already excluded are named again. Slurm
+    # expands ranges such as n[1-4] to single names.
     return (_try("scontrol", "show", "hostnames", found[1]) or "").split()
 
 
 def _exclude(job: str, hosts: Sequence[str]) -> bool:
+    """Set the excluded hosts of a pending job, and return whether Slurm accepted it."""
     return _try("scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(hosts)}") is not None
 
 
 def _read_log_end(log: Path, where: int) -> str:
-    """The end of what was written after `where`."""
+    """Return the end of what was written to the log after byte `where`."""
     with open(log, "rb") as file:
         file.seek(max(where, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        # The first byte may be in the middle of a character, hence errors="replace".
         return file.read().decode(errors="replace")
 
 
 def _name_for_slurm() -> str:
-    """Never the bare number of an array's element: the last element's is the array's, and means all of it."""
+    """Return the identifier of this job for Slurm's commands.
+
+    An array task is never identified by its bare job number. The number of the last array task is
+    also the number of the array, and would mean all tasks.
+    """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def _name() -> str:
+    """Return the identifier of this job for messages, with the number of restarts."""
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     return _name_for_slurm() if restart == "0" else f"{_name_for_slurm()} (restart {restart})"
 
 
 def _say(array_task: ArrayTask, text: str) -> None:
+    """Print a line with the time, and append it to the main log."""
     line = f"[{format_time(time.time())}] {text}"
     print(line, flush=True)
     try:
+        # A full disk must not end this script. The line is already in Slurm's own output.
         append_lines(array_task.main_log, [line])
     except OSError as error:
         print(
@@ -357,8 +453,9 @@ def _say(array_task: ArrayTask, text: str) -> None:
 
 
 def _try(*command: str) -> str | None:
-    """What it prints; None where it fails."""
+    """Run a command and return its output, or None if it fails."""
     try:
+        # A controller that does not answer must not hang this script.
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -366,21 +463,31 @@ def _try(*command: str) -> str | None:
 
 
 def _run_or_raise(*command: str) -> str:
+    """Run a command and return its output. Raise OperationsError if it fails."""
     found = _try(*command)
     if found is None:
         raise OperationsError(
-            f"{shlex.join(command)} failed; is Slurm's client on the PATH, and its controller alive?"
+            f"{shlex.join(command)} failed; is Slurm's client on the PATH, and its controller "
+            "alive?"
         )
     return found
 
 
 class _Signals:
-    """Slurm signals the training as well, which saves and leaves; this script outlives it, to say how it ended."""
+    """Record Slurm's signals, and keep this script alive.
+
+    Slurm signals the training as well, which saves and leaves. This script must survive it to
+    record how the training ended.
+    """
 
     def __init__(self) -> None:
+        """Install the handlers."""
         self.received = 0
+        # Slurm sends SIGTERM when it ends a job. SIGUSR1 is the signal before the time limit
+        # (--signal=USR1@600), which goes to the tasks and may reach this script too.
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle_signal)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Record the signal. The work is done elsewhere, because a handler interrupts any code."""
         self.received = number

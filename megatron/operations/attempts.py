@@ -1,7 +1,10 @@
-"""What became of each start of a Slurm job's training, one JSON line for its begin and one for its end.
+"""Record each start of a Slurm job's training, and count those that failed.
 
-Invariant: a start that trained nothing and did not end in order counts against the job; `--max-failed-starts` of them in a row end
-the array, however they died: also those that could not write an end (a node that went away).
+A start writes one JSON line when it begins and one when it ends.
+
+Invariant: a start that trained nothing and did not end in order counts against the job.
+`--max-failed-starts` of them in a row end the array, whatever the cause. This includes starts that
+could not record their end, because a node crashed.
 """
 
 import json
@@ -16,34 +19,48 @@ from megatron.durable import append_lines
 from megatron.errors import CheckpointError
 
 FILE = "attempts.jsonl"
-"""In the run's --save folder."""
+"""File name in the run's --save folder."""
 
 
 @dataclass(frozen=True)
 class Attempt:
+    """One start of the training."""
+
     job: str
-    """Slurm's number of the array, or of the job where there is none: a new submission begins to count anew."""
+    """Slurm's number of the array, or of the job if there is no array.
+
+    A new submission has a new number, so its count starts from zero.
+    """
     element: str
-    """Of the array; "" where there is none."""
+    """Number of the array task, or an empty text if there is no array."""
     restart: int
+    """Number of times that Slurm restarted the job before."""
     nodes: str
+    """List of nodes as Slurm writes it, such as n[1-4]."""
     iteration: int
-    """That the pointers named when it began; 0 without a checkpoint."""
+    """Iteration that the pointers named at the start, or 0 without a checkpoint."""
     began: float
-    """Seconds since 1970."""
+    """Time of the start in seconds since 1970. It also identifies the attempt in the file."""
 
 
 @dataclass(frozen=True)
 class PastAttempt:
+    """A start and its outcome."""
+
     attempt: Attempt
     outcome: str | None
-    """None: it ended without a word."""
+    """None if no end was recorded."""
 
 
 def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
-    """Note a start in the folder, which is made where it is missing. Raises OSError."""
+    """Record a start in the run's folder, which is created if it is missing.
+
+    Raises:
+        OSError: The record cannot be written.
+    """
     run.mkdir(parents=True, exist_ok=True)
     attempt = Attempt(
+        # All tasks of an array share one count, so the number of the array comes first.
         environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID", ""),
         environment.get("SLURM_ARRAY_TASK_ID", ""),
         int(environment.get("SLURM_RESTART_COUNT", "0")),
@@ -56,7 +73,16 @@ def begin(run: Path, environment: Mapping[str, str] = os.environ) -> Attempt:
 
 
 def end(run: Path, attempt: Attempt, outcome: str) -> None:
-    """`outcome`: a word for what happened. Raises OSError."""
+    """Record how a start ended.
+
+    Args:
+        run: The run's --save folder.
+        attempt: The start, as `begin` returned it.
+        outcome: A text for what happened.
+
+    Raises:
+        OSError: The record cannot be written.
+    """
     record = {
         "began": attempt.began,
         "outcome": outcome,
@@ -67,9 +93,15 @@ def end(run: Path, attempt: Attempt, outcome: str) -> None:
 
 
 def list_failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[PastAttempt]:
-    """The job's newest attempts that left the checkpoint where it is now and did not end with an outcome `in_order`."""
+    """Return the job's newest attempts in a row that failed, the oldest first.
+
+    An attempt failed if the checkpoint is still where it was at its start, and its outcome is not
+    one of `in_order`. An attempt without an outcome failed too.
+    """
     now, failed = read_reached_iteration(run), []
     for past in reversed([past for past in _read(run) if past.attempt.job == job]):
+        # One start that trained or ended in order shows that starts can work. Older failures do not
+        # count.
         if past.outcome in in_order or past.attempt.iteration != now:
             break
         failed.append(past)
@@ -77,7 +109,10 @@ def list_failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[
 
 
 def read_reached_iteration(run: Path) -> int:
-    """The iteration that the pointers name; 0 where there is none, or none that can be read: training will say why."""
+    """Return the iteration that the pointers name, or 0 if no pointer can be read.
+
+    An unreadable pointer is not an error here, because the training reports it.
+    """
     try:
         return read_pointed_iteration(run) or 0
     except (CheckpointError, OSError):
@@ -85,11 +120,15 @@ def read_reached_iteration(run: Path) -> int:
 
 
 def _read(run: Path) -> Iterator[PastAttempt]:
-    """In order; lines that were cut off by a full disk or a kill are left out."""
+    """Yield the attempts in the order of their starts.
+
+    Lines that a full disk or a kill cut off are skipped.
+    """
     try:
         lines = (run / FILE).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return
+    # The time of the start joins the two lines of an attempt.
     attempts: dict[float, Attempt] = {}
     outcomes: dict[float, str] = {}
     for line in lines:
@@ -101,6 +140,8 @@ def _read(run: Path) -> Iterator[PastAttempt]:
             else:
                 outcomes[record["ended"]["began"]] = record["ended"]["outcome"]
         except (ValueError, TypeError, KeyError):
+            # A torn line is skipped. If it was an end, the attempt has no outcome and counts as
+            # failed.
             continue
     for began, attempt in attempts.items():
         yield PastAttempt(attempt, outcomes.get(began))

@@ -1,11 +1,18 @@
-"""What of a run's records belongs to iterations behind the one it goes back to, and cutting it out of their files.
+"""Find the records of later iterations in a run's files, and cut them out.
 
-Invariant: no byte is lost. What goes is on the disk in a file of its own before the other changes, which is then replaced whole;
-done again after a cut-off, or with nothing left to cut, it changes nothing more.
+Invariant: no byte is lost. What is removed is on the disk in a file of its own before the original
+changes. The original is then replaced by one rename. Repeating it after an interruption, or with
+nothing left to cut, changes nothing more.
 
-Rules. TensorBoard: each record by its own iteration (see `_EventSteps`). Metrics: a line's iteration; a start at the iteration itself
-goes, with what followed it. Emissions: rows of a later second than the moment given. Log: everything behind the last line that
-belongs to the iteration or to an earlier one. A line that cannot be read goes or stays with the one before it.
+Rules:
+
+- TensorBoard: each record is judged by its own iteration (see `_EventSteps`).
+- Metrics: a line is judged by its iteration. A start record at the target iteration itself is
+  removed, together with what followed it.
+- Emissions: rows of a later second than the given time are removed.
+- Log: everything after the last line that belongs to the target iteration or an earlier one is
+  removed.
+- A line that cannot be read is treated like the line before it.
 """
 
 import csv
@@ -35,49 +42,64 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 Span = tuple[int, int]
-"""(first byte, the one behind the last)."""
+"""(first byte, byte after the last)."""
 
 _CHUNK = 1 << 20
+"""Bytes that are copied at a time."""
 
 
 @dataclass(frozen=True)
 class CutSpans:
-    """Where a file is to be cut."""
+    """The byte ranges at which a file is to be cut."""
 
     stamp: tuple[int, int]
-    """Size and time of change of the file that was looked at."""
+    """Size and modification time of the file when it was examined."""
     gone: tuple[Span, ...] = ()
-    """In order; empty: nothing goes."""
+    """Ranges to remove, in order. Empty: nothing is removed."""
     head: Span = (0, 0)
-    """Stays, and heads what is cut out, too: a table's column names, an event file's version."""
+    """Range that stays and is also copied to the removed part.
+
+    It holds a table's column names, or the version of an event file.
+    """
     unreadable: tuple[Span, ...] = ()
-    """Damage in a file that is cut: it goes to a file of its own, so that what stays and what goes is whole."""
+    """Damaged ranges in a file that is cut.
+
+    They are moved to a file of their own, so that the two other parts can be read completely.
+    """
     whole: bool = False
-    """Nothing but the head would stay: the file itself goes."""
+    """Nothing but the head would stay, so the file itself is removed."""
     count: int = 0
+    """Number of lines or records to remove."""
     total: int = 0
+    """Number of lines or records in the file, without the head."""
     unit: str = "lines"
+    """What is counted, for the message."""
 
     @property
     def said(self) -> str:
-        """For people."""
+        """Description of the cut for people."""
         damage = (
             f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart"
             if self.unreadable
             else ""
         )
-        return f"{self.count:,} of {self.total:,} {self.unit}{', the whole file' if self.whole else ''}{damage}"
+        return (
+            f"{self.count:,} of {self.total:,} "
+            f"{self.unit}{', the whole file' if self.whole else ''}{damage}"
+        )
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
+    """Return the size and modification time. Another value later means that somebody wrote."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
-# Lines
+# Files of lines
 
 
 def _iterate_lines(path: Path) -> Iterator[tuple[Span, bytes]]:
+    """Yield the byte range and the content of each line."""
     begin = 0
     with open(path, "rb") as file:
         for line in file:
@@ -86,7 +108,7 @@ def _iterate_lines(path: Path) -> Iterator[tuple[Span, bytes]]:
 
 
 def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Neighbours as one."""
+    """Join adjacent ranges."""
     merged: list[Span] = []
     for begin, end in spans:
         if merged and merged[-1][1] == begin:
@@ -99,12 +121,20 @@ def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 def _find_lines_cut(
     path: Path, is_later: Callable[[bytes], bool | None], head: Span = (0, 0)
 ) -> CutSpans:
-    """`is_later` says whether a line goes; None: as the one before it."""
+    """Find the lines to remove.
+
+    Args:
+        path: The file.
+        is_later: Whether a line is removed. None: the line is treated like the one before it.
+        head: Range at the beginning that is kept without a check.
+    """
+    # The stamp is read before the content, so that a write in between is noticed.
     stamp, gone, total, later = _read_stamp(path), [], 0, False
     for span, line in _iterate_lines(path):
         if span[0] < head[1]:
             continue
         total += 1
+        # A line that cannot be read goes with the line before it.
         found = is_later(line)
         later = later if found is None else found
         if later:
@@ -113,20 +143,28 @@ def _find_lines_cut(
 
 
 def _parse_metrics_record(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics. Return None if it holds no record with an iteration."""
     try:
         record = json.loads(line)
-    except ValueError:  # torn, or not text
+    # The line is torn, or it is not text. UnicodeDecodeError is a ValueError.
+    except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
 
 
 def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
-    """Lines of later iterations; a start behind `iteration` itself is a later launch's, and goes too."""
+    """Find the lines of later iterations.
+
+    A start record at `iteration` itself belongs to a later launch, so it is removed too.
+    """
 
     def is_later(line: bytes) -> bool | None:
+        """Return whether a line is removed, or None if it cannot be read."""
         record = _parse_metrics_record(line)
         if record is None:
             return None
+        # A start record has the iteration at which its launch began, so it is later at `iteration`
+        # too.
         return bool(record["iteration"] >= iteration + (record.get("kind") != "start"))
 
     return _find_lines_cut(path, is_later)
@@ -134,39 +172,55 @@ def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
 
 @dataclass(frozen=True)
 class PassedIteration:
-    """What a metrics file says of when a run passed an iteration."""
+    """When a run passed an iteration, according to its metrics file."""
 
     to: int
-    """The last iteration that it has."""
+    """Last iteration in the file."""
     passed: bool
-    """It has iterations up to the one asked about; where not, the moment is not known."""
+    """Whether the file has iterations up to the one in question.
+
+    If not, the time is unknown.
+    """
     moment: datetime | None
-    """When the first later iteration was done, behind the last time that the run stood at that one; None: there is none."""
+    """Time at which the first later iteration was done.
+
+    If the run was at the iteration several times, the time after the last of them counts. None: no
+    later iteration exists.
+    """
 
 
 def find_when_passed(path: Path, iteration: int) -> PassedIteration:
-    """As above, for `iteration`."""
+    """Find when the run last went beyond `iteration`."""
     to, passed, moment = 0, False, None
     for _, line in _iterate_lines(path):
         record = _parse_metrics_record(line)
         if record is None or record.get("kind") == "start":
             continue
         to = max(to, record["iteration"])
+        # The run went back to this or an earlier iteration, so the time found so far is that of a
+        # lineage that was left.
         if record["iteration"] <= iteration:
             passed, moment = True, None
         elif moment is None:
             try:
                 moment = datetime.fromisoformat(record["time"])
             except (KeyError, TypeError, ValueError):
-                continue  # the next one tells
+                # The time is unreadable, so that of the next later iteration is used.
+                continue
     return PassedIteration(to, passed, moment)
 
 
 def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
-    """Rows of a later second than `moment`; None: no row goes. codecarbon writes the host's local time without a zone, in seconds.
+    """Find the rows of a later second than `moment`.
+
+    codecarbon writes the host's local time without a zone, in seconds.
+
+    Args:
+        path: Table that codecarbon wrote.
+        moment: Time after which rows are removed. None: no row is removed.
 
     Raises:
-        OperationsError: it has no column `timestamp`.
+        OperationsError: The table has no column `timestamp`.
     """
     first = next(_iterate_lines(path), None)
     if first is None or moment is None:
@@ -175,14 +229,18 @@ def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
     names = _parse_row(line)
     if "timestamp" not in names:
         raise OperationsError(
-            f"{path} has no column 'timestamp' in its first line; it must be a table of codecarbon's: restore it"
+            f"{path} has no column 'timestamp' in its first line; it must be a table of "
+            "codecarbon's: restore it"
         )
     column, boundary = (
         names.index("timestamp"),
+        # astimezone() converts to the host's zone. Microseconds are dropped, because the table has
+        # seconds.
         moment.astimezone().replace(tzinfo=None, microsecond=0),
     )
 
     def is_later(line: bytes) -> bool | None:
+        """Return whether a row is removed, or None if it has no readable time."""
         try:
             written = datetime.fromisoformat(_parse_row(line)[column])
         except (IndexError, ValueError):
@@ -196,25 +254,29 @@ def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
 
 
 def _parse_row(line: bytes) -> list[str]:
+    """Split a line of a CSV table into its fields."""
     return next(csv.reader([line.decode("utf-8", "replace").rstrip("\r\n")]), [])
 
 
 _SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+) to")
+"""Line of the log after a checkpoint is complete."""
 
 
 def find_log_cut(path: Path, iteration: int) -> CutSpans:
-    """Everything behind the last line that belongs to `iteration` or an earlier one.
+    """Find everything after the last line that belongs to `iteration` or an earlier one.
 
-    Training and validation lines tell, and `successfully saved checkpoint` where no later iteration stands before it (an
-    --async-save is done some iterations late). Over several launches the last one that went through the iteration counts.
+    Training and validation lines decide. A line `successfully saved checkpoint` counts only if no
+    later iteration was logged before it, because an --async-save ends some iterations late. If
+    several launches went through the iteration, the last one counts.
 
     Raises:
-        OperationsError: it has no such lines.
+        OperationsError: The log has no such lines.
     """
     stamp, keep, later, seen = _read_stamp(path), 0, False, False
     total = kept_lines = 0
     for span, raw in _iterate_lines(path):
         total += 1
+        # Most lines are dropped here, because the regular expressions are slow on a large log.
         if b"iteration" not in raw:
             continue
         text = raw.decode("utf-8", "replace")
@@ -222,27 +284,35 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
         saved = _SAVED.search(text)
         if step is None and saved is None:
             continue
-        seen, at = True, int(step["iteration"]) if step is not None else int(saved[1])  # type: ignore[index]
+        seen, at = (
+            True,
+            int(step["iteration"]) if step is not None else int(saved[1]),  # type: ignore[index]
+        )
         if step is not None:
+            # Only a line of training or validation shows where the run is. A save may be reported
+            # late.
             later = at > iteration
         if not later and at <= iteration:
             keep, kept_lines = span[1], total
+    # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's own main log")
     gone = ((keep, stamp[0]),) if keep < stamp[0] else ()
     return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 
-# TensorBoard's records: length (8 bytes), its CRC (4), data, its CRC (4), all little-endian
+# TensorBoard's records. Each holds a length (8 bytes), its CRC (4), data, and its CRC (4). All
+# numbers are little-endian.
 
 
 def find_events_cut(path: Path, at: Axes) -> CutSpans:
-    """Records of iterations behind `at`, wherever their step axis puts them.
+    """Find the records of iterations after `at`, whatever their step axis is.
 
     Raises:
-        OperationsError: the package tensorboard, which knows what is in a record, is not installed.
+        OperationsError: The package tensorboard, which decodes the records, is not installed.
     """
     try:
+        # tensorboard is an optional dependency, and only event files need it.
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as absent:
@@ -254,9 +324,12 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
     steps, head, gone, later = _EventSteps(at), (0, 0), [], False
     for number, (begin, end) in enumerate(records):
         try:
+            # The length and its CRC take 12 bytes before the data. The CRC of the data takes 4
+            # bytes after it.
             event = Event.FromString(data[begin + 12 : end - 4])
         except DecodeError:
             event = None
+        # TensorBoard reads no file without its version record, so both parts get it.
         if number == 0 and begin == 0 and event is not None and event.file_version:
             head = begin, end
             continue
@@ -265,6 +338,7 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         if later:
             gone.append((begin, end))
     total = len(records) - (head != (0, 0))
+    # A file with nothing to remove is left as it is, including damage in it.
     if not gone:
         return CutSpans(stamp, total=total, unit="records")
     return CutSpans(
@@ -284,33 +358,44 @@ _COUNTED = {
     " vs tokens": lambda at: at.consumed_tokens,
     " vs gigaflos (without embeddings)": lambda at: int(at.gigaflops_without_embeddings),
 }
+"""Suffix of a tag -> the checkpoint's counter for that step axis."""
 _ITERATION_IS_VALUE = {
     "steps-vs-samples/y=steps,x=samples": " vs samples",
     "steps-vs-tokens/y=steps,x=tokens": " vs tokens",
 }
+"""Tag of a chart that holds the iteration as its value -> suffix of its step axis."""
 
 
 @dataclass
 class _EventSteps:
-    """Which iteration a record belongs to, in the order of one launch's file.
+    """Find the iteration of each record, in the order of one launch's file.
 
-    A tag with another axis follows the tag without (`lm loss`, then `lm loss vs samples`), so it has that one's iteration; the
-    charts of steps over samples and tokens hold the iteration as their value. Only where neither tells, the checkpoint's own
-    counter of that axis decides: a launch with another ramp-up of the batch size had another one at this iteration.
+    A tag with another axis follows the tag without one (`lm loss`, then `lm loss vs samples`). So
+    its iteration is that of the tag without one. The charts of steps over samples and tokens hold
+    the iteration as their value.
+
+    If neither gives the iteration, the checkpoint's own counter of that axis decides. It is the
+    last choice, because a launch with another ramp-up of the batch size had another counter at this
+    iteration.
     """
 
     at: Axes
+    """Counters of the checkpoint that the run goes back to."""
     _last: dict[str, int] = field(default_factory=dict)
+    """Tag without an axis -> iteration of its newest record."""
 
     def is_later(self, event: "Event") -> bool | None:
-        """None: it has no step."""
+        """Return whether a record belongs to a later iteration, or None if it has no step."""
         later = None
         for value in event.summary.value:
+            # One later value makes the record later, because a record cannot be divided.
             later = bool(later) or self._is_value_later(value, event.step)
         return later
 
     def _is_value_later(self, value: Any, step: int) -> bool:
+        """Return whether one value of a record belongs to a later iteration."""
         axis, base = _split_axis(value.tag)
+        # The launch writes this tag first. Its step is the iteration of the tags with another axis.
         if axis is None:
             self._last[base] = step
             return step > self.at.iteration
@@ -324,9 +409,13 @@ class _EventSteps:
         )
 
 
+# A file has millions of records and few tags.
 @cache
 def _split_axis(tag: str) -> tuple[str | None, str]:
-    """What a tag has for steps, None being the iteration, and the tag of the record with the iteration."""
+    """Split a tag into its step axis and the tag of the record with the iteration.
+
+    The axis is None if the step is the iteration.
+    """
     axis = _ITERATION_IS_VALUE.get(tag) or next(
         (suffix for suffix in _COUNTED if tag.endswith(suffix)), None
     )
@@ -334,7 +423,12 @@ def _split_axis(tag: str) -> tuple[str | None, str]:
 
 
 def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
-    """(whole records, what cannot be read): a record with damaged data is passed over; behind a damaged length nothing is found."""
+    """Return the ranges of readable records and the ranges that cannot be read.
+
+    A record with damaged data is skipped. After a damaged length no further record is found,
+    because the length gives the position of the next record.
+    """
+    # The first pass trusts each length. The CRCs of the lengths are checked after it, all at once.
     begins, lengths, at = array("q"), array("q"), 0
     while at + 16 <= len(data):
         size = int.from_bytes(data[at : at + 8], "little")
@@ -345,10 +439,12 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
         at += 16 + size
     numbers = np.frombuffer(data, np.uint8)
     begin, length = np.array(begins, np.int64), np.array(lengths, np.int64)
+    # Records after the first wrong length were found by chance, so they do not count.
     sound = _compute_crcs(numbers, begin, 8) == _read_stored_crcs(numbers, begin + 8)
     readable = len(begin) if sound.all() else int(np.argmin(sound))
     begin, length = begin[:readable], length[:readable]
     right = np.zeros(readable, bool)
+    # The CRCs of data of one length are computed together, so there is one pass for each length.
     for size in np.unique(length):
         chosen = np.flatnonzero(length == size)
         right[chosen] = _compute_crcs(numbers, begin[chosen] + 12, size) == _read_stored_crcs(
@@ -357,12 +453,14 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
     spans = list(zip(begin.tolist(), (begin + length + 16).tolist(), strict=True))
     unreadable = [span for span, is_right in zip(spans, right, strict=True) if not is_right]
     end = spans[-1][1] if spans else 0
+    # The rest is a record that was cut off, or what follows a damaged length.
     if end < len(data):
         unreadable.append((end, len(data)))
     return [span for span, is_right in zip(spans, right, strict=True) if is_right], unreadable
 
 
 def _build_crc_table() -> NDArray[np.uint32]:
+    """Build the table of CRC-32C for one byte (reversed polynomial 0x82F63B78)."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1)
@@ -375,15 +473,20 @@ _TABLE = _build_crc_table()
 def _compute_crcs(
     data: NDArray[np.uint8], begins: NDArray[np.int64], length: int
 ) -> NDArray[np.uint32]:
-    """Masked CRC-32C of pieces of one length, all at once: a file may have millions, and TensorBoard's own takes 0.25 s/MB."""
+    """Return the masked CRC-32C of pieces of one length, all at once.
+
+    A file may have millions of pieces, and TensorBoard's own function takes 0.25 s/MB.
+    """
     crc = np.full(len(begins), 0xFFFFFFFF, np.uint32)
     for at in range(length):
         crc = _TABLE[(crc ^ data[begins + at]) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
+    # The format masks each CRC by a rotation by 15 bits and a constant, as TFRecord does.
     crc ^= np.uint32(0xFFFFFFFF)
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
 def _read_stored_crcs(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return the little-endian 32-bit numbers that begin at the given bytes."""
     found = np.zeros(len(begins), np.uint32)
     for at in range(4):
         found |= data[begins + at].astype(np.uint32) << np.uint32(8 * at)
@@ -394,21 +497,30 @@ def _read_stored_crcs(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDA
 
 
 def cut_out(path: Path, part: Path, cut: CutSpans, temporary: str) -> None:
-    """Move what goes to `part`, whose folder is made; the two may be on different file systems.
+    """Move the ranges to remove from `path` to `part`, whose folder is created.
 
-    `temporary` is the name under which the file is written anew, beside it. A `part` that is there already and holds something
-    else is left, and the next one numbered.
+    The two may be on different file systems. A `part` that already exists with another content is
+    kept, and the new one gets a number.
+
+    Args:
+        path: The file to cut.
+        part: File for what is removed.
+        cut: The ranges.
+        temporary: Name under which the new content is written first, in the folder of `path`.
 
     Raises:
-        OperationsError: somebody writes to the file. OSError: a disk is full or does not answer; nothing is lost.
+        OperationsError: Somebody writes to the file.
+        OSError: A disk is full or does not answer. Nothing is lost.
     """
     if not cut.gone:
         return
+    # The entry of a new folder is durable only when its parent is synced.
     made = [folder for folder in (part.parent, *part.parent.parents) if not folder.is_dir()]
     part.parent.mkdir(parents=True, exist_ok=True)
     for folder in reversed(made):
         sync_folder(folder.parent)
     size = cut.stamp[0]
+    # The removed part is written before the file changes. An interruption leaves it twice.
     _write_part(path, part, [(0, size)] if cut.whole else [cut.head, *cut.gone])
     if cut.whole:
         _refuse_changed(path, cut)
@@ -418,6 +530,7 @@ def cut_out(path: Path, part: Path, cut: CutSpans, temporary: str) -> None:
     if cut.unreadable:
         _write_part(path, part.with_name(f"{part.name}.unreadable"), cut.unreadable)
     away = sorted([*cut.gone, *cut.unreadable])
+    # What stays lies between the removed ranges.
     edges = [(0, 0), *away, (size, size)]
     replace_by(
         path,
@@ -428,19 +541,24 @@ def cut_out(path: Path, part: Path, cut: CutSpans, temporary: str) -> None:
 
 
 def _refuse_changed(path: Path, cut: CutSpans) -> None:
+    """Raise OperationsError if the file changed since it was examined."""
     if _read_stamp(path) != cut.stamp:
         raise OperationsError(
-            f"{path} changed while it was being cut: end what writes to it, and give the same command again"
+            f"{path} changed while it was being cut: end what writes to it, and give the same "
+            "command again"
         )
 
 
 def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
+    """Copy ranges of a file to `part`, or to the next number if `part` differs."""
+    # The name is fixed, so an interrupted copy is overwritten by the next one.
     fresh = part.with_name("part.new")
     with open(fresh, "wb", opener=without_links) as file:
         _copy(source, spans, file)
         file.flush()
         os.fsync(file.fileno())
     target, number = part, 1
+    # A part with the same content is from an interrupted cut of the same file.
     while target.exists() and not filecmp.cmp(target, fresh, shallow=False):
         number += 1
         target = part.with_name(f"{part.name}.{number}")
@@ -454,7 +572,18 @@ def replace_by(
     temporary: str,
     confirm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replace a file by pieces of files (itself) and bytes, whole or not at all, its permissions kept. `confirm` is asked last."""
+    """Replace a file, completely or not at all, and keep its permissions.
+
+    Args:
+        path: The file.
+        pieces: New content. A piece is bytes, or a file (which may be `path`) and its ranges.
+        temporary: Name under which the content is written first, in the same folder.
+        confirm: Function that is called right before the rename. It may raise to prevent it.
+
+    Raises:
+        OperationsError: `confirm` raised it, or a source became shorter.
+        OSError: The content cannot be written.
+    """
     fresh = path.with_name(temporary)
     with open(fresh, "wb", opener=without_links) as file:
         for piece in pieces:
@@ -465,6 +594,7 @@ def replace_by(
         file.flush()
         os.fsync(file.fileno())
     if path.exists():
+        # The new file would have the permissions of this process otherwise.
         shutil.copymode(path, fresh)
     try:
         confirm()
@@ -476,15 +606,18 @@ def replace_by(
 
 
 def _copy(source: Path, spans: Sequence[Span], target: Any) -> None:
+    """Copy ranges of a file to an open file."""
     with open(source, "rb") as file:
         for begin, end in spans:
             file.seek(begin)
             left = end - begin
             while left:
                 piece = file.read(min(left, _CHUNK))
+                # Without this check a file that became shorter would never end the loop.
                 if not piece:
                     raise OperationsError(
-                        f"{source} became shorter while it was being cut: end what writes to it, and try again"
+                        f"{source} became shorter while it was being cut: end what writes to "
+                        "it, and try again"
                     )
                 target.write(piece)
                 left -= len(piece)

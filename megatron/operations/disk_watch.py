@@ -1,8 +1,12 @@
-"""How full file systems and folders are, what checkpoints add, and how many days are left.
+"""Use of file systems and folders, growth by checkpoints, and days until a disk is full.
 
-Invariant: only counts; nothing is removed. `PATH=90%` is about the file system that PATH lies on (statvfs, as df counts);
-`PATH=2TB,500k-inodes` about the folder itself (what du counts: space on the disk, hard links once, other file systems left out),
-as a quota is. A sum in which something could not be read says so.
+`PATH=90%` is a limit of the file system that PATH is on, counted by statvfs as df does.
+
+`PATH=2TB,500k-inodes` is a limit of the folder, like a quota. It is counted as du does. Space on
+the disk counts, a file with several hard links counts once, and other file systems are left out.
+
+Invariant: this module only counts, and removes nothing. If something could not be read, the sum is
+reported together with an alert.
 """
 
 import contextlib
@@ -26,22 +30,26 @@ from megatron.operations.alerts import Alert, read_record
 _DAY = 86_400.0
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
-_SPEC = "write PATH=90% for the file system, PATH=2TB or PATH=500k-inodes for the folder, limits apart by commas"
+_SPEC = (
+    "write PATH=90% for the file system, PATH=2TB or PATH=500k-inodes for the folder, limits "
+    "apart by commas"
+)
 _HISTORY_DAYS = 7.0
+"""Age at which a point is dropped from the history."""
 _GROWTH_DAYS = 3.0
-"""Growth is that of so many days, so that a checkpoint that comes or goes is not a trend."""
+"""Growth is estimated over these days. One checkpoint that comes or goes is then no trend."""
 _GROWTH_SPAN_DAYS = 0.25
-"""The least history for it."""
+"""Shortest history from which growth is estimated."""
 _APART_SECONDS = 600.0
-"""Of two points of the history."""
+"""Shortest time between two points of the history, so that the file stays small."""
 _CHECKPOINTS_OF_ROOM = 2
-"""Fewer that fit is an alert: the next save would be the last."""
+"""If there is room for fewer checkpoints, an alert is sent. The next save could be the last one."""
 
 
 FILE_SYSTEM, FOLDER = "file system", "folder"
 BYTES, INODES = "bytes", "inodes"
 History = dict[str, list[tuple[float, float]]]
-"""path, what and unit -> (seconds since the epoch, used)"""
+"""Path, kind and unit of a gauge -> points (seconds since the epoch, used)."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,11 @@ class DiskWatch:
 
     path: Path
     percent: float | None = None
-    """Of the file system's bytes, and of its inodes."""
+    """Limit of the file system's bytes, and of its inodes, in percent."""
     limit_bytes: int | None = None
-    """Of the folder."""
+    """Limit of the folder's bytes."""
     limit_inodes: int | None = None
-    """Of the folder: files, folders and links."""
+    """Limit of the folder's inodes, which are files, folders and links."""
 
 
 @dataclass(frozen=True)
@@ -62,46 +70,58 @@ class Gauge:
     """One number that grows towards a limit."""
 
     of: str
+    """FILE_SYSTEM or FOLDER."""
     unit: str
+    """BYTES or INODES."""
     used: int
     full: int
-    """Where nothing more goes in; for a folder its limit."""
+    """Number at which nothing more fits. For a folder this is its limit."""
     limit: int
-    """Where an alert is due."""
+    """Number from which on an alert is sent."""
 
     def format_amount(self, number: float) -> str:
+        """Return a number with this gauge's unit."""
         return format_bytes(number) if self.unit == BYTES else f"{number:,.0f} inodes"
 
     def describe(self) -> str:
+        """Return what is used, of how much, and the percentage."""
+        # Some file systems report a size of 0, for example /proc.
         part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
 @dataclass
 class FolderUsage:
+    """Space and inodes that a folder uses, with everything in it."""
+
     bytes: int
     inodes: int
     unread: int = 0
-    """Folders that could not be read: the sums are too small."""
+    """Number of folders that could not be read. If there are any, the sums are too small."""
     first_error: str = ""
+    """Path and reason of the first of these."""
 
 
 @dataclass
 class DiskReport:
-    """Of one check."""
+    """Result of one check."""
 
     pulses: list[str] = field(default_factory=list)
+    """Texts of PULSE lines, one for each path and run."""
     alerts: list[Alert] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)
+    """Kinds of alerts that were checked. One that is not among `alerts` has ended."""
     troubles: list[str] = field(default_factory=list)
+    """What could not be read or written."""
 
 
 def parse_watch(text: str) -> DiskWatch:
-    """Of `PATH=LIMIT[,LIMIT]`.
+    """Parse `PATH=LIMIT[,LIMIT]`.
 
     Raises:
-        OperationsError: it is none.
+        OperationsError: The text has another form, or a limit is given twice.
     """
+    # Split at the last equals sign, because a path may contain others.
     path, equals, limits = text.rpartition("=")
     if not equals or not path:
         raise OperationsError(f"--watch {text!r} has no limit; {_SPEC}")
@@ -115,6 +135,15 @@ def parse_watch(text: str) -> DiskWatch:
 
 
 def _limit(limit: str, text: str) -> tuple[str, float | int]:
+    """Parse one limit.
+
+    Args:
+        limit: The limit, for example `90%`, `2TB` or `500k-inodes`.
+        text: The complete argument, for messages.
+
+    Returns:
+        The field of `DiskWatch` to set, and its value.
+    """
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?) ?(?:(%)|([kmgtp]?)-?inodes|([kmgtp]i?)?b)", limit, re.IGNORECASE
     )
@@ -127,6 +156,7 @@ def _limit(limit: str, text: str) -> tuple[str, float | int]:
         return "percent", number
     if number <= 0:
         raise OperationsError(f"--watch {text!r}: {limit} must be above 0")
+    # The group is empty for plain `inodes`, and None for bytes.
     if match[3] is not None:
         return "limit_inodes", round(number * _UNITS[match[3].lower()])
     unit = (match[4] or "").lower()
@@ -141,9 +171,14 @@ def check_disks(
     days_left: float,
     now: float | None = None,
 ) -> DiskReport:
-    """Look at all paths and runs' folders; one that fails does not keep the others from being checked.
+    """Check all paths and the folders of runs. If one fails, the others are still checked.
 
-    Growth is read from `history_file`; a path that is full in fewer than `days_left` days at that rate is an alert.
+    Args:
+        watches: Paths with their limits.
+        runs: `--save` folders of runs, whose checkpoints are counted.
+        history_file: File of earlier measurements, from which growth is estimated.
+        days_left: If a path will be full in fewer days at the present growth, an alert is made.
+        now: Time of the check, in seconds since the epoch. Default: the present time.
     """
     now = time.time() if now is None else now
     report = DiskReport()
@@ -156,9 +191,11 @@ def check_disks(
             _alert_unseen(
                 report,
                 f"disk {watch.path}",
-                f"--watch {watch.path} cannot be looked at: {error.strerror}; give a path that is there",
+                f"--watch {watch.path} cannot be looked at: {error.strerror}; give a path that is "
+                "there",
             )
             continue
+        # The room that is left under folders' limits also bounds the checkpoints of runs in them.
         for gauge in gauges:
             if gauge.of == FOLDER and gauge.unit == BYTES:
                 rooms[watch.path.resolve()] = gauge.full - gauge.used
@@ -177,7 +214,10 @@ def check_disks(
 
 
 def _alert_unseen(report: DiskReport, kind: str, text: str) -> None:
-    """Who relies on this tool must know that it does not see."""
+    """Add an alert about a path that cannot be checked.
+
+    Without it, an unreadable path would look like a path without problems.
+    """
     report.troubles.append(text)
     report.watched.add(f"{kind} unseen")
     report.alerts.append(Alert(f"{kind} unseen", text))
@@ -187,11 +227,13 @@ def _alert_unseen(report: DiskReport, kind: str, text: str) -> None:
 
 
 def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
-    """
+    """Measure a path for each of its limits. What could not be read is added to the report.
+
     Raises:
-        OSError: there is no such path.
+        OSError: The path does not exist.
     """
     gauges = []
+    # Called only for its error, before anything is added to the report.
     os.stat(watch.path)
     if watch.percent is not None:
         gauges += measure_file_system(watch.path, watch.percent)
@@ -206,24 +248,40 @@ def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
             if limit is not None:
                 gauges.append(Gauge(FOLDER, unit, used, limit, limit))
         if found.unread:
-            text = f"{found.unread} entries of {watch.path} could not be read, the first: {found.first_error}; its sums are too small"
+            text = (
+                f"{found.unread} entries of {watch.path} could not be read, the first: "
+                f"{found.first_error}; its sums are too small"
+            )
             report.troubles.append(text)
             report.alerts.append(Alert(kind, text))
     return gauges
 
 
 def measure_file_system(path: Path, percent: float) -> list[Gauge]:
-    """As df counts: what is kept for root is not there. Without inodes where the file system has no fixed number of them.
+    """Measure a file system as df does.
+
+    Space that is reserved for root counts as if it did not exist.
+
+    Args:
+        path: A path on the file system.
+        percent: Limit in percent.
+
+    Returns:
+        Gauges of bytes and inodes. There is no gauge of inodes if the file system has no fixed
+        number of them.
 
     Raises:
-        OSError: there is no such path.
+        OSError: The path does not exist.
     """
     found = os.statvfs(path)
+    # `f_bfree` includes the blocks that are reserved for root, and `f_bavail` does not. A training
+    # job cannot use them, so the disk is full for it when `f_bavail` is 0.
     used, full = (
         (found.f_blocks - found.f_bfree) * found.f_frsize,
         (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize,
     )
     gauges = [Gauge(FILE_SYSTEM, BYTES, used, full, round(full * percent / 100))]
+    # File systems like btrfs make inodes as they are needed, and report 0 here.
     if found.f_files:
         used, full = found.f_files - found.f_ffree, found.f_files - found.f_ffree + found.f_favail
         gauges.append(Gauge(FILE_SYSTEM, INODES, used, full, round(full * percent / 100)))
@@ -231,16 +289,21 @@ def measure_file_system(path: Path, percent: float) -> list[Gauge]:
 
 
 def measure_folder(path: Path) -> FolderUsage:
-    """As du counts: blocks on the disk, a file with several names once, links not followed, other file systems left out.
+    """Measure a folder as du does.
 
-    What vanishes meanwhile (a checkpoint that is thinned out) is no error.
+    Blocks on the disk are counted. A file with several hard links counts once, symbolic links are
+    not followed, and other file systems are left out. An entry that is deleted during the scan is
+    no error, because old checkpoints are deleted while a run goes on.
 
     Raises:
-        OSError: there is no such folder, or it cannot be read at all.
+        OSError: The folder does not exist, or cannot be read at all.
     """
     top = os.stat(path)
+    # `st_blocks` has units of 512 bytes, whatever the block size of the file system is.
     usage = FolderUsage(top.st_blocks * 512, 1)
+    # Inodes of files with several hard links that were counted already.
     seen: set[int] = set()
+    # Opened here for its error. In the loop below, a folder that cannot be read is only counted.
     with os.scandir(path):
         folders = [os.fspath(path)]
     while folders:
@@ -260,10 +323,11 @@ def measure_folder(path: Path) -> FolderUsage:
 
 
 def _count(facts: os.stat_result, device: int, seen: set[int], usage: FolderUsage) -> bool:
-    """Whether to go down into it."""
+    """Add one entry to the usage, and return whether it is a folder to scan."""
     folder = stat.S_ISDIR(facts.st_mode)
     if facts.st_dev != device or facts.st_ino in seen:
         return False
+    # Only files with several links are remembered. A set of all inodes would need much memory.
     if facts.st_nlink > 1 and not folder:
         seen.add(facts.st_ino)
     usage.bytes += facts.st_blocks * 512
@@ -271,7 +335,7 @@ def _count(facts: os.stat_result, device: int, seen: set[int], usage: FolderUsag
     return folder
 
 
-# Judging
+# Alerts
 
 
 def _check_gauges(
@@ -282,7 +346,10 @@ def _check_gauges(
     days_left: float,
     now: float,
 ) -> None:
-    """A PULSE of all gauges of a path, and alerts for what is over its limit or soon full."""
+    """Add a PULSE with all gauges of a path, and alerts for those over a limit or soon full.
+
+    A measurement is added to the history if the last one is at least ten minutes old.
+    """
     over, soon, parts = [], [], []
     for gauge in gauges:
         points = history.setdefault(f"{watch.path.absolute()} {gauge.of} {gauge.unit}", [])
@@ -299,6 +366,7 @@ def _check_gauges(
         if gauge.used >= gauge.limit:
             over.append(f"{text}; the limit is {gauge.format_amount(gauge.limit)}")
     report.pulses.append(f"{watch.path}: {'; '.join(parts)}")
+    # Both kinds are watched in every check. So an alert that has ended is reported as RECOVERED.
     for kind, found in (("full", over), ("soon full", soon)):
         report.watched.add(f"disk {watch.path} {kind}")
         if found:
@@ -308,7 +376,16 @@ def _check_gauges(
 
 
 def estimate_daily_growth(points: Sequence[tuple[float, float]], now: float) -> float | None:
-    """Slope of the straight line through the newest days; None where there is too little history."""
+    """Return the slope of the straight line through the newest days.
+
+    Args:
+        points: (seconds since the epoch, used), the oldest first.
+        now: Present time in seconds since the epoch.
+
+    Returns:
+        Growth a day, or None if the history is too short.
+    """
+    # Points in the future come from a clock that was set back. They are left out.
     newest = [(at / _DAY, used) for at, used in points if 0 <= now - at <= _GROWTH_DAYS * _DAY]
     if len(newest) < 2 or newest[-1][0] - newest[0][0] < _GROWTH_SPAN_DAYS:
         return None
@@ -316,8 +393,19 @@ def estimate_daily_growth(points: Sequence[tuple[float, float]], now: float) -> 
 
 
 def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None:
-    """What checkpoints take, and how many more there is room for: by the file system, and by the limits of the folders around."""
+    """Add a PULSE with the size of a run's checkpoints and the room for more, and alerts.
+
+    Args:
+        run: The run's `--save` folder.
+        rooms: Watched folder -> bytes that are left until its limit.
+        report: Report to add to.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
     kind = f"checkpoints {run}"
+    # Called only for its error. A folder that cannot be read must not look like one without
+    # checkpoints.
     os.scandir(run).close()
     report.watched |= {f"{kind} unseen", f"{kind} room"}
     found, damaged = _list_checkpoints(run)
@@ -331,11 +419,19 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None
         report.pulses.append(f"{run}: no checkpoints")
         return
     size = found[-1][1]
-    text = f"{run}: {len(found)} checkpoint{'s' if len(found) > 1 else ''}, the newest of {format_bytes(size)}"
+    text = (
+        f"{run}: {len(found)} checkpoint{'s' if len(found) > 1 else ''}, "
+        f"the newest of {format_bytes(size)}"
+    )
     days = (found[-1][0] - found[0][0]) / _DAY
     if days > 0:
+        # The time span starts at the first checkpoint, so its bytes are not growth within it.
         kept = sum(each for _, each in found[1:])
-        text += f", one every {days / (len(found) - 1):.2g} days, {format_bytes(kept / days)} a day are kept"
+        text += (
+            f", one every {days / (len(found) - 1):.2g} days, "
+            f"{format_bytes(kept / days)} a day are kept"
+        )
+    # The room is the smallest of what the file system and each watched folder above have left.
     place = os.statvfs(run)
     around = [left for path, left in rooms.items() if run.resolve().is_relative_to(path)]
     room = max(0, min([place.f_bavail * place.f_frsize, *around]))
@@ -354,15 +450,20 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None
 
 
 def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
-    """((when it was saved, bytes) in order, what is damaged)."""
+    """Return the checkpoints in order of time, as (time of save, bytes), and the damaged ones.
+
+    The time of save is that of the manifest, which is written last.
+    """
     found, damaged = [], []
     for iteration in list_saved_iterations(run):
         folder = find_stored_folder(run, iteration)
         try:
             found.append(((folder / MANIFEST).stat().st_mtime, read_manifest(folder).bytes))
+        # The run deleted the checkpoint after it was listed.
         except FileNotFoundError:
-            continue  # thinned out meanwhile
+            continue
         except CheckpointError as error:
+            # If the folder does not exist now, it was deleted while it was read.
             if folder.exists():
                 damaged.append(f"{folder.name}: {error}")
     return sorted(found), damaged
@@ -372,6 +473,7 @@ def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
 
 
 def _read_history(path: Path, report: DiskReport) -> History:
+    """Return the history in a file, or an empty one if it is missing or damaged."""
     try:
         record = read_record(path)
         found = {} if record is None else record
@@ -383,30 +485,36 @@ def _read_history(path: Path, report: DiskReport) -> History:
         report.troubles.append(str(error))
     except (TypeError, ValueError, AttributeError):
         report.troubles.append(
-            f"{path} is not what this tool writes and is begun afresh; growth is known again after 6 hours"
+            f"{path} is not what this tool writes and is begun afresh; growth is known again after "
+            "6 hours"
         )
     return {}
 
 
 def _write_history(path: Path, history: History, now: float, report: DiskReport) -> None:
+    """Write the history without points that are too old."""
+    # The absolute value also drops points that a wrong clock put far into the future.
     kept = {
         key: [point for point in points if abs(now - point[0]) <= _HISTORY_DAYS * _DAY]
         for key, points in history.items()
     }
+    # The disk that is watched may be full. An error here must not end the check.
     try:
         replace_file(
             path, json.dumps({key: points for key, points in kept.items() if points}) + "\n"
         )
     except OSError as error:
         report.troubles.append(
-            f"{path} cannot be written ({error.strerror}): growth is not known without it; make room, or mend permissions"
+            f"{path} cannot be written ({error.strerror}): growth is not known without it; make "
+            "room, or mend permissions"
         )
 
 
 def format_bytes(size: float) -> str:
-    """Three digits, in units of 1000, as disks are sold and quotas are given."""
+    """Return a size with three digits, in units of 1000 as disks and quotas are sold."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
+        # 999.5 would be rounded to 1000, which has four digits.
         if size < 999.5:
             break
         size, unit = size / 1000, larger

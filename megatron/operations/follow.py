@@ -1,7 +1,10 @@
 """`tail -f` of a log that a sync keeps on a Hub in parts.
 
-Each look asks for the branch's commit; only where that has moved is the last part fetched, at that commit, so that what is read is
-of one state of the log. Bytes are handed on once, in order, but for a log that was cut: that is told, and followed from the cut.
+Each look reads the branch's commit. Parts are downloaded only if the commit has changed, and all of
+them at that commit. So one look reads one state of the log.
+
+Invariant: bytes are returned once and in order. The exception is a log that was truncated, for
+example by a rollback. This is reported, and reading continues where the log differs.
 """
 
 from collections.abc import Iterator
@@ -12,60 +15,76 @@ from megatron.operations.hub import Hub, HubMoved
 from megatron.operations.hub_queue import format_part_name, parse_part_name
 
 _ASKED_AT_ONCE = 500
+"""Parts to ask for in one request. The Hub takes at most 1,000 paths."""
 
 
 @dataclass(frozen=True)
 class LogUpdate:
-    """What one look gave."""
+    """Result of one look."""
 
     data: bytes = b""
+    """New bytes of the log."""
     cut: str | None = None
-    """Told before `data`: the log was cut, and where it goes on."""
+    """Line to print before `data` if the log was truncated. It has the part where it continues."""
 
 
 @dataclass
 class Follower:
-    """Reads one log. A look that fails changes nothing: look again."""
+    """Reader of one log. A look that fails changes nothing, and can be repeated."""
 
     hub: Hub
     path: str
+    """Path of the log in the repository, without the number of a part."""
     lines: int
-    """How many of its last lines to begin with."""
+    """Number of last lines to start with."""
     _commit: str | None = None
+    """Commit of the last look, None before the first one."""
     _oids: list[str] = field(default_factory=list)
-    """Of the parts up to the one that is open."""
+    """The Hub's ids of all parts, up to the last one, which is open."""
     _open: bytes = b""
-    """What was read of the last part."""
+    """Content of the last part, as far as it was read."""
 
     def look(self) -> LogUpdate:
-        """
+        """Return what is new in the log since the last look.
+
         Raises:
-            OperationsError: there is no such log. HubUnavailable: no answer.
+            OperationsError: The repository has no such log.
+            HubUnavailable: The Hub did not answer.
         """
         commit = self.hub.head()
         if commit == self._commit:
             return LogUpdate()
+        # `_commit` is set last. If a download raises, the next look repeats the work.
         news = self._begin(commit) if self._commit is None else self._go_on(commit)
         self._commit = commit
         return news
 
     def _begin(self, commit: str) -> LogUpdate:
+        """Return the last lines of the log."""
         oids = self._list_oids(commit)
         data, opened = b"", None
+        # A log may have hundreds of parts. Read backwards, and stop when there are enough lines.
         for number in range(len(oids) - 1, -1, -1):
             part = self.hub.download_file(commit, format_part_name(self.path, number))
             opened = part if opened is None else opened
             data = part + data
+            # The line end of the last line does not count. It starts no further line.
             if data.count(b"\n", 0, -1) >= self.lines:
                 break
         self._oids, self._open = oids, opened or b""
         return LogUpdate(_take_last_lines(data, self.lines))
 
     def _list_oids(self, commit: str) -> list[str]:
+        """Return the Hub's ids of all parts of the log.
+
+        Raises:
+            OperationsError: The repository has no such log. The message lists those that it has.
+        """
         folder = self.path.rpartition("/")[0]
         try:
             there = self.hub.list_files(commit, folder or None)
-        except HubMoved:  # no such folder
+        # The Hub answers 404 for a folder that does not exist, which is translated to HubMoved.
+        except HubMoved:
             there = {}
         parts = {format_part_name(self.path, number) for number in range(len(there))}
         oids = [there[name] for name in sorted(parts & there.keys())]
@@ -78,16 +97,20 @@ class Follower:
                 }
             )
             raise OperationsError(
-                f"{self.hub.repo} holds no log {self.path} in parts, as tools/hub_sync.py stores one; "
+                f"{self.hub.repo} holds no log {self.path} in parts, as tools/hub_sync.py stores "
+                "one; "
                 f"it holds: {', '.join(logs) or 'none'}"
             )
         return oids
 
     def _go_on(self, commit: str) -> LogUpdate:
+        """Return what is new in the last known part, and in the parts after it."""
         last = len(self._oids) - 1
         now = self._fetch_oids(commit, last)
-        if not now:  # the part itself is gone
+        # The last known part does not exist any more.
+        if not now:
             return self._resume_after_cut(commit)
+        # If the last part is unchanged, only the parts after it are downloaded.
         if now[0] == self._oids[last]:
             fresh = [
                 self.hub.download_file(commit, format_part_name(self.path, last + 1 + number))
@@ -99,6 +122,7 @@ class Follower:
                 self.hub.download_file(commit, format_part_name(self.path, last + number))
                 for number in range(len(now))
             ]
+            # A log that only grew still begins with what was read.
             if not fresh[0].startswith(self._open):
                 return self._resume_after_cut(commit)
             data = b"".join(fresh)[len(self._open) :]
@@ -107,8 +131,9 @@ class Follower:
         return LogUpdate(data)
 
     def _fetch_oids(self, commit: str, first: int) -> list[str]:
-        """Of the part `first` and those that follow it without a gap."""
+        """Return the Hub's ids of part `first` and of those that follow it without a gap."""
         oids: list[str] = []
+        # Usually there is at most one new part. So the first request is small.
         asked = 2
         while True:
             names = [
@@ -122,7 +147,11 @@ class Follower:
             asked = _ASKED_AT_ONCE
 
     def _resume_after_cut(self, commit: str) -> LogUpdate:
-        """Go on where the log differs from what was read: to the line in the last part, to the part in those before it."""
+        """Continue where the log differs from what was read.
+
+        Within the last known part, reading continues at the first line that differs. An earlier
+        part is returned completely, because only its id was kept and not its content.
+        """
         oids = self._list_oids(commit)
         same = 0
         while same < min(len(oids), len(self._oids)) and oids[same] == self._oids[same]:
@@ -145,10 +174,12 @@ class Follower:
 
 
 def _take_until_gap(oids: list[str | None]) -> list[str]:
+    """Return the ids before the first None."""
     return list(_iterate_until_gap(oids))
 
 
 def _iterate_until_gap(oids: list[str | None]) -> Iterator[str]:
+    """Yield the ids before the first None."""
     for oid in oids:
         if oid is None:
             return
@@ -156,14 +187,17 @@ def _iterate_until_gap(oids: list[str | None]) -> Iterator[str]:
 
 
 def _take_last_lines(data: bytes, lines: int) -> bytes:
+    """Return the last `lines` lines."""
+    # Without the condition, a slice from -0 would be all lines.
     return b"".join(data.splitlines(keepends=True)[-lines:]) if lines else b""
 
 
 def _count_common_bytes(one: bytes, other: bytes) -> int:
-    """Bytes of the lines that both begin with."""
+    """Return the number of bytes in the lines that both texts begin with."""
     same = 0
     for mine, yours in zip(one.split(b"\n"), other.split(b"\n"), strict=False):
         if mine != yours:
             break
         same += len(mine) + 1
+    # The last line may have no line end, which was counted above.
     return min(same, len(one))

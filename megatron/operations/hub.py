@@ -1,7 +1,11 @@
-"""A repository on a Hugging Face Hub, through the official client, and what its refusals mean to an operator.
+"""Access to one repository on a Hugging Face Hub, through the official client.
 
-Every failure ends as one of two: `OperationsError`, which a person must mend (token, name, permission), or `HubUnavailable`, which
-time may mend. The token is held in memory only: no message, URL or log line of this module has it, nor the signed part of a URL.
+Invariant: every failure of the Hub is raised as one of two kinds. An `OperationsError` needs a
+person, who corrects a token, a name or a permission. A `HubUnavailable` may pass if the caller
+waits and tries again.
+
+The token is held in memory only. No message, URL or log line of this module contains the token,
+or the signed part of a storage URL.
 """
 
 import importlib
@@ -24,45 +28,53 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 MAIN = "main"
+"""Name of the branch that holds the logs."""
 LONGEST_PAUSE_SECONDS = 60.0
+"""Longest pause between two attempts, unless the Hub itself asks for a longer one."""
 Say = Callable[[str], None]
+"""Function that prints or logs one line."""
 
 
 class HubUnavailable(OperationsError):
-    """The Hub did not answer, or asked to wait: what was asked is still to be done."""
+    """The Hub did not answer, or asked the client to wait. The request can be tried again."""
 
     def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
+        """Store the pause that the Hub asked for, 0 if it asked for none."""
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
 
 class HubMoved(HubUnavailable):
-    """The branch is not where it was when we looked: look again before anything is sent."""
+    """The branch has changed since it was listed. List it again before anything is sent."""
 
 
 class UnknownRepository(OperationsError):
-    """There is none of this name that the token can see."""
+    """The token sees no repository of this name."""
 
 
 class RetryPolicy:
-    """Waits between attempts, longer each time and never two machines in step, until `seconds` have passed without progress."""
+    """Exponential backoff with jitter, until `seconds` have passed without progress."""
 
     def __init__(self, seconds: float, say: Say) -> None:
+        """Allow `seconds` without progress, and report each pause through `say`."""
         self._seconds, self._say = seconds, say
         self._since: float | None = None
         self._tries = 0
 
     def note_progress(self) -> None:
-        """Something worked: the next trouble begins anew."""
+        """Reset the time limit and the length of the pauses, because a request worked."""
         self._since, self._tries = None, 0
 
     def wait(self, trouble: HubUnavailable) -> None:
-        """
+        """Sleep until the next attempt is due.
+
         Raises:
-            HubUnavailable: the trouble itself, when the patience would be over before the next attempt.
+            HubUnavailable: `trouble` itself, if the time limit ends before the next attempt.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
+        # The random factors keep machines apart that failed at the same time. Otherwise all of them
+        # would return to the Hub in the same second, and fail again.
         pause = min(LONGEST_PAUSE_SECONDS, 2.0**self._tries) * random.uniform(0.5, 1.0)
         pause = max(pause, trouble.retry_after_seconds * random.uniform(1.0, 1.1))
         self._tries += 1
@@ -74,30 +86,43 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class CommitResult:
+    """State of a branch after a commit."""
+
     head: str
-    """The branch's commit now."""
+    """Present commit of the branch."""
     ignored: frozenset[str]
-    """Paths that the repository's own .gitignore keeps out."""
+    """Paths that the repository's own .gitignore excludes. They are not in the commit."""
 
 
 class Hub:
-    """One repository. HF_ENDPOINT says on which Hub; HF_TOKEN or the Hub's own login gives the token."""
+    """One repository on a Hub.
+
+    The environment variable HF_ENDPOINT selects the Hub. The token comes from HF_TOKEN, or from the
+    login that the Hub's own command line tool has stored.
+    """
 
     def __init__(
         self, repo: str, *, timeout_seconds: float, say: Say, must_write: bool = True
     ) -> None:
-        """
+        """Prepare the client. No request is sent.
+
         Args:
-            timeout_seconds: how long the Hub may be silent within a request.
-            must_write: whether a token is needed.
+            repo: Name of the repository, ORGANISATION/NAME.
+            timeout_seconds: Longest silence of the Hub within a request.
+            say: Receives the client's own warnings.
+            must_write: Whether a token is required. Public repositories can be read without one.
 
         Raises:
-            OperationsError: huggingface_hub or the token is missing, or the repository or the endpoint has no proper name.
+            OperationsError: huggingface_hub or the token is missing, or the name of the repository
+                or the endpoint is invalid.
         """
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
             raise OperationsError(
-                f"{repo!r} names no repository; give ORGANISATION/NAME, like bigscience/tr8-104B-logs"
+                f"{repo!r} names no repository; give ORGANISATION/NAME, like "
+                "bigscience/tr8-104B-logs"
             )
+        # huggingface_hub is an optional dependency. It is imported here and not at the top, so that
+        # the other tools run without it.
         try:
             import huggingface_hub
             from huggingface_hub.utils._http import default_client_factory
@@ -107,22 +132,26 @@ class Hub:
             ) from error
         self.repo, self._endpoint = repo, huggingface_hub.constants.ENDPOINT
         self.host = _host(self._endpoint)
+        # `_translate_errors` reads `_client_error`, so this comes before its first use.
         self._client_error = _set_client_timeout(default_client_factory, timeout_seconds)
         _forward_warnings(say)
+        # Progress bars would fill the log of a cron job with thousands of control characters.
         if not sys.stderr.isatty():
             huggingface_hub.utils.disable_progress_bars()
         with self._translate_errors():
             self._token = huggingface_hub.get_token()
         if self._token is None and must_write:
             raise OperationsError(
-                "there is no token for the Hub; set HF_TOKEN to one with write access, or run: hf auth login"
+                "there is no token for the Hub; set HF_TOKEN to one with write access, or run: hf "
+                "auth login"
             )
+        # With None the client would look for a token by itself. With False it sends none.
         self.api = huggingface_hub.HfApi(endpoint=self._endpoint, token=self._token or False)
 
-    # What is there
+    # Reading
 
     def list_branches(self) -> dict[str, str]:
-        """Branch -> its commit. One small request."""
+        """Return the branches, name -> commit. This is one small request."""
         with self._translate_errors():
             return {
                 branch.name: branch.target_commit
@@ -130,7 +159,7 @@ class Hub:
             }
 
     def head(self) -> str:
-        """The commit of the main branch."""
+        """Return the commit of the main branch."""
         branches = self.list_branches()
         if MAIN not in branches:
             raise OperationsError(
@@ -139,7 +168,12 @@ class Hub:
         return branches[MAIN]
 
     def list_files(self, commit: str, folder: str | None = None) -> dict[str, str]:
-        """Path -> `get_oid` of every file; of one folder, without those within it, when it is given."""
+        """Return the files at a commit, path -> `get_oid`.
+
+        Args:
+            commit: Commit to list.
+            folder: List only this folder, without its subfolders. None lists the repository.
+        """
         from huggingface_hub.hf_api import RepoFile
 
         with self._translate_errors():
@@ -149,7 +183,10 @@ class Hub:
             return {entry.path: get_oid(entry) for entry in tree if isinstance(entry, RepoFile)}
 
     def fetch_oids(self, commit: str, paths: Sequence[str]) -> dict[str, str]:
-        """Path -> `get_oid` of those of `paths` that are there; at most 1,000."""
+        """Return those of `paths` that exist at a commit, path -> `get_oid`.
+
+        The Hub takes at most 1,000 paths in one request.
+        """
         from huggingface_hub.hf_api import RepoFile
 
         with self._translate_errors():
@@ -157,36 +194,45 @@ class Hub:
             return {entry.path: get_oid(entry) for entry in found if isinstance(entry, RepoFile)}
 
     def download_file(self, commit: str, path: str) -> bytes:
-        """A small file, whole, into memory."""
+        """Return the content of a small file."""
         from huggingface_hub import get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers
 
+        # `hf_hub_download` would keep every version of a growing log in the cache on the disk.
         with self._translate_errors():
             url = f"{self._endpoint}/{self.repo}/resolve/{commit}/{quote(path)}"
             answer = get_session().get(url, headers=build_hf_headers(token=self._token or False))
             hf_raise_for_status(answer)
             return answer.content
 
-    # What we do there
+    # Writing
 
     def create(self, *, private: bool) -> None:
-        """Make the repository; nothing happens where it is there."""
+        """Create the repository. An existing one is left as it is."""
         with self._translate_errors():
             self.api.create_repo(self.repo, private=private, repo_type="model", exist_ok=True)
 
     def create_branch(self, branch: str) -> None:
-        """A branch at the repository's first commit, before any logs."""
+        """Create a branch at the repository's first commit, which holds no logs yet."""
         with self._translate_errors():
+            # The Hub lists the newest commit first.
             first = self.api.list_repo_commits(self.repo)[-1].commit_id
             self.api.create_branch(self.repo, branch=branch, revision=first, exist_ok=True)
 
     def upload(self, branch: str, additions: Sequence["CommitOperationAdd"]) -> frozenset[str]:
-        """Send large contents, which are in no commit yet; what the Hub has already is not sent again.
+        """Send large contents to the Hub's storage, before any commit refers to them.
 
-        Returns the paths that the repository's .gitignore keeps out, which the client leaves out without a word to its caller.
+        Contents that the Hub has already are not sent again.
+
+        Returns:
+            The paths that the repository's .gitignore excludes. The client leaves them out of a
+            commit without an error.
         """
         with self._translate_errors():
+            # `free_memory` would empty the additions. The caller passes the same objects to a
+            # commit later, so they are left as they are.
             self.api.preupload_lfs_files(self.repo, additions, revision=branch, free_memory=False)
+        # The client has no public way to learn what it ignores.
         return frozenset(addition.path_in_repo for addition in additions if addition._should_ignore)
 
     def commit(
@@ -197,11 +243,22 @@ class Hub:
         title: str,
         description: str = "",
     ) -> CommitResult:
-        """One commit upon `parent`, or none at all.
+        """Make one commit on top of `parent`. Either all operations are in it, or it is not made.
+
+        Args:
+            branch: Branch to extend.
+            parent: Commit that the branch must have now.
+            operations: Files to add and to delete.
+            title: First line of the commit's message.
+            description: Rest of the commit's message.
+
+        Returns:
+            The new commit, or `parent` if the repository's .gitignore excludes all operations.
 
         Raises:
-            HubMoved: the branch is elsewhere: somebody committed, or an earlier attempt of ours did and its answer was lost.
-            HubUnavailable: perhaps it has landed, perhaps not.
+            HubMoved: The branch is not at `parent`. Somebody else committed, or an earlier attempt
+                succeeded and its answer was lost.
+            HubUnavailable: It is unknown whether the commit was made.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -210,9 +267,12 @@ class Hub:
         ]
         ignored = self.upload(branch, additions)
         remaining = [operation for operation in operations if operation.path_in_repo not in ignored]
+        # Nothing is left to commit. The caller sees from `head` that the branch did not move.
         if not remaining:
             return CommitResult(parent, ignored)
         with self._translate_errors():
+            # The Hub compares `parent_commit` with the branch and commits in one step. So two
+            # syncs cannot overwrite each other, and a repeated attempt cannot commit twice.
             done = self.api.create_commit(
                 self.repo,
                 remaining,
@@ -223,11 +283,14 @@ class Hub:
             )
         return CommitResult(done.oid, ignored)
 
-    # What its refusals mean
+    # Errors
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Turn the client's exceptions into the two kinds. What goes wrong with a local file stays an OSError."""
+        """Turn the client's exceptions into the two kinds of this module.
+
+        An error of a local file stays an OSError.
+        """
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         try:
@@ -236,12 +299,16 @@ class Hub:
             cause = _find_root_cause(
                 error, (HfHubHTTPError, self._client_error, OfflineModeIsEnabled, OSError)
             )
+            # The order matters. HfHubHTTPError and OfflineModeIsEnabled are also OSErrors, and
+            # would be taken for errors of a local file.
             if isinstance(cause, HfHubHTTPError):
                 raise self._explain_refusal(cause) from error
             if isinstance(cause, OfflineModeIsEnabled):
                 raise HubUnavailable(
                     "HF_HUB_OFFLINE is set: nothing is sent; unset it", retry_after_seconds=math.inf
                 ) from error
+            # A proxy or a login page answers with HTML, which is not JSON. The client raises a
+            # RuntimeError when the upload of a file fails.
             if isinstance(cause, (self._client_error, RuntimeError, json.JSONDecodeError)):
                 raise HubUnavailable(
                     f"{self.host} does not answer: {self._clean(cause)}"
@@ -251,6 +318,7 @@ class Hub:
             raise OperationsError(f"the Hub's client refuses: {self._clean(cause)}") from error
 
     def _explain_refusal(self, error: Any) -> OperationsError:
+        """Return the error to raise for an HTTP status, with what the operator can do about it."""
         from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
         status = error.response.status_code
@@ -261,20 +329,25 @@ class Hub:
         )
         if status == 401:
             return OperationsError(
-                f"{self.host} refuses the token ({said}): it has expired or was revoked; make a new one with write access, "
+                f"{self.host} refuses the token ({said}): it has expired or was revoked; make a "
+                "new one with write access, "
                 "and set HF_TOKEN or run: hf auth login"
             )
         if status == 403:
             return OperationsError(
-                f"the token may not do this to {self.repo} ({said}); use one with write access to it"
+                f"the token may not do this to {self.repo} ({said}); use one with write access to "
+                "it"
             )
+        # A missing path or commit is also a 404. It must not be taken for a missing repository:
+        # somebody has changed the branch since it was listed.
         if status in (409, 412) or isinstance(
             error, (RemoteEntryNotFoundError, RevisionNotFoundError)
         ):
             return HubMoved(f"{self.repo} has changed meanwhile ({said})")
         if status == 404:
             return UnknownRepository(
-                f"there is no repository {self.repo} on {self.host} that this token can see; check the name"
+                f"there is no repository {self.repo} on {self.host} that this token can see; check "
+                "the name"
             )
         if status in (408, 429) or status >= 500:
             return HubUnavailable(
@@ -283,19 +356,29 @@ class Hub:
         return OperationsError(f"{self.host} refuses ({said}); the request was for {self.repo}")
 
     def _clean(self, words: object) -> str:
+        """Return a text of the client on one short line, without secrets."""
         text = _remove_signature(
             f"{type(words).__name__}: {words}" if isinstance(words, Exception) else str(words)
         )
+        # The attribute does not exist yet when reading the token itself fails.
         token = getattr(self, "_token", None)
         return " ".join((text.replace(token, "(token)") if token else text).split())[:500]
 
 
 def get_oid(file: Any) -> str:
-    """What the Hub says of a file's content: `sha256:` of it where it is in large storage, else `git:`, the blob's id."""
+    """Return the Hub's id of a file's content.
+
+    It is `sha256:` and the digest for a file in large file storage, else `git:` and the blob's id.
+    """
     return f"sha256:{file.lfs.sha256}" if file.lfs is not None else f"git:{file.blob_id}"
 
 
 def _host(endpoint: str) -> str:
+    """Return the host of the Hub's address, for messages and for the sync state.
+
+    Raises:
+        OperationsError: The address is invalid, or holds a password.
+    """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise OperationsError(
@@ -303,15 +386,20 @@ def _host(endpoint: str) -> str:
         )
     if parts.username or parts.password:
         raise OperationsError(
-            "HF_ENDPOINT holds a user or a password, which logs would show; give the token by HF_TOKEN alone"
+            "HF_ENDPOINT holds a user or a password, which logs would show; give the token by "
+            "HF_TOKEN alone"
         )
     return parts.netloc
 
 
 def _set_client_timeout(factory: Callable[[], Any], timeout_seconds: float) -> type[Exception]:
-    """Give the client a time limit, which it has not by itself; returns the base of its transport's errors.
+    """Give every request of the client a time limit.
 
-    By a hook on each request: some of the client's calls ask for no limit at all, and a silent Hub would hold them for ever.
+    Some of the client's calls set no limit, and would wait permanently for a silent Hub. So a hook
+    sets the limit on each request.
+
+    Returns:
+        The base class of the transport's errors.
     """
     from huggingface_hub import errors, set_client_factory
 
@@ -326,29 +414,39 @@ def _set_client_timeout(factory: Callable[[], Any], timeout_seconds: float) -> t
         return made
 
     set_client_factory(make_client)
-    library = importlib.import_module(
-        errors.HTTPError.__module__.partition(".")[0]
-    )  # httpx; httpx2 since huggingface_hub 2
+    # The transport is httpx, and httpx2 since huggingface_hub 2. So its name is read from a class
+    # that the client itself imports.
+    library = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
     error: type[Exception] = library.TransportError
     return error
 
 
 def _forward_warnings(say: Say) -> None:
-    """The client's own warnings (it tries some requests again by itself), without the signatures of storage URLs."""
+    """Send the client's own warnings to `say`, without the signatures of storage URLs.
+
+    The client retries some requests by itself, and logs a warning each time.
+    """
 
     class _SayHandler(logging.Handler):
+        """Handler that passes messages to `say`."""
+
         def emit(self, record: logging.LogRecord) -> None:
             say(f"huggingface_hub: {_remove_signature(record.getMessage())}")
 
+    # The list is replaced, because the client's own handler would print the signed URLs.
     logging.getLogger("huggingface_hub").handlers = [_SayHandler()]
 
 
 def _remove_signature(text: str) -> str:
+    """Return `text` without the query part of URLs, which holds the credentials of a storage."""
     return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", text)
 
 
 def _find_root_cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException:
-    """The first of `kinds` among an error and its causes (an upload's thread wraps them); else the error."""
+    """Return the first of `kinds` among an error and its causes, else the error itself.
+
+    The client wraps the errors of its upload threads, so the error itself shows too little.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, kinds):
@@ -358,7 +456,11 @@ def _find_root_cause(error: BaseException, kinds: tuple[type[BaseException], ...
 
 
 def _retry_after_seconds(headers: Any) -> float:
-    """What the Hub asks for, in either of its two ways."""
+    """Return the pause that the Hub asks for, 0 if it asks for none.
+
+    The Hub has two headers for it. `ratelimit` has the requests that remain, `r`, and the seconds
+    until there are more, `t`. `retry-after` has seconds.
+    """
     limit = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("ratelimit", ""))
     asked = headers.get("retry-after", "")
     return max(float(limit[1]) if limit else 0.0, float(asked) if asked.isdigit() else 0.0)

@@ -1,6 +1,9 @@
-"""Finished checkpoints on the Hub: `global_step300` is a branch of its own, which holds that checkpoint and no logs.
+"""Push of finished checkpoints to the Hub, one branch for each checkpoint.
 
-A branch gets its files in one commit, the manifest with them: one that has a manifest is whole, whenever a push was cut off.
+The branch `global_step300` holds that checkpoint and no logs.
+
+Invariant: a branch gets all files of a checkpoint in one commit, and the manifest is one of them.
+So a branch that has a manifest is complete, no matter when an earlier push was interrupted.
 """
 
 import os
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishedCheckpoint:
-    """A checkpoint that is whole on the disk."""
+    """A checkpoint that is complete on the disk."""
 
     branch: str
     folder: Path
@@ -41,14 +44,29 @@ def push_checkpoints(
     say: Say,
     warn: Say,
 ) -> list[str]:
-    """Push the finished checkpoints of a run's folder whose iteration `every` divides, oldest first; returns what was left out.
+    """Push the finished checkpoints of a run, the oldest first.
+
+    Args:
+        run: The run's `--save` folder.
+        every: Push the checkpoints whose iteration is a multiple of this.
+        state_path: File of the sync state, which lists the checkpoints that are on the Hub.
+        hub: The repository.
+        patience: When to stop if the Hub does not answer.
+        dry_run: Only report what would be sent.
+        say: Receives one line for each checkpoint.
+        warn: Receives one line for each checkpoint that is left out.
+
+    Returns:
+        One line for each checkpoint that was left out.
 
     Raises:
-        OperationsError: there is no such folder, or the Hub refuses. HubUnavailable: it did not answer in time; run again.
+        OperationsError: The folder does not exist, or the Hub refuses.
+        HubUnavailable: The Hub did not answer in time. Run the push again.
     """
     if not run.is_dir():
         raise OperationsError(
-            f"--checkpoints {run} is no folder; give the run's --save folder, which holds global_step... folders"
+            f"--checkpoints {run} is no folder; give the run's --save folder, which holds "
+            "global_step... folders"
         )
     state = read_state(state_path, f"{hub.host}/{hub.repo}", warn)
     left_out: list[str] = []
@@ -58,7 +76,10 @@ def push_checkpoints(
     ):
         try:
             checkpoint = _open_finished(run, iteration)
+            # One listing serves all checkpoints. It is made late, so that a run without finished
+            # checkpoints needs no Hub.
             there = _list_branches(hub, patience) if there is None else there
+            # The state alone is not enough. Somebody may have deleted the branch on the Hub.
             if (
                 checkpoint.branch in there
                 and state.checkpoints.get(checkpoint.branch) == checkpoint.manifest.digest
@@ -66,11 +87,14 @@ def push_checkpoints(
                 continue
             if dry_run:
                 say(
-                    f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to a branch of its own, unless it is there"
+                    f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to a "
+                    "branch of its own, unless it is there"
                 )
                 continue
             _push(checkpoint, state, hub, patience, say)
+            # Written after each checkpoint. A push of terabytes may be interrupted before the next.
             state.write(state_path)
+        # One bad checkpoint does not keep the others from the Hub.
         except OutsideError as error:
             left_out.append(f"global_step{iteration} is left out: {error.strerror}")
             warn(left_out[-1])
@@ -81,21 +105,29 @@ def push_checkpoints(
 
 
 def _open_finished(run: Path, iteration: int) -> FinishedCheckpoint:
-    """Look at a checkpoint; its folder may be reached through links that stay in `run`.
+    """Check that a checkpoint is complete and may be published.
+
+    Its folder may be reached through links that stay in `run`.
 
     Raises:
-        CheckpointError: it is damaged. OutsideError: it lies outside of `run`. FileNotFoundError: it is being deleted.
+        CheckpointError: The checkpoint is damaged.
+        OutsideError: The checkpoint, or one of its files, is outside of its folder.
+        FileNotFoundError: The checkpoint is being deleted.
     """
     folder = find_stored_folder(run, iteration)
+    # Called only for its error. A link to a folder outside of the run is not published.
     real_name(run, folder.name)
     manifest = read_manifest(folder)
     for name, facts in manifest.files.items():
         check_size(folder, name, facts["bytes"])
-        open_inside(folder, name).close()  # before a branch is made: it may be sent
+        # All files are opened once before a branch is made. Otherwise a file that cannot be read
+        # would leave a branch without a checkpoint on the Hub.
+        open_inside(folder, name).close()
     return FinishedCheckpoint(f"global_step{iteration}", folder, manifest)
 
 
 def _list_branches(hub: Hub, patience: RetryPolicy) -> Mapping[str, str]:
+    """Return the branches, name -> commit, and wait while the Hub is unavailable."""
     while True:
         try:
             return hub.list_branches()
@@ -106,11 +138,19 @@ def _list_branches(hub: Hub, patience: RetryPolicy) -> Mapping[str, str]:
 def _push(
     checkpoint: FinishedCheckpoint, state: SyncState, hub: Hub, patience: RetryPolicy, say: Say
 ) -> None:
+    """Push one checkpoint to its branch, unless the branch holds it already.
+
+    Raises:
+        CheckpointError: The checkpoint was replaced during the push.
+        OperationsError: The Hub refuses, or its .gitignore excludes a file.
+    """
     branch, manifest = checkpoint.branch, checkpoint.manifest
     contents = _Contents(checkpoint.folder)
     with contents:
         while True:
             try:
+                # The branch is listed again in each attempt. The last commit may have succeeded
+                # although its answer was lost.
                 branches = hub.list_branches()
                 there = hub.list_files(branches[branch]) if branch in branches else {}
                 if (
@@ -119,19 +159,24 @@ def _push(
                     .has(there.get(MANIFEST))
                 ):
                     break
+                # The parent of the commit below is the new branch's commit, so list it again.
                 if branch not in branches:
                     hub.create_branch(branch)
                     branches = hub.list_branches()
                 for name in [*sorted(manifest.files), MANIFEST]:
                     if ignored := hub.upload(branch, [contents.addition(name)]):
                         raise OperationsError(
-                            f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; change that there"
+                            f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; "
+                            "change that there"
                         )
                     contents.release(name)
                     patience.note_progress()
+                # A rollback may save this iteration again while files are sent. The commit would
+                # then mix files of two checkpoints.
                 if read_manifest(checkpoint.folder).digest != manifest.digest:
                     raise CheckpointError(
-                        f"{checkpoint.folder} was replaced while it was sent; the next sync sends the new one"
+                        f"{checkpoint.folder} was replaced while it was sent; the next sync sends "
+                        "the new one"
                     )
                 _commit(hub, checkpoint, branches[branch], contents.additions, there)
                 say(f"sent {branch} ({format_size(manifest.bytes)}) to the branch {branch}")
@@ -142,10 +187,13 @@ def _push(
 
 
 class _Contents:
-    """What is sent of a checkpoint. Nothing writes to a finished one: its large files are sent from where they are.
+    """The files of one checkpoint, as the additions of a commit.
 
-    The client reads a file more than once. It is given the opened file and not its name, so that it sends what was looked at,
-    whatever has its name by then. A file is closed as soon as its content is on the Hub: a checkpoint may have thousands.
+    Nothing writes to a finished checkpoint, so its large files are sent without a copy.
+
+    The client reads a file more than once. It gets the open file and not the name, because the name
+    may belong to another file by then. So it sends the file that was checked. A file is closed as
+    soon as its content is on the Hub, because a checkpoint may have thousands of files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,19 +210,23 @@ class _Contents:
 
     @property
     def additions(self) -> list["CommitOperationAdd"]:
-        """Return those made so far."""
+        """Additions that were made so far."""
         return list(self._made.values())
 
     def addition(self, name: str) -> "CommitOperationAdd":
-        """Return the addition of a file, the same one each time: it knows whether its content is on the Hub.
+        """Return the addition of a file, the same object each time.
+
+        The object records whether its content is on the Hub. A new one would be sent again.
 
         Raises:
-            OutsideError: the name leads out of the checkpoint's folder. OSError: it cannot be read.
+            OutsideError: The name leads out of the checkpoint's folder.
+            OSError: The file cannot be read.
         """
         from huggingface_hub import CommitOperationAdd
 
         if name not in self._made:
             file = open_inside(self._folder, name)
+            # Small files go into memory, so that few files are open at once.
             if os.fstat(file.fileno()).st_size > IN_MEMORY_BYTES:
                 self._open[name] = file
                 self._made[name] = CommitOperationAdd(name, file)
@@ -184,7 +236,12 @@ class _Contents:
         return self._made[name]
 
     def release(self, name: str) -> None:
-        """Close a file whose content is in the Hub's large storage: a commit only names it."""
+        """Close a file whose content is in the Hub's large file storage.
+
+        The commit refers to such a content by its digest. Other contents are part of the commit, so
+        their files stay open until it is made.
+        """
+        # The client has no public way to learn whether a content was uploaded.
         if self._made[name]._is_uploaded and name in self._open:
             self._open.pop(name).close()
 
@@ -196,12 +253,19 @@ def _commit(
     additions: list["CommitOperationAdd"],
     there: Mapping[str, str],
 ) -> None:
-    """Files of an earlier checkpoint of this iteration, from before a rollback, go in the same commit."""
+    """Make the commit that completes a branch.
+
+    The branch may hold an earlier checkpoint of this iteration, from before a rollback. The same
+    commit deletes those of its files that the new checkpoint does not have.
+    """
     from huggingface_hub import CommitOperationDelete
 
     names = {addition.path_in_repo for addition in additions}
+    # Without a manifest no checkpoint was ever committed here. What the branch holds came with the
+    # repository's first commit, and stays.
     stale = sorted(there.keys() - names) if MANIFEST in there else []
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
+    # The Hub writes .gitattributes itself. Large files need it.
     operations += [
         CommitOperationDelete(name, is_folder=False) for name in stale if name != ".gitattributes"
     ]

@@ -1,7 +1,9 @@
-"""Bringing a repository in step with a folder: look, compare, commit what differs, until nothing does.
+"""Sync of a folder to a repository: scan, compare, and commit what differs, until nothing differs.
 
-Nothing is sent twice: a commit is made upon the head that was compared with, and whenever an answer fails to come the head is asked
-for again before anything else. So a sync may be killed at any instant; the next one goes on with what still differs.
+Invariant: nothing is sent twice. A commit is made on top of the head that the folder was compared
+with. When an answer is lost, the head is read again before anything else is sent.
+
+So a sync may be killed at any time. The next one continues with what still differs.
 """
 
 import fcntl
@@ -43,51 +45,73 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 OWN_FOLDER = ".hub_sync"
+"""Folder of the sync's own files, in the folder that is synced."""
 IN_MEMORY_BYTES = 8 << 20
-"""A file larger than this is copied aside before it is sent: the client reads a file more than once, and it may grow meanwhile."""
+"""A larger content is copied to a temporary file before it is sent.
+
+The client reads a file more than once, and a log may grow in between."""
 _NAMED = 20
+"""A line or message names at most this many files."""
 
 
 class SyncInProgress(OperationsError):
-    """Another sync of this folder is at work."""
+    """Another sync of this folder is running."""
 
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """What to bring in step."""
+    """Arguments of a sync."""
 
     folder: Path
+    """Folder to copy."""
     patterns: tuple[str, ...]
+    """Files to copy, as patterns relative to `folder`."""
     state: Path
+    """File that keeps the sync's state between two syncs."""
     create: bool = False
+    """Create the repository if it does not exist."""
     private: bool = True
+    """Whether a repository that is created is private."""
     dry_run: bool = False
+    """Only report what would be done."""
 
 
 @dataclass
 class SyncResult:
-    """What a sync did; bytes are those of the files' contents."""
+    """Counts of what a sync did."""
 
     files: int = 0
+    """Local files that match the patterns and can be copied."""
     added: int = 0
+    """Remote files that were added or replaced."""
     added_bytes: int = 0
+    """Size of the contents of these."""
     deleted: int = 0
+    """Remote files that were deleted."""
     commits: int = 0
     left_out: list[str] = field(default_factory=list)
-    """What could not be done, each told already."""
+    """One line for each thing that could not be done. Each was logged as a warning already."""
 
 
 def get_default_state_path(folder: Path, repo: str) -> Path:
-    """Beside what it describes; hidden, so that no pattern takes it."""
+    """Return the default path of the state file, in a folder inside `folder`.
+
+    The folder's name begins with a dot, so that no pattern matches the state.
+    """
     return folder / OWN_FOLDER / f"{repo.replace('/', '--')}.json"
 
 
 @contextmanager
 def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
-    """Hold the state's lock, which the kernel frees when we die.
+    """Hold the lock of a sync's state. The kernel releases it when the process ends.
+
+    Args:
+        state: The state file. The lock is a file next to it, which is never deleted.
+        say: Receives a line if the file system has no locks.
 
     Raises:
-        SyncInProgress: another sync holds it. OperationsError: the folder of the state cannot be written.
+        SyncInProgress: Another sync holds the lock.
+        OperationsError: The folder of the state cannot be written.
     """
     lock = state.with_name(state.name + ".lock")
     try:
@@ -102,9 +126,12 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SyncInProgress(
-                f"another sync is at work here ({lock} is locked); it does the work, this one leaves"
+                f"another sync is at work here ({lock} is locked); it does the work, this one "
+                "leaves"
             ) from error
-        except OSError as error:  # some network file systems have no locks; a commit upon the head compared with is safe without
+        # Some network file systems have no locks. The sync is safe without one, because the Hub
+        # refuses a commit on top of an old head.
+        except OSError as error:
             say(f"{lock} cannot be locked ({error.strerror}); going on without")
         yield
 
@@ -115,28 +142,38 @@ class FolderSync:
     def __init__(
         self, request: SyncRequest, hub: Hub, patience: RetryPolicy, *, say: Say, warn: Say
     ) -> None:
+        """Read the sync's state. Lines about the work go to `say`, and problems to `warn`."""
         self._request, self._hub, self._patience = request, hub, patience
         self._say, self._warn = say, warn
         self._state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
         self._outcome = SyncResult()
+        # Local files that this sync does not send any more, after a first failure.
         self._skipped: set[str] = set()
+        # Whether this sync has listed the repository's files.
         self._listed = False
+        # The head in the state file, to see whether the file has to be written again.
         self._written_head = self._state.head
+        # Title and content of a commit that was sent and not answered.
         self._unanswered: tuple[str, Sequence[CommitGroup]] | None = None
 
     def run(self) -> SyncResult:
-        """
+        """Sync the folder, and wait while the Hub is unavailable.
+
         Raises:
-            OperationsError: nothing matches, or the Hub refuses. HubUnavailable: it did not answer in time; run again.
+            OperationsError: No file matches, or the Hub refuses.
+            HubUnavailable: The Hub did not answer in time. Run the sync again.
         """
         state = self._state
         found = self._look()
         wanted, complaints = plan_remote_files(found.files)
         self._leave_out(complaints)
         self._outcome.files = len(wanted)
+        # None means that the deletions have to be computed, from the newest listing.
         deletions: list[CommitGroup] | None = None
         while True:
             try:
+                # The order matters. A lost commit can be recognized only after the listing is new,
+                # and deletions and additions are differences to that listing.
                 self._update_listing(wanted)
                 self._tell_if_landed()
                 if deletions is None:
@@ -148,9 +185,11 @@ class FolderSync:
                 if not groups or self._request.dry_run:
                     break
                 self._commit(groups)
+                # All of these deletions were in this commit.
                 deletions = []
                 self._patience.note_progress()
             except HubUnavailable as trouble:
+                # It is unknown whether the deletions were made. Compute them again.
                 deletions = None
                 if isinstance(trouble, HubMoved):
                     state.head = None
@@ -161,15 +200,23 @@ class FolderSync:
             self._keep(found)
         return self._outcome
 
-    # Looking
+    # Comparing
 
     def _look(self) -> FolderScan:
+        """Scan the folder.
+
+        Raises:
+            OperationsError: No file matches any pattern.
+        """
         request = self._request
         found = look(request.folder, request.patterns, self._state.files)
+        # An unmounted disk looks like an empty folder. Without this check everything on the Hub
+        # would be deleted.
         if not found.present:
             patterns = " ".join(request.patterns)
             raise OperationsError(
-                f"--patterns {patterns} match no file in {request.folder}; nothing is sent, and nothing deleted on the Hub: "
+                f"--patterns {patterns} match no file in {request.folder}; nothing is sent, and "
+                "nothing deleted on the Hub: "
                 "look whether the disk is mounted and the patterns are relative to --folder"
             )
         self._leave_out(
@@ -182,10 +229,17 @@ class FolderSync:
         return found
 
     def _update_listing(self, wanted: Mapping[str, Sequence[RemoteFile]]) -> None:
-        """Know what the Hub holds: by its head alone where that is the one we left, and we sent all these files before."""
+        """Bring `state.sent` up to date with the repository.
+
+        The head alone is enough if the last sync left the branch there and sent all of the wanted
+        files. This is the frequent case, and costs one small request. Otherwise the files are
+        listed, which takes many requests in a large repository.
+        """
         state = self._state
         head = self._head()
         ours = {sent.local for sent in state.sent.values()}
+        # A file that was never sent may still be in the repository. One listing in a sync is enough
+        # to find out.
         if head is None:
             state.sent = {}
         elif head != state.head or (not self._listed and not ours.issuperset(wanted)):
@@ -193,7 +247,11 @@ class FolderSync:
             self._listed = True
 
     def _head(self) -> str | None:
-        """None: there is no repository yet, and this is a dry run."""
+        """Return the head of the main branch, and create the repository if that was asked for.
+
+        Returns:
+            The commit, or None in a dry run if the repository does not exist.
+        """
         request = self._request
         try:
             return self._hub.head()
@@ -209,24 +267,31 @@ class FolderSync:
         return self._hub.head()
 
     def _find_deletions(self, found: FolderScan) -> list[CommitGroup]:
+        """Return what to delete on the Hub, and log what is withheld."""
         deletions, withheld = find_deletions(self._state, found, self._request.patterns)
         for local in withheld:
             self._skip(
                 local,
-                f"{local} is gone here, and its pattern matches nothing now; it is not deleted on the Hub",
+                f"{local} is gone here, and its pattern matches nothing now; it is not deleted on "
+                "the Hub",
             )
         return deletions
 
     # Sending
 
     def _commit(self, groups: Sequence[CommitGroup]) -> None:
+        """Make one commit, and record in the state what it changed."""
         state = self._state
         with self._make_copies_folder() as aside:
             operations, groups = self._build_operations(groups, aside)
+            # Every file failed to be read, and was skipped. The next round of `run` goes on without
+            # them.
             if not operations:
-                return  # all of them are left out for now
+                return
             title, lines = _format_title(groups), _format_lines(groups)
             assert state.head is not None, "a commit is made upon the head that was compared with"
+            # Set before the request and cleared after the answer. If the request raises, `run`
+            # finds here what may have been committed.
             self._unanswered = title, groups
             done = self._hub.commit(MAIN, state.head, operations, title, _shorten(lines, "\n"))
             self._unanswered = None
@@ -235,7 +300,8 @@ class FolderSync:
             if any(piece.remote in done.ignored for piece in group.adds):
                 self._skip(
                     group.local,
-                    f"{group.local} is kept out by the .gitignore of {self._hub.repo}; change that there",
+                    f"{group.local} is kept out by the .gitignore of {self._hub.repo}; change that "
+                    "there",
                 )
                 continue
             landed.append(group)
@@ -245,6 +311,7 @@ class FolderSync:
             }
             for remote in group.deletes:
                 del state.sent[remote]
+        # The Hub makes no commit if nothing changes. Then there is nothing to count.
         unmoved, state.head = done.head == state.head, done.head
         self._write()
         if landed and not unmoved:
@@ -252,11 +319,13 @@ class FolderSync:
             self._tell(_format_title(landed), landed)
 
     def _tell_if_landed(self) -> None:
-        """A commit without an answer may have been made all the same."""
+        """Count and report an unanswered commit, if the new listing shows that it was made."""
         if self._unanswered is not None:
             title, groups = self._unanswered
             self._unanswered = None
             sent = self._state.sent
+            # A commit is made completely or not at all. It was made if every addition is present
+            # and every deletion is absent.
             if all(
                 piece.blob.has(get_known_oid(self._state, piece.remote))
                 for group in groups
@@ -266,19 +335,32 @@ class FolderSync:
                 self._tell(f"{title} (had landed, its answer was lost)", groups)
 
     def _count(self, groups: Sequence[CommitGroup]) -> None:
+        """Add one commit to the result."""
         self._outcome.commits += 1
         self._outcome.added += sum(len(group.adds) for group in groups)
         self._outcome.added_bytes += _count_bytes(groups)
         self._outcome.deleted += sum(len(group.deletes) for group in groups)
 
     def _write(self) -> None:
+        """Write the state file, and note which head is in it."""
         self._state.write(self._request.state)
         self._written_head = self._state.head
 
     def _build_operations(
         self, groups: Sequence[CommitGroup], aside: Path
     ) -> tuple[list["CommitOperationAdd | CommitOperationDelete"], list[CommitGroup]]:
-        """Their contents, as they were compared; a file that is no longer so is left to the next sync."""
+        """Return the operations of a commit, with the contents that were compared.
+
+        A local file that has changed since is skipped, and left to the next sync. All operations of
+        a local file are made or none is: with a part missing, the copy of a log would have a gap.
+
+        Args:
+            groups: What to commit.
+            aside: Folder for copies of large contents.
+
+        Returns:
+            The operations, and the groups that they cover.
+        """
         from huggingface_hub import CommitOperationDelete
 
         operations: list[CommitOperationAdd | CommitOperationDelete] = []
@@ -304,6 +386,11 @@ class FolderSync:
         return operations, whole
 
     def _build_addition(self, piece: RemoteFile, aside: Path) -> "CommitOperationAdd":
+        """Read the content of one remote file.
+
+        Raises:
+            OSError: The content cannot be read, or is no longer the one that was compared.
+        """
         from huggingface_hub import CommitOperationAdd
 
         content: bytes | Path
@@ -314,6 +401,8 @@ class FolderSync:
                 content = file.read(piece.blob.size)
                 sha256.update(content)
             else:
+                # Names are numbers, because several parts come from one file. Copies are deleted
+                # only after the commit, so the number of entries is a new name.
                 content = aside / f"{len(os.listdir(aside)):06d}"
                 left = piece.blob.size
                 with open(content, "wb") as copy:
@@ -321,14 +410,24 @@ class FolderSync:
                         sha256.update(data)
                         copy.write(data)
                         left -= len(data)
+        # The digest covers a file that was rewritten, and one that got shorter. A log that grew has
+        # the same bytes here, and passes.
         if sha256.hexdigest() != piece.blob.sha256:
             raise InterruptedError(0, "it was rewritten meanwhile")
         return CommitOperationAdd(piece.remote, content)
 
     @contextmanager
     def _make_copies_folder(self) -> Iterator[Path]:
-        """A folder for copies, empty: what a killed sync left in it goes."""
+        """Provide an empty folder for copies, and delete it at the end.
+
+        Copies that a killed sync left there are deleted first. The lock on the state ensures that
+        no running sync uses them.
+
+        Raises:
+            OperationsError: A link has the folder's name.
+        """
         folder = self._request.state.with_name(self._request.state.name + ".copies")
+        # Through a link, the files of another folder would be deleted below.
         if folder.is_symlink():
             raise OperationsError(
                 f"{folder} is a link; what lies in it would be deleted: remove the link"
@@ -343,19 +442,22 @@ class FolderSync:
                 copy.unlink()
             folder.rmdir()
 
-    # Telling
+    # Reporting
 
     def _skip(self, local: str, line: str) -> None:
+        """Leave a local file out for the rest of this sync, and log the reason once."""
         if local not in self._skipped:
             self._skipped.add(local)
             self._leave_out([line])
 
     def _leave_out(self, lines: Sequence[str]) -> None:
+        """Log warnings about what could not be done, and keep them for the result."""
         self._outcome.left_out += lines
         for line in lines:
             self._warn(line)
 
     def _tell(self, title: str, groups: Sequence[CommitGroup]) -> None:
+        """Report a commit: one line for the additions, and one for each deletion."""
         added = [piece.remote for group in groups for piece in group.adds]
         self._say(f"{title}: {_shorten(added, ' ')}" if added else title)
         for group in groups:
@@ -365,6 +467,8 @@ class FolderSync:
     def _tell_dry_run(
         self, deletions: Sequence[CommitGroup] | None, wanted: Mapping[str, Sequence[RemoteFile]]
     ) -> None:
+        """Report every file that a sync would send or delete."""
+        # The bounds of a commit are lifted, so that one plan has all commits of the sync.
         everything = plan_commit(wanted, self._state, commit_bytes=1 << 62, commit_files=1 << 62)
         for group in [*(deletions or ()), *everything]:
             for piece in group.adds:
@@ -373,7 +477,11 @@ class FolderSync:
                 self._say(f"would delete on the Hub: {remote}")
 
     def _keep(self, found: FolderScan) -> None:
-        """Write what we know, where it is news."""
+        """Write the state file, if the scan or the head has changed.
+
+        Digests are kept for files that exist, and for files whose copy is still on the Hub. Without
+        this, the state would list deleted files permanently.
+        """
         state = self._state
         copied = {sent.local for sent in state.sent.values()}
         files = {
@@ -387,6 +495,7 @@ class FolderSync:
 
 
 def _format_title(groups: Sequence[CommitGroup]) -> str:
+    """Return the first line of a commit's message, with counts and size."""
     added, deleted = (
         sum(len(group.adds) for group in groups),
         sum(len(group.deletes) for group in groups),
@@ -397,6 +506,7 @@ def _format_title(groups: Sequence[CommitGroup]) -> str:
 
 
 def _format_lines(groups: Sequence[CommitGroup]) -> list[str]:
+    """Return one line for each remote file that a commit adds or deletes."""
     added = [
         f"+ {piece.remote} ({piece.blob.size} bytes)" for group in groups for piece in group.adds
     ]
@@ -404,6 +514,7 @@ def _format_lines(groups: Sequence[CommitGroup]) -> list[str]:
 
 
 def _count_bytes(groups: Sequence[CommitGroup]) -> int:
+    """Return the size of all contents that a commit adds."""
     return sum(piece.blob.size for group in groups for piece in group.adds)
 
 
@@ -412,7 +523,7 @@ def _format_count(number: int, noun: str) -> str:
 
 
 def format_size(size: int) -> str:
-    """1536 -> 1.5 KiB"""
+    """Return a size in binary units, `1.5 KiB` for 1536."""
     amount, unit = float(size), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:
@@ -422,5 +533,6 @@ def format_size(size: int) -> str:
 
 
 def _shorten(names: Sequence[str], between: str) -> str:
+    """Join the first names, and add the number of the others."""
     more = len(names) - _NAMED
     return between.join([*names[:_NAMED], *([f"and {more} more"] if more > 0 else [])])

@@ -1,7 +1,10 @@
-"""What a folder holds, and where a repository's copy of it differs: the queue of a sync is this difference, and nothing else.
+"""Difference between a folder and a repository's copy of it. This difference is the sync's queue.
 
-A growing log is copied as parts, `main_log.txt.000000` and so on, cut at line ends; joined, they are the log. Where a cut lies
-depends on the part's own bytes alone, so a part that is closed stays as it is while the log grows. Other files are copied whole.
+A growing log is copied as parts, `main_log.txt.000000` and so on. Parts end at line ends, and
+joined they are the log. Other files are copied as one remote file.
+
+Invariant: where a part ends depends only on the part's own bytes. So a part that is closed does not
+change while the log grows, and is sent once.
 """
 
 import hashlib
@@ -17,14 +20,20 @@ from megatron.durable import replace_file
 from megatron.operations.inside import OutsideError, open_inside, real_name
 
 PART_BYTES = 1 << 20
+"""Largest size of a part of a log."""
 ROTATED = (".txt", ".log", ".out", ".err", ".jsonl")
 """Suffixes of files that grow by lines."""
 COMMIT_BYTES = 64 << 20
+"""Largest size of a commit, unless it has one larger file. A lost connection costs one commit."""
 COMMIT_FILES = 1_000
+"""Largest number of files in a commit."""
 _FORMAT = 1
 _FRESH_NS = 2_000_000_000
-"""A file touched so recently may change again under the same time stamp: its digest is not trusted at the next sync."""
+"""A file that was modified so recently may change again under the same time stamp.
+
+The next sync does not trust its digest."""
 _READ = 1 << 20
+"""Bytes to read at once."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +42,30 @@ class Blob:
 
     size: int
     git: str
+    """Id of the content as a git blob, as the Hub reports it for small files."""
     sha256: str
+    """Digest of the content, as the Hub reports it for files in large file storage."""
 
     def has(self, oid: str | None) -> bool:
-        """Whether the Hub's `oid` (see `hub.get_oid`) is of this content."""
+        """Return whether the Hub's `oid` (see `hub.get_oid`) belongs to this content."""
+        # Which of the two ids is used is the Hub's decision.
         return oid in (f"git:{self.git}", f"sha256:{self.sha256}")
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file as far as we have read it: it may have grown since."""
+    """A local file, up to the size that it had when it was read. It may have grown since."""
 
     size: int
     mtime_ns: int
+    """Time of the last modification, or 0 if it was too recent to be trusted."""
     blobs: tuple[Blob, ...]
-    """Of its parts, or of the whole."""
+    """Contents of the file's parts in order, or the one content of a file without parts."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What one remote file must hold: bytes of a local file from `offset` on."""
+    """Content that one remote file must have: the bytes of a local file from `offset` on."""
 
     remote: str
     local: str
@@ -62,7 +75,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class SentFile:
-    """What we know a remote file to hold, and which local file it is a copy of."""
+    """Known content of a remote file, and the local file that it is a copy of."""
 
     oid: str
     local: str
@@ -70,7 +83,7 @@ class SentFile:
 
 @dataclass(frozen=True)
 class CommitGroup:
-    """What one local file asks of one commit."""
+    """Operations of one commit that belong to one local file."""
 
     local: str
     adds: tuple[RemoteFile, ...]
@@ -79,38 +92,49 @@ class CommitGroup:
 
 @dataclass
 class FolderScan:
-    """What a look at the folder gave. Names are relative, with forward slashes."""
+    """Result of a scan of the folder. Names are relative, with forward slashes."""
 
     files: dict[str, LocalFile] = field(default_factory=dict)
+    """Matching files that could be read, name -> content."""
     present: set[str] = field(default_factory=set)
-    """Also those that could not be read: they are not deleted on the Hub."""
+    """All matching files. Those that could not be read are not deleted on the Hub."""
     empty: list[str] = field(default_factory=list)
     """Patterns that match nothing."""
     complaints: list[str] = field(default_factory=list)
+    """One line for each file or folder that could not be read."""
     complete: bool = True
-    """Every folder could be listed: what is not there has been deleted."""
+    """Whether every folder could be listed. Only then a missing file has been deleted."""
 
 
 @dataclass
 class SyncState:
-    """What the last sync knew; losing it costs time, and nothing else."""
+    """Memory of the last sync. If it is lost, the next sync compares everything again."""
 
     repository: str = ""
-    """Host and name, so that another repository's state is not taken for this one's."""
+    """Host and name, so that the state of another repository is not used."""
     head: str | None = None
-    """The main branch's commit for which `sent` holds."""
+    """Commit of the main branch at which `sent` is true."""
     files: dict[str, LocalFile] = field(default_factory=dict)
+    """Local name -> content. An unchanged file is not read again."""
     sent: dict[str, SentFile] = field(default_factory=dict)
-    """Remote path -> ours there."""
+    """Remote path -> content there, for the remote files that a sync has sent."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Branch -> digest of the manifest that is on it."""
 
     def write(self, path: Path) -> None:
+        """Replace the state file at `path`."""
+        # The file is replaced by a rename, so that a killed sync leaves the old or the new state.
         replace_file(path, json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":")))
 
 
 def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncState:
-    """The state, or a blank one where it is lost, damaged or another repository's."""
+    """Return the state in a file, or an empty one if it is missing, damaged or not ours.
+
+    Args:
+        path: The state file.
+        repository: Host and name of the repository. The state of another one is not used.
+        say: Receives a line if the state cannot be used.
+    """
     try:
         record = json.loads(path.read_bytes())
         if record.pop("format") == _FORMAT and record["repository"] == repository:
@@ -134,7 +158,13 @@ def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncS
 
 
 def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) -> FolderScan:
-    """Find the files that match; read those that are not as `known`."""
+    """Scan a folder, and read the files that have changed.
+
+    Args:
+        folder: Folder to scan.
+        patterns: Patterns of the files to find, see `convert_pattern`.
+        known: Files as the last scan read them. One with the same size and time is not read again.
+    """
     found = FolderScan()
     matching = [re.compile(convert_pattern(pattern)) for pattern in patterns]
     matched = [False] * len(patterns)
@@ -142,11 +172,14 @@ def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) 
     def note_unlisted(error: OSError) -> None:
         found.complete = False
         found.complaints.append(
-            f"{error.filename} cannot be listed ({error.strerror}); nothing is deleted on the Hub this time"
+            f"{error.filename} cannot be listed ({error.strerror}); nothing is deleted on the Hub "
+            "this time"
         )
 
     for name in _iterate_names(
         folder,
+        # The fixed folders that each pattern starts with. Other folders need not be listed, which
+        # matters if checkpoints with thousands of files are next to the logs.
         [re.split(r"[*?[]", pattern)[0].rpartition("/")[0] for pattern in patterns],
         note_unlisted,
     ):
@@ -160,9 +193,14 @@ def look(folder: Path, patterns: Sequence[str], known: Mapping[str, LocalFile]) 
 
 
 def convert_pattern(pattern: str) -> str:
-    """As in a shell: `*` stays within a folder, `**` does not; neither takes a name that begins with a dot."""
+    """Return the regular expression of a shell pattern.
+
+    `*` matches within one folder, and `**` matches over any number of folders. Neither matches a
+    name that begins with a dot. `?` and `[...]` match one character.
+    """
     pieces, position = [], 0
     visible = r"(?!\.)"
+    # `fnmatch` is no alternative, because its `*` also matches slashes and leading dots.
     for match in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*|\?|\[!?[^\]/]+\]", pattern):
         pieces.append(re.escape(pattern[position : match.start()]))
         starts = match.start() == 0 or pattern[match.start() - 1] == "/"
@@ -175,6 +213,7 @@ def convert_pattern(pattern: str) -> str:
         elif match[0] == "?":
             pieces.append(rf"{visible}[^/]" if starts else "[^/]")
         else:
+            # Escape the characters, but keep the hyphen of a range like [0-9].
             one_of = re.escape(match[0].strip("[]!")).replace(r"\-", "-")
             pieces.append(f"[^/{one_of}]" if match[0][1] == "!" else f"[{one_of}]")
         position = match.end()
@@ -184,24 +223,29 @@ def convert_pattern(pattern: str) -> str:
 def _iterate_names(
     folder: Path, tops: Sequence[str], note_unlisted: Callable[[OSError], None]
 ) -> Iterator[str]:
-    """Files that lie in or on the way to one of the folders `tops`; through links to folders too, each real folder once.
+    """Yield the files in the folders `tops`, in their subfolders, and in the folders above them.
 
-    A link to a folder outside is not followed. What was sent through it cannot be known, so it counts as one that is note_unlisted.
+    Links to folders are followed, and each real folder is listed once. A link that leads out of
+    `folder` is not followed. It is unknown which files were sent through it, so it is reported to
+    `note_unlisted` like a folder that cannot be listed.
     """
     seen: set[str] = set()
 
     def is_on_path(name: str) -> bool:
+        # The folder is inside one of `tops`, or one of `tops` is inside the folder.
         return any(
             f"{name}/".startswith(f"{top}/" if top else "") or f"{top}/".startswith(f"{name}/")
             for top in tops
         )
 
+    # `seen` ends loops of links, which `os.walk` does not detect.
     for root, folders, files in os.walk(folder, onerror=note_unlisted, followlinks=True):
         real = os.path.realpath(root)
         below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
         wanted = (
             [] if real in seen else sorted(name for name in folders if is_on_path(below + name))
         )
+        # `os.walk` descends into the folders that this same list holds after the loop body.
         folders[:] = []
         for name in wanted:
             try:
@@ -215,8 +259,11 @@ def _iterate_names(
 
 
 def _take(folder: Path, name: str, known: LocalFile | None, found: FolderScan) -> None:
+    """Add a file to the scan, as it is known or after reading it."""
+    # The file is present even if it cannot be read below. Its copy must not be deleted.
     found.present.add(name)
     try:
+        # Raises UnicodeEncodeError for a name that the Hub cannot have.
         name.encode()
         with open_inside(folder, name) as file:
             status = os.fstat(file.fileno())
@@ -238,17 +285,17 @@ def _take(folder: Path, name: str, known: LocalFile | None, found: FolderScan) -
 
 
 def is_rotated(name: str) -> bool:
-    """Whether it is copied in parts."""
+    """Return whether a file is a growing log, which is copied in parts."""
     return name.endswith(ROTATED)
 
 
 def format_part_name(name: str, number: int) -> str:
-    """main_log.txt.000012"""
+    """Return the remote name of a log's part, like `main_log.txt.000012`."""
     return f"{name}.{number:06d}"
 
 
 def parse_part_name(remote: str) -> tuple[str, int] | None:
-    """(log, number) of a part's name; None for any other."""
+    """Return the log and the number of a part's name, or None for another name."""
     match = re.fullmatch(r"(.+)\.(\d{6})", remote, re.ASCII | re.DOTALL)
     return (match[1], int(match[2])) if match and is_rotated(match[1]) else None
 
@@ -256,10 +303,18 @@ def parse_part_name(remote: str) -> tuple[str, int] | None:
 def digest(
     path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: Path | None = None
 ) -> LocalFile:
-    """Read a file up to the size that it has when we open it. It must lie in `folder`, by default its own.
+    """Read a file up to the size that it has when it is opened, and return its digests.
+
+    Args:
+        path: File to read.
+        rotated: Whether to divide it into parts.
+        part_bytes: Largest size of a part.
+        folder: Folder that the file must be in. Default: the file's own folder.
 
     Raises:
-        OSError: it cannot be read, lies elsewhere (`OutsideError`), or got shorter meanwhile (`InterruptedError`).
+        OSError: The file cannot be read.
+        OutsideError: The file is outside of `folder`.
+        InterruptedError: The file got shorter while it was read.
     """
     top = path.parent if folder is None else folder
     with open_inside(top, os.fspath(path.relative_to(top))) as file:
@@ -270,25 +325,37 @@ def digest(
             if rotated
             else [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
         )
+        # No file has the time stamp 0, so the next scan reads a fresh file again.
         return LocalFile(status.st_size, 0 if fresh else status.st_mtime_ns, tuple(blobs))
 
 
 def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> Iterator[Blob]:
-    """A part is closed as soon as the log is longer than the most a part may have; its end is the last line's end in that."""
+    """Yield the contents of a log's parts.
+
+    A part is closed as soon as the rest of the log is longer than `part_bytes`. It ends at the last
+    line end within `part_bytes`. A longer line is divided. The last part is open, and grows.
+    """
     pending, left = b"", size
     while left or pending:
         if len(pending) < part_bytes and left:
             more = b"".join(_stream(read, min(left, part_bytes - len(pending))))
             pending, left = pending + more, left - len(more)
         end = pending.rfind(b"\n") + 1 if left else len(pending)
+        # `rfind` gives -1 if there is no line end, so `end` is 0.
         end = end or len(pending)
         yield _digest_blob([pending[:end]], end)
         pending = pending[end:]
+    # An empty log has one empty part, so that its copy exists.
     if size == 0:
         yield _digest_blob([], 0)
 
 
 def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes in pieces.
+
+    Raises:
+        InterruptedError: The file ends earlier, because it was shortened.
+    """
     left = size
     while left:
         data = read(min(left, _READ))
@@ -299,6 +366,8 @@ def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 
 
 def _digest_blob(chunks: Iterable[bytes], size: int) -> Blob:
+    """Return both digests of a content."""
+    # git hashes the header "blob SIZE\0" with the content. The size must be known before.
     git, sha256 = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), hashlib.sha256()
     for chunk in chunks:
         git.update(chunk)
@@ -312,14 +381,20 @@ def _digest_blob(chunks: Iterable[bytes], size: int) -> Blob:
 def plan_remote_files(
     files: Mapping[str, LocalFile],
 ) -> tuple[dict[str, list[RemoteFile]], list[str]]:
-    """Local name -> what the Hub must hold of it, and complaints about names that two files would have there."""
+    """Return what the Hub must hold.
+
+    Returns:
+        The remote files of each local name, and one line for each file that the Hub cannot take.
+    """
     pieces: dict[str, list[RemoteFile]] = {}
     complaints = []
     for name in sorted(files):
         parts = parse_part_name(name)
+        # Two local files would have one remote name, and replace each other in every sync.
         if parts is not None and parts[0] in files:
             complaints.append(f"{name} has the name of a part of {parts[0]}; rename it: left out")
             continue
+        # huggingface_hub raises a ValueError for such a path, which would stop the complete sync.
         if any(part in (".git", ".cache") for part in name.split("/")):
             complaints.append(
                 f"{name} lies in a folder that the Hub does not take (.git, .cache); left out"
@@ -343,7 +418,17 @@ def adopt(
     listing: Mapping[str, str],
     wanted: Mapping[str, Sequence[RemoteFile]],
 ) -> None:
-    """Take what the Hub says for what is there. Ours is what we sent, what equals ours, and parts of logs that are ours."""
+    """Replace `state.sent` by what a listing of the repository shows.
+
+    Files of other people stay out of it, so that a sync never deletes them. A remote file counts as
+    ours in three cases. The state has it, it equals the local file, or it is a part of a local log.
+
+    Args:
+        state: State to change.
+        head: Commit of the listing.
+        listing: Remote path -> the Hub's id of the content.
+        wanted: Local name -> the remote files that it must have.
+    """
     sent = {
         remote: SentFile(listing[remote], ours.local)
         for remote, ours in state.sent.items()
@@ -355,6 +440,8 @@ def adopt(
             for p in pieces
             if p.blob.has(listing.get(p.remote))
         }
+    # Parts of a local log are ours even where they differ. After a rollback, the log is shorter and
+    # its surplus parts have to be deleted.
     for remote, oid in listing.items():
         part = parse_part_name(remote)
         if part is not None and part[0] in wanted:
@@ -365,10 +452,15 @@ def adopt(
 def find_deletions(
     state: SyncState, found: FolderScan, patterns: Sequence[str]
 ) -> tuple[list[CommitGroup], list[str]]:
-    """What to delete on the Hub because it was deleted here, and the local names whose deletion is withheld.
+    """Find what to delete on the Hub because it was deleted here.
 
-    Only ours, only under these patterns, and not where a pattern finds nothing at all: the disk may not be mounted.
+    Only files that a sync has sent are deleted, and only if they match one of `patterns`. If a
+    pattern matches nothing at all, its files are kept, because a disk may not be mounted.
+
+    Returns:
+        The deletions, and the local names whose deletion is withheld.
     """
+    # A file in a folder that could not be listed looks like a deleted one.
     if not found.complete:
         return [], []
     alive = [
@@ -395,8 +487,18 @@ def plan_commit(
     commit_bytes: int = COMMIT_BYTES,
     commit_files: int = COMMIT_FILES,
 ) -> list[CommitGroup]:
-    """The files of one commit of bounded size; empty where nothing differs. After it, and each that follows, every log's parts
-    joined are its beginning: where a log does not fit, what the Hub holds beyond the cut goes in the same commit."""
+    """Plan the next commit, of bounded size. The plan is empty if nothing differs.
+
+    Invariant: after each commit, the parts of a log that are on the Hub are the beginning of the
+    log. If a log does not fit into the commit, the same commit deletes its later parts on the Hub.
+    They belong to an older state of the log.
+
+    Args:
+        wanted: Local name -> the remote files that it must have.
+        state: What the Hub has.
+        commit_bytes: Size of a commit. A larger file has a commit of its own.
+        commit_files: Number of files in a commit.
+    """
     copies: dict[str, list[str]] = {}
     for remote, ours in state.sent.items():
         copies.setdefault(ours.local, []).append(remote)
@@ -412,7 +514,10 @@ def plan_commit(
             continue
         adds: list[RemoteFile] = []
         for piece in differing:
+            # The last condition lets a file that is larger than a commit into an empty one.
+            # Otherwise it would never be sent.
             if left_files < 1 or (left_bytes < piece.blob.size and left_bytes < commit_bytes):
+                # Numbers of parts have leading zeros, so names compare like numbers.
                 beyond = sorted(
                     remote for remote in copies.get(local, ()) if remote >= piece.remote
                 )
@@ -424,5 +529,6 @@ def plan_commit(
 
 
 def get_known_oid(state: SyncState, remote: str) -> str | None:
+    """Return the Hub's id of a remote file that we sent, or None."""
     ours = state.sent.get(remote)
     return None if ours is None else ours.oid

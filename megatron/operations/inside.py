@@ -1,8 +1,10 @@
-"""Opening files that may be published: only regular files that lie in the folder that was named.
+"""Opening of files that may be published: only regular files in the folder that was named.
 
-Invariant: what a descriptor from here reads lies below the folder's real path, whatever links lead there and whoever exchanges a
-name meanwhile. Each part of the real path is opened by itself, from its parent's descriptor, and may not be a link. Hard links
-cannot be seen.
+Invariant: a descriptor from this module reads a file below the folder's real path. This is true for
+any links in the name, and if another process replaces a part of the path in the meantime. Each part
+of the real path is opened separately, from its parent's descriptor, and must not be a link.
+
+Hard links to files outside cannot be detected.
 """
 
 import os
@@ -12,18 +14,23 @@ from typing import BinaryIO
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""O_NONBLOCK: a FIFO that took the file's place must not hold us."""
+"""Flags to open the file itself.
+
+With O_NONBLOCK, a FIFO that replaced the file does not make the call wait for a writer."""
 
 
 class OutsideError(OSError):
-    """A name leads out of its folder, or to something that is no regular file."""
+    """A name leads out of its folder, or to something that is not a regular file."""
 
 
 def real_name(folder: Path, name: str) -> PurePath:
-    """Resolve all links of a name in `folder`, which may be a link itself. Returns it relative to the real folder.
+    """Resolve all links of a name in `folder`, which may be a link itself.
+
+    Returns:
+        The real path, relative to the folder's real path.
 
     Raises:
-        OutsideError: it leads out of the folder.
+        OutsideError: The name leads out of the folder.
     """
     top = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(top / name))
@@ -34,11 +41,16 @@ def real_name(folder: Path, name: str) -> PurePath:
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file in `folder` for reading. Links are followed as long as they stay in the folder.
+    """Open a regular file in `folder` for reading.
+
+    Links are followed as long as they stay in the folder. The caller closes the file.
 
     Raises:
-        OutsideError: the name leads out of the folder, or is no regular file. OSError: it is not there, or cannot be read.
+        OutsideError: The name leads out of the folder, or to something that is not a regular file.
+        OSError: The file does not exist, or cannot be read.
     """
+    # The real path has no links now. If another process puts one below the folder later, O_NOFOLLOW
+    # makes the call fail.
     relative = real_name(folder, name)
     descriptor = os.open(os.path.realpath(folder), _FOLDER)
     try:
@@ -46,11 +58,13 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
             below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = below
+        # Opening a device can have effects, for example rewind a tape. So check before.
         _refuse_special(os.stat(relative.name, dir_fd=descriptor, follow_symlinks=False))
         opened = os.open(relative.name, _FILE, dir_fd=descriptor)
     finally:
         os.close(descriptor)
     file = open(opened, "rb")  # noqa: SIM115 (the caller closes it)
+    # The name may have been replaced between the check and the call of open. Check the descriptor.
     try:
         _refuse_special(os.fstat(opened))
     except OutsideError:
@@ -60,6 +74,6 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 
 
 def _refuse_special(status: os.stat_result) -> None:
-    """A device may act when it is opened, a FIFO may wait: look first. Then the opened one is looked at again."""
+    """Raise OutsideError for a device, a FIFO, a socket, a link or a folder."""
     if not stat.S_ISREG(status.st_mode):
         raise OutsideError(0, "is no regular file")

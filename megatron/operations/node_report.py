@@ -1,7 +1,9 @@
-"""What a probe of a node found, and which hosts are bad by it: each check names the host and its number.
+"""Report what the probe of a node found, and decide which hosts are bad.
 
-Invariant: a host is bad for what its own ranks could not do, or because none of them answered; what all ranks fail at together (an
-all-reduce over the whole job) accuses nobody.
+Each reason names the host's own number.
+
+Invariant: a host is bad for what its own ranks could not do, or because ranks of it did not answer.
+A failure of all ranks together, such as of the all-reduce, is attributed to no host.
 """
 
 import json
@@ -12,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 OWN_PARTS = ("memory", "product", "disk")
+"""Parts of the probe that involve no other host. A rank that hangs in one has a bad host."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,18 @@ class NodeLimits:
     """What a node must do."""
 
     slower_than: float = 0.5
-    """Bad is a rank whose matrix product is slower than this part of the median rank's; 0 judges no speed."""
+    """A rank is bad if its matrix product is slower than this fraction of the median rank's. 0
+    turns the check of the speed off."""
     memory_gib: float = 1.0
-    """Free memory that each rank must be able to fill, on its device."""
+    """Free memory in GiB that each rank must be able to fill on its device."""
     disk: str = "/tmp"
-    """A folder that each rank writes 64 MiB to and reads back; %h is the host's name."""
+    """Folder to which each rank writes 64 MiB and from which it reads them back. %h is the host's
+    name."""
     seconds: float = 180.0
-    """For the whole probe; who has not answered by then is bad."""
+    """Time limit of the complete probe in seconds. A rank that has not answered by then is bad."""
 
     def format_flags(self) -> list[str]:
+        """Return the limits as flags of tools/node_check.py."""
         return [
             f"--slower-than={self.slower_than}",
             f"--memory-gib={self.memory_gib}",
@@ -38,22 +44,25 @@ class NodeLimits:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Of one rank."""
+    """What the probe of one rank found."""
 
     host: str
     rank: int
     tflops: float | None = None
-    """Of a matrix product; None where it was not reached."""
+    """Speed of the matrix product, or None if the probe did not reach it."""
     disk_mb_per_second: float | None = None
+    """Speed of writing to the disk and reading back."""
     all_reduce_gb_per_second: float | None = None
+    """Bytes of one rank's tensor in GB, divided by the time of its all-reduce."""
     failures: tuple[str, ...] = ()
-    """Of the host's own."""
+    """Failures of the host's own."""
     doing: str = ""
-    """The part that is under way: a report that ends with one says what hangs."""
+    """The part that is running. In the last report of a rank that hangs, it names that part."""
     all_reduce_failure: str | None = None
-    """Of all ranks together."""
+    """Failure of all ranks together."""
 
     def format_line(self) -> str:
+        """Return the line that is printed for this rank."""
         numbers = (
             (self.tflops, "TFLOPS"),
             (self.disk_mb_per_second, "MB/s to disk and back"),
@@ -67,50 +76,73 @@ class NodeReport:
 
 
 def write(folder: Path, report: NodeReport) -> None:
-    """Whole or not at all: the reader may look at any time. Raises OSError."""
+    """Write the report of a rank, so that a reader sees a complete report or none.
+
+    Raises:
+        OSError: The report cannot be written.
+    """
     final = folder / f"{report.rank:05d}.json"
     fresh = final.with_suffix(".new")
     fresh.write_text(json.dumps(asdict(report)))
+    # The reader may look at any time, so the complete file gets its name by an atomic rename.
     fresh.replace(final)
 
 
 def read(folder: Path) -> list[NodeReport]:
-    """In the order of ranks."""
+    """Return the reports in a folder in the order of ranks."""
+    # The names have leading zeros, so their order is that of the ranks.
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    # JSON has no tuples, and a list would compare as different.
     return [NodeReport(**{**record, "failures": tuple(record["failures"])}) for record in records]
 
 
 def find_bad_hosts(
     reports: Sequence[NodeReport], tasks: Mapping[str, int], limits: NodeLimits
 ) -> dict[str, str]:
-    """Host -> what is wrong. `tasks`: how many ranks of each host should have answered; hosts are named as Slurm names them."""
+    """Return the bad hosts, each with the reason.
+
+    Args:
+        reports: The reports of all ranks that answered.
+        tasks: Host -> number of its ranks that should have answered. Hosts have Slurm's names.
+        limits: What a node must do.
+    """
     bad = {}
     for host, count in tasks.items():
         answered = sum(report.host == host for report in reports)
+        # A rank that could not start leaves no report.
         if answered < count:
             bad[host] = (
                 f"{count - answered} of {count} ranks did not answer within {limits.seconds:g} s"
             )
     speeds = [report.tflops for report in reports if report.tflops is not None]
+    # A few slow ranks do not move the median.
     usual = statistics.median(speeds) if speeds else 0.0
     for report in reports:
         name = report.host
+        # A failure explains more than a missing answer, so it replaces that reason.
         if report.failures:
             bad[name] = f"rank {report.rank}: {'; '.join(report.failures)}"
+        # The last report still names a part, so the rank did not get through it.
         elif report.doing in OWN_PARTS:
             bad[name] = (
-                f"rank {report.rank}: hung in the check of its {report.doing} for {limits.seconds:g} s"
+                f"rank {report.rank}: hung in the check of its {report.doing} for "
+                f"{limits.seconds:g} s"
             )
         elif report.tflops is not None and report.tflops < limits.slower_than * usual:
+            # A slow rank is the weakest reason, so it does not replace another one.
             bad.setdefault(
                 name,
-                f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has {usual:.3g}",
+                f"rank {report.rank}: {report.tflops:.3g} TFLOPS, where the median rank has "
+                f"{usual:.3g}",
             )
     return bad
 
 
 def parse_tasks_per_node(text: str, nodes: int) -> list[int]:
-    """Of each node, from what Slurm writes: "4(x2),3" -> 4, 4, 3. Where it says something else, one each."""
+    """Return the number of tasks on each node from Slurm's text, such as 4, 4, 3 for "4(x2),3".
+
+    A text that does not match the number of nodes counts as one task on each node.
+    """
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

@@ -1,7 +1,8 @@
-"""What Slurm's queue says of a run's jobs, and how that is said in one PULSE line.
+"""Ask Slurm's queue for the jobs of a run, and describe them in one PULSE line.
 
-Invariant: an answer that is empty because squeue failed is an error, never "nothing is queued". squeue is asked with a format of
-our own (-o): its fields are the same in Slurm 22.05 to 24, while the JSON of --json changes from release to release.
+Invariant: an answer that is empty because squeue failed is an error, and never "nothing is queued".
+squeue is called with a format of our own (-o). Its fields are the same in Slurm 22.05 to 24, while
+the JSON of --json changes from release to release.
 """
 
 import os
@@ -16,42 +17,57 @@ from megatron.errors import OperationsError
 from megatron.operations.alerts import format_time
 
 _SEPARATOR = "\x1f"
-"""Not in any name or reason."""
+"""The unit separator, which is not in any name or reason."""
 _FORMAT = _SEPARATOR.join(("%i", "%T", "%r", "%N", "%M", "%S", "%E", "%j"))
+"""Identifier, state, reason, nodes, time used, start, dependency and name."""
 _TIMEOUT_SECONDS = 120
-"""A controller that is restarted answers late; a missing configuration is waited for a minute."""
+"""Time limit of squeue.
+
+A controller that is restarting answers late. With a missing configuration squeue itself waits for a
+minute.
+"""
 _SHOWN = 4
-"""Jobs in one PULSE line."""
+"""Largest number of jobs in one PULSE line."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job, an array element, or the elements of an array that are still pending."""
+    """A job, an array task, or the array tasks that are still pending."""
 
     id: str
-    """1162855, 1162855_4 or 1162855_[5-10%1]."""
+    """Such as 1162855, 1162855_4 or 1162855_[5-10%1]."""
     state: str
-    """As Slurm spells it: RUNNING, PENDING, COMPLETING, SUSPENDED, ..."""
+    """State as Slurm spells it, such as RUNNING, PENDING, COMPLETING or SUSPENDED."""
     reason: str
-    """Why it is pending; of several elements all reasons, apart by commas."""
+    """Why the job is pending. Several array tasks have all their reasons, separated by commas."""
     nodes: str
-    """n[1-4]; empty where it has none."""
+    """Such as n[1-4]. Empty if the job has none."""
     running_seconds: float | None
+    """Time for which the job has run. None if squeue gives no valid time."""
     start: float | None
-    """When it started or is expected to, seconds since the epoch; None where Slurm does not know."""
+    """Time at which the job started or is expected to start, in seconds since the epoch.
+
+    None if Slurm does not know.
+    """
     dependency: str
+    """Jobs that this job waits for, as Slurm spells them."""
 
     @property
     def runs(self) -> bool:
+        """Whether the job is running."""
         return self.state == "RUNNING"
 
     @property
     def pends(self) -> bool:
+        """Whether the job waits in the queue, including the two states in which Slurm holds it."""
         return self.state in ("PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
     @property
     def stuck(self) -> bool:
-        """Pending, and nothing will start it unless a person does something. One that its own user holds is meant so."""
+        """Whether the job is pending and cannot start unless a person acts.
+
+        A job that its own user holds is not stuck, because the user intended it.
+        """
         reason = self.reason.lower()
         held = "held" in reason and "jobhelduser" not in reason
         never = any(
@@ -64,46 +80,59 @@ class QueuedJob:
                 "invalidqos",
             )
         )
+        # REQUEUE_HOLD and SPECIAL_EXIT wait until somebody releases the job.
         return self.pends and (held or never or self.state != "PENDING")
 
     def describe(self, now: float) -> str:
-        """`is running for ...`"""
+        """Return what the job does, beginning with a verb: `is running for ...`."""
         where = f"{self.id} on {self.nodes}" if self.nodes else self.id
         if self.runs:
             since = "" if self.start is None else f" since {format_time(self.start)}"
             return f"is running for {format_duration(self.running_seconds or 0.0)}{since} ({where})"
         if not self.pends:
             return f"is {self.state.lower().replace('_', ' ')} ({where})"
+        # A job that is stuck skips these texts, because they suggest that it starts by itself.
         if not self.stuck:
             if "JobArrayTaskLimit" in self.reason:
                 return f"is waiting for the previous array element ({self.id}, {self.reason})"
             if "Dependency" in self.reason:
                 return f"is waiting on a dependency ({self.id}, {self.dependency})"
             if self.start is not None and self.start > now:
-                return f"is scheduled to start in {format_duration(self.start - now)} at {format_time(self.start)} ({self.id}, {self.reason})"
+                return (
+                    f"is scheduled to start in {format_duration(self.start - now)} at "
+                    f"{format_time(self.start)} ({self.id}, {self.reason})"
+                )
         dependency = f", {self.dependency}" if self.dependency else ""
         return f"is pending for reason {self.reason or self.state} ({self.id}{dependency})"
 
 
 def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
-    """The user's jobs of that name, those that run first. Default: the current user.
+    """Return the user's jobs of one name, running jobs first.
+
+    Args:
+        job_name: The name in #SBATCH --job-name.
+        user: Name or number of the user. Default: the current user.
 
     Raises:
-        OperationsError: squeue is not there, fails, or there is no such user.
+        OperationsError: squeue is missing or fails, or the user does not exist.
     """
+    # squeue takes a list of names. A comma would select the jobs of other runs as well.
     if not job_name.strip() or "," in job_name:
         raise OperationsError(
-            f"--job-name {job_name!r}: give the one name of the job, as in #SBATCH --job-name; commas part names"
+            f"--job-name {job_name!r}: give the one name of the job, as in #SBATCH --job-name; "
+            "commas part names"
         )
     command = [
         "squeue",
         "--noheader",
+        # Jobs in hidden partitions are listed only with --all.
         "--all",
         f"--user={_find_uid(user)}",
         f"--name={job_name}",
         f"--format={_FORMAT}",
     ]
-    # A user's settings may narrow what is listed or spell times in another way.
+    # A user's SQUEUE_ variables can limit the list or change the format of times. Only the
+    # standard format of SLURM_TIME_FORMAT can be parsed.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     environment |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
@@ -118,16 +147,18 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
         )
     except FileNotFoundError:
         raise OperationsError(
-            "squeue is not there; run this on a host of the Slurm cluster, with Slurm's commands in PATH"
+            "squeue is not there; run this on a host of the Slurm cluster, with Slurm's "
+            "commands in PATH"
         ) from None
     except OSError as error:
         raise OperationsError(f"squeue cannot be started: {error}") from error
     except subprocess.TimeoutExpired:
         raise OperationsError(
-            f"squeue gave no answer in {_TIMEOUT_SECONDS} s; look at the controller with `scontrol ping`"
+            f"squeue gave no answer in {_TIMEOUT_SECONDS} s; look at the controller with "
+            "`scontrol ping`"
         ) from None
+    # squeue can print an error and still return 0, for example for an unknown user.
     complaint = " ".join(done.stderr.split())
-    # It also complains and ends with 0, of a user that it does not know for one.
     if done.returncode or (complaint and not done.stdout.strip()):
         raise OperationsError(
             f"squeue failed with code {done.returncode}: {complaint or 'it said nothing'}"
@@ -136,25 +167,28 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
 
 
 def read_answer(text: str, job_name: str) -> list[QueuedJob]:
-    """squeue's lines, in our format.
+    """Parse what squeue printed in our format, and return the jobs, running jobs first.
 
     Raises:
-        OperationsError: a line is of another form.
+        OperationsError: A line has another format.
     """
     jobs = []
+    # str.splitlines would also split at control characters inside a name.
     for line in text.split("\n"):
-        if not line.strip() or line.startswith(
-            "CLUSTER: "
-        ):  # a heading where several clusters are asked
+        # With several clusters squeue prints a heading for each.
+        if not line.strip() or line.startswith("CLUSTER: "):
             continue
         fields = line.split(_SEPARATOR)
+        # A line of another form must not be read as an empty queue.
         if len(fields) != 8:
             raise OperationsError(
-                f"squeue answered {line!r} where {job_name!r} was asked for; --noheader --format must hold"
+                f"squeue answered {line!r} where {job_name!r} was asked for; --noheader "
+                "--format must hold"
             )
         identity, state, reason, nodes, running, start, dependency, _ = (
             each.strip() for each in fields
         )
+        # An array task without a reason is listed with None.
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
         dependency = "" if dependency == "(null)" else dependency
         jobs.append(
@@ -168,11 +202,12 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
                 dependency,
             )
         )
+    # Running jobs come first, then jobs between two states, pending jobs, and stuck jobs.
     return sorted(jobs, key=lambda job: (not job.runs, job.pends, job.stuck))
 
 
 def format_pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
-    """One line: what the run does, then what is queued behind it."""
+    """Return one line with what the run does and what else is queued."""
     if not jobs:
         return f"{job_name} is neither running nor scheduled"
     first, *others = (job.describe(now) for job in jobs[:_SHOWN])
@@ -181,11 +216,15 @@ def format_pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
 
 
 def find_idle_reason(job_name: str, jobs: Sequence[QueuedJob]) -> str | None:
-    """What is wrong where nothing of the run runs or will start by itself; None where something does."""
+    """Return what is wrong if no job of the run is running or will start by itself.
+
+    Return None if a job is running or will start.
+    """
     if not jobs:
         return (
             f"{job_name} is neither running nor scheduled; nothing trains until a job is submitted"
         )
+    # One job that runs or can start is enough.
     if not all(job.stuck for job in jobs):
         return None
     reasons = ", ".join(f"{job.id} ({job.reason or job.state})" for job in jobs[:_SHOWN])
@@ -193,7 +232,7 @@ def find_idle_reason(job_name: str, jobs: Sequence[QueuedJob]) -> str | None:
 
 
 def format_duration(seconds: float) -> str:
-    """D-HH:MM:SS."""
+    """Format seconds as D-HH:MM:SS."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -201,7 +240,10 @@ def format_duration(seconds: float) -> str:
 
 
 def _parse_seconds(text: str) -> float | None:
-    """Of [D-][HH:]MM:SS; None for INVALID, as squeue says of a job between two states."""
+    """Parse [D-][HH:]MM:SS.
+
+    Return None for INVALID, which squeue prints for a job between two states.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -210,16 +252,24 @@ def _parse_seconds(text: str) -> float | None:
 
 
 def _parse_time(text: str) -> float | None:
+    """Parse a local time. Return None for any other text, such as N/A."""
     try:
+        # squeue prints the host's local time.
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
-        return None  # N/A
+        return None
 
 
 def _find_uid(user: str | None) -> int:
+    """Return the number of a user, by default of the current one.
+
+    Raises:
+        OperationsError: The user does not exist.
+    """
     if user is None:
         return os.getuid()
     try:
+        # The name is resolved here, because squeue returns 0 for a user that it does not know.
         return int(user) if user.isdecimal() else pwd.getpwnam(user).pw_uid
     except KeyError:
         raise OperationsError(

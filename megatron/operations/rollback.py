@@ -1,8 +1,11 @@
-"""Taking a run back to one of its checkpoints: pointers, later checkpoints, charts, metrics and log together.
+"""Take a run back to one of its checkpoints.
 
-Invariant: `latest` names a checkpoint that is right for everything else in the folder, or it names an unfinished rollback, which no
-run starts from. Whenever this is cut off, the same command goes on with it to the same end. Nothing is deleted: what belongs to
-later iterations lies under rolled-back/<time>/, beside plan.json, which says what was to be done.
+Pointers, later checkpoints, charts, metrics and log are taken back together.
+
+Invariant: `latest` names a checkpoint that is right for everything else in the folder, or it names
+an unfinished rollback, from which no run starts. After an interruption the same command continues
+to the same end. Nothing is deleted. What belongs to later iterations is kept under
+rolled-back/<time>/, next to plan.json, which records what was to be done.
 """
 
 import json
@@ -43,18 +46,28 @@ from megatron.operations.rollback_plan import (
 )
 
 INTERVENTIONS = "interventions.jsonl"
+"""File in the run's folder with one JSON line for each intervention."""
 _PREPARING = ".preparing"
+"""Folder of a plan until `latest` names it."""
 _UNFINISHED = re.compile(r"rollback (\S+) to global_step\d+ is unfinished; .*")
+"""Text of `latest` while a rollback is unfinished. The group is the plan's name."""
 
 
 def roll_back(
     root: Path, request: RollbackRequest, say: Callable[[str], None], *, dry_run: bool = False
 ) -> None:
-    """Do it, or go on with the same one that was cut off; with `dry_run` only tell.
+    """Take a run back, or continue the same rollback after an interruption.
+
+    Args:
+        root: The run's folder (its --save).
+        request: What to do.
+        say: Function that prints a line.
+        dry_run: Only print what would be done.
 
     Raises:
-        OperationsError, CheckpointError, ConfigError: it may not be done; nothing was changed, or it can be gone on with.
-        OSError: a disk is full or does not answer; the same command goes on.
+        OperationsError, CheckpointError, ConfigError: The rollback is refused. Nothing was changed,
+            or the rollback can be continued.
+        OSError: A disk is full or does not answer. The same command continues.
     """
     _refuse_active_run(root, say, dry_run=dry_run)
     if dry_run:
@@ -64,9 +77,12 @@ def roll_back(
         _tell_how_to_go_on(plan, say)
         return
     if _find_unfinished(root) is None:
-        gather_facts(root, request)  # most mistakes show here, before anything is written
+        # Most mistakes show here, before anything is written.
+        gather_facts(root, request)
+    # While the lease is held, a run that starts here is refused.
     lease = _acquire(root, say)
     try:
+        # The plan is made under the lease. A run may have saved a checkpoint until then.
         plan, cuts = _plan(root, request)
         _tell(root, plan, say, begun=cuts is None)
         if not plan.is_empty:
@@ -77,10 +93,15 @@ def roll_back(
     _tell_how_to_go_on(plan, say)
 
 
-# Who writes there
+# Active runs
 
 
 def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool) -> None:
+    """Check that the folder is that of a run, and that no run writes to it.
+
+    Raises:
+        OperationsError: One of the two does not hold.
+    """
     if not root.is_dir():
         raise OperationsError(f"{root} is not there; give the run's folder (its --save)")
     if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
@@ -89,16 +110,20 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
         )
     holder = read_holder(root)
     alive = None if holder is None else is_alive(holder)
+    # None means that only a heartbeat can show it. Acquiring the lease will watch for one.
     if holder is None or alive is False:
         return
     if alive:
         cancel = f"scancel {holder.job}" if holder.job else "end it"
         raise OperationsError(
-            f"{root} is being written to by {holder.describe()}: {cancel}, wait until it has ended, and try again"
+            f"{root} is being written to by {holder.describe()}: {cancel}, wait until it has "
+            "ended, and try again"
         )
     say(
-        f"{root} was written to by {holder.describe()}; from here only its heartbeat tells whether that is alive; the last one was "
-        f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. Before anything is done it is watched for {STALE_SECONDS:g} s; "
+        f"{root} was written to by {holder.describe()}; from here only its heartbeat tells "
+        "whether that is alive; the last one was "
+        f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. Before anything is done it is watched "
+        f"for {STALE_SECONDS:g} s; "
         f"to be sure at once, give this command on {holder.host}"
         + (f", or see that squeue does not list job {holder.job}" if holder.job else "")
     )
@@ -107,34 +132,48 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
 
 
 def _acquire(root: Path, say: Callable[[str], None]) -> Lease:
+    """Acquire the lease of the folder. Raise OperationsError if a run holds it."""
     try:
         return Lease.acquire(root, say)
     except CheckpointError as error:
         raise OperationsError(f"no rollback while a run lives: {error}") from error
 
 
-# Begun before, or afresh
+# New and unfinished plans
 
 
 def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans] | None]:
-    """The plan, and where each file is to be cut; None: it was begun already, and some are."""
+    """Return the plan, and where each file is to be cut.
+
+    The second value is None if the rollback was already started. Some files are cut by then, so the
+    places have to be found again.
+    """
     begun = _find_unfinished(root)
     if begun is not None:
+        # Two rollbacks at once would mix their records, so the unfinished one must be completed
+        # first.
         _refuse_another(root, request, begun)
+        # The plan is only valid for the checkpoint that it was made for.
         if read_target(root, begun.to)[0].digest != begun.digest:
             raise OperationsError(
-                f"global_step{begun.to} is not the one that the rollback was begun to; {explain_manual_fix(root)}"
+                f"global_step{begun.to} is not the one that the rollback was begun to; "
+                f"{explain_manual_fix(root)}"
             )
         return begun, None
     return make_plan(root, request)
 
 
 def _find_unfinished(root: Path) -> RollbackPlan | None:
-    """The rollback that `latest` calls unfinished."""
+    """Return the plan of the rollback that `latest` calls unfinished, or None if there is none.
+
+    Raises:
+        OperationsError: The plan is damaged or missing.
+    """
     pointer = root / LATEST
     match = _UNFINISHED.fullmatch(read_pointer_text(pointer))
     if match is None:
         return None
+    # `latest` is written before the folder gets its final name, so the plan may be in either one.
     for folder in (root / ROLLED_BACK / match[1], root / ROLLED_BACK / _PREPARING):
         try:
             plan = RollbackPlan.parse_json((folder / PLAN).read_text())
@@ -144,15 +183,23 @@ def _find_unfinished(root: Path) -> RollbackPlan | None:
             raise OperationsError(
                 f"{folder / PLAN} is damaged: {damage}; {explain_manual_fix(root)}"
             ) from damage
+        # The preparing folder may hold the plan of another rollback that was never started.
         if plan.name == match[1]:
             return plan
     raise OperationsError(
-        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} is gone; {explain_manual_fix(root)}"
+        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} "
+        f"is gone; {explain_manual_fix(root)}"
     )
 
 
 def _refuse_another(root: Path, request: RollbackRequest, plan: RollbackPlan) -> None:
-    """What was not given again is as it was."""
+    """Check that a request is the one of the unfinished rollback.
+
+    A value that is not given again counts as unchanged.
+
+    Raises:
+        OperationsError: A value differs.
+    """
     given, default, asked = (
         request.convert_to_record(),
         RollbackRequest(request.to).convert_to_record(),
@@ -161,32 +208,38 @@ def _refuse_another(root: Path, request: RollbackRequest, plan: RollbackPlan) ->
     differing = [
         name
         for name in given
+        # Only `to` has no default, so a difference in it always counts.
         if given[name] != asked[name] and (name == "to" or given[name] != default[name])
     ]
     if differing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
         raise OperationsError(
-            f"a rollback to global_step{plan.to} of {plan.time} was cut off and must be finished first; this differs in {names}. "
+            f"a rollback to global_step{plan.to} of {plan.time} was cut off and must be "
+            f"finished first; this differs in {names}. "
             f"Give\n  {_format_command(root, plan.to)}\nand then this one again"
         )
 
 
 def _format_command(root: Path, to: int) -> str:
+    """Return the command that continues a rollback."""
     return f"python tools/rollback.py {shlex.quote(str(root))} --to {to}"
 
 
 def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, begun: bool) -> None:
+    """Print what the plan does."""
     aside = root / ROLLED_BACK / plan.name
     if plan.is_empty:
         say(f"{root} stands at global_step{plan.to}, and nothing is later: there is nothing to do")
         return
     if begun:
         say(
-            f"going on with the rollback of {plan.time}, which was cut off; of the following some is done"
+            f"going on with the rollback of {plan.time}, which was cut off; of the following "
+            "some is done"
         )
     beyond = f", trained to {plan.trained_to}" if plan.trained_to > plan.stood_at else ""
     say(
-        f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what goes is kept in {aside}"
+        f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what "
+        f"goes is kept in {aside}"
     )
     for name in plan.checkpoints:
         say(f"  {name} moves there")
@@ -201,6 +254,7 @@ def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, begun: 
 
 
 def _tell_how_to_go_on(plan: RollbackPlan, say: Callable[[str], None]) -> None:
+    """Print the flags to continue the run with, and the notes."""
     say(
         f"go on with the run's own command and these flags:\n  {plan.flags}"
         if plan.flags
@@ -210,7 +264,7 @@ def _tell_how_to_go_on(plan: RollbackPlan, say: Callable[[str], None]) -> None:
         say(f"note: {note}")
 
 
-# Doing it
+# Execution
 
 
 def execute_plan(
@@ -220,11 +274,21 @@ def execute_plan(
     lease: Lease,
     say: Callable[[str], None],
 ) -> None:
-    """All of it, or what is left of it. Each act may be done twice. `cuts`: those that are known.
+    """Execute a plan, or what is left of it. Each step may be repeated.
+
+    Args:
+        root: The run's folder.
+        plan: What to do.
+        cuts: Path -> where it is to be cut. The others are found when their turn comes.
+        lease: The lease of the folder.
+        say: Function that prints a line.
 
     Raises:
-        OperationsError: a file is being written to. CheckpointError: a run took the folder over. OSError.
+        OperationsError: Somebody writes to a file.
+        CheckpointError: A run took the folder over.
+        OSError: A disk is full or does not answer.
     """
+    # A process that was suspended may have lost its lease, so each step confirms it first.
     for act in _list_acts(root, plan, cuts, lease, say):
         lease.confirm()
         act()
@@ -237,33 +301,42 @@ def _list_acts(
     lease: Lease,
     say: Callable[[str], None],
 ) -> Iterator[Callable[[], object]]:
+    """Yield the steps of a plan in their order."""
     folder = root / ROLLED_BACK / plan.name
     yield lambda: _begin(root, plan, lease)
-    # Should somebody remove `latest`, this is what leads on.
+    # If somebody removes `latest`, a start uses this pointer.
     yield lambda: replace_file(root / LATEST_ITERATION, str(plan.to), lease.confirm)
+    # This copy of the lineage is used if the manifest of the checkpoint is damaged.
     yield lambda: write_lineage(
         root, read_manifest(find_stored_folder(root, plan.to)), lease.confirm
     )
     for file in plan.files:
+        # The default argument binds the file of this pass of the loop.
         yield lambda file=file: _cut_file(plan, file, cuts, folder, say)  # type: ignore[misc]
     yield lambda: _move_later(root, plan.to, folder, lease)
     yield lambda: _note(root / INTERVENTIONS, plan, _format_intervention(plan))
     if plan.chronicles is not None:
         yield lambda: _note(Path(str(plan.chronicles)), plan, _format_chronicle_entry(plan))
+    # `latest` is freed last. Until then no run can start from a folder that is half rolled back.
     yield lambda: point_to(root, plan.to, lease.confirm)
 
 
 def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
-    """The plan, and only then the word in `latest` that stops every start and names it."""
+    """Write the plan, and then the text in `latest` that names it and prevents every start."""
     preparing, folder = root / ROLLED_BACK / _PREPARING, root / ROLLED_BACK / plan.name
     named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST))
+    # A rollback that is continued has its plan already.
     if named is None or named[1] != plan.name:
         preparing.mkdir(parents=True, exist_ok=True)
+        # The plan must be on the disk before `latest` names it.
         write_file(preparing / PLAN, plan.dump_json())
         sync_folder(preparing)
         sync_folder(root / ROLLED_BACK)
         sync_folder(root)
-        text = f"rollback {plan.name} to global_step{plan.to} is unfinished; give again: {_format_command(root, plan.to)}"
+        text = (
+            f"rollback {plan.name} to global_step{plan.to} is unfinished; give again: "
+            f"{_format_command(root, plan.to)}"
+        )
         replace_file(root / LATEST, text, lease.confirm)
     if not folder.exists():
         os.rename(preparing, folder)
@@ -277,26 +350,31 @@ def _cut_file(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
+    """Cut one file, unless it is already gone."""
     path = Path(file.path)
+    # The complete file may have been moved by an earlier try of this step.
     if not path.exists():
         if not (folder / file.part).exists():
             say(f"{path} is gone since the rollback was planned: nothing was cut")
         return
     moment = None if plan.moment is None else datetime.fromisoformat(plan.moment)
+    # After an interruption the places are found in the file as it is now.
     cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes, moment)
     cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
 
 
 def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
+    """Move the later checkpoints to the rollback's folder."""
     for entry in list_later_entries(root, to):
         aside, number = folder / entry.name, 1
+        # lexists also finds a broken link, which exists() does not.
         while os.path.lexists(aside):
             number += 1
             aside = folder / f"{entry.name}.{number}"
         lease.confirm()
-        if entry.is_symlink() and not os.path.isabs(
-            os.readlink(entry)
-        ):  # from another folder it would lead elsewhere
+        if entry.is_symlink() and not os.path.isabs(os.readlink(entry)):
+            # A relative link would lead elsewhere from another folder. It is replaced by an
+            # absolute one first.
             absolute = os.path.join(root.absolute(), os.readlink(entry))
             fresh = root / f".{entry.name}.rollback"
             fresh.unlink(missing_ok=True)
@@ -308,6 +386,7 @@ def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
 
 
 def _format_intervention(plan: RollbackPlan) -> str:
+    """Return the JSON line that records the rollback."""
     asked = plan.request
     record = {
         "time": plan.time,
@@ -328,6 +407,7 @@ def _format_intervention(plan: RollbackPlan) -> str:
 
 
 def _format_chronicle_entry(plan: RollbackPlan) -> str:
+    """Return the entry of the chronicles in Markdown."""
     moment = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
     trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
     reason = " ".join(plan.request["reason"].split()) or "not given"
@@ -345,10 +425,12 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 
 
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
-    """Append it, once, on a line of its own."""
+    """Append an entry to a file once, on a line of its own."""
     before = path.read_bytes() if path.exists() else b""
+    # This step may be repeated. The entry holds the time of the plan, so it is unique.
     if entry.encode() in before:
         return
+    # An earlier writer may have been cut off within a line.
     gap = b"" if not before or before.endswith(b"\n") else b"\n"
     if before and entry.startswith("#"):
         gap += b"\n"

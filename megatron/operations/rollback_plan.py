@@ -1,6 +1,7 @@
-"""What a rollback would do: the checkpoint, the records of later iterations, and the flags to go on with.
+"""Plan a rollback: the checkpoint, the records of later iterations, and the flags to continue with.
 
-Invariant: only looks. A plan holds all that carrying it out needs, so that it can be gone on with after a cut-off.
+Invariant: planning changes nothing. A plan holds everything that its execution needs, so that it
+can be continued after an interruption.
 """
 
 import json
@@ -44,10 +45,13 @@ from megatron.operations.cutting import (
 from megatron.schedule.skip import parse_ranges
 
 ROLLED_BACK = "rolled-back"
+"""Folder of all rollbacks, in the run's folder."""
 PLAN = "plan.json"
+"""File name of the plan, in the folder of its rollback."""
 CHRONICLES = "chronicles.md"
+"""File name of the chronicles, in the run's folder."""
 NOTHING = "nowhere"
-"""In place of a path: the run wrote no such records."""
+"""Written in place of a path. The run wrote no such records."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +61,28 @@ class RollbackRequest:
     to: int
     """Iteration of the checkpoint to go back to."""
     skip: tuple[str, ...] = ()
-    """FIRST-LAST ...: iterations to skip from there; checked, and printed as the flag to go on with."""
+    """FIRST-LAST ...: iterations to skip from there. They are checked, and printed as the flag to
+    continue with."""
     lr: float | None = None
-    """Learning rate to go on with; brings --override-lr-scheduler."""
+    """Learning rate to continue with. It implies --override-lr-scheduler."""
     override_lr_scheduler: bool = False
-    """Go on with another schedule of the learning rate."""
+    """Continue with another schedule of the learning rate."""
     reason: str = ""
-    """For the notes."""
+    """Reason, for the notes."""
     main_log: str | None = None
-    """Log that the launches append to; cut, too. Default: none is."""
+    """Log that the launches append to. It is cut too. Default: no log is cut."""
     chronicles: str | None = None
-    """File that the rollback is noted in. Default: chronicles.md in RUN_FOLDER, where there is one."""
+    """File in which the rollback is noted. Default: chronicles.md in RUN_FOLDER, if it exists."""
     tensorboard_dir: str | None = None
-    """Default of this and the next two: as the checkpoint's configuration says; 'nowhere': there is nothing to cut."""
+    """Folder of the run's TensorBoard events. Default of this and the next two: as in the
+    checkpoint's configuration. 'nowhere': nothing to cut."""
     metrics_file: str | None = None
     """metrics.jsonl of the run."""
     codecarbon_dir: str | None = None
     """Folder of emissions.csv."""
 
     def make_absolute(self) -> "RollbackRequest":
-        """The same command may be given again elsewhere."""
+        """Return the request with absolute paths, so that it is the same in another folder."""
         return replace(
             self,
             main_log=_make_absolute(self.main_log),
@@ -87,68 +93,88 @@ class RollbackRequest:
         )
 
     def convert_to_record(self) -> dict[str, Any]:
-        """As JSON gives it back."""
+        """Return the request as JSON would give it back."""
+        # JSON turns tuples into lists. The record is compared with one that was read from a file.
         return dict(json.loads(json.dumps(asdict(self))))
 
 
 def _make_absolute(path: str | None) -> str | None:
+    """Return an absolute path. Keep None and 'nowhere'."""
     return path if path is None or path == NOTHING else os.path.abspath(path)
 
 
 @dataclass(frozen=True)
 class FileCut:
+    """A file that is cut."""
+
     kind: str
+    """One of tensorboard, metrics, emissions and log."""
     path: str
+    """Path of the file."""
     part: str
-    """What goes, in the rollback's own folder."""
+    """Path of what is removed, in the rollback's own folder."""
     said: str
+    """Description of the cut for people."""
 
 
 @dataclass(frozen=True)
 class RollbackPlan:
-    """Of one rollback, settled before anything is changed."""
+    """Everything about one rollback, decided before anything is changed."""
 
     name: str
-    """Of its folder."""
+    """Name of the rollback's folder."""
     time: str
+    """Time of the plan, in UTC."""
     request: dict[str, Any]
+    """What the operator asked for."""
     stood_at: int
-    """The checkpoint that the pointers named."""
+    """Iteration of the checkpoint that the pointers named."""
     trained_to: int
-    """The last iteration that the metrics know; at least `stood_at`."""
+    """Last iteration in the metrics, and at least `stood_at`."""
     digest: str
-    """Of the checkpoint that the run goes back to."""
+    """Digest of the checkpoint that the run goes back to."""
     moment: str | None
-    """When the run went beyond it; None: it did not."""
+    """Time at which the run went beyond that checkpoint. None: it did not."""
     axes: dict[str, Any]
+    """Counters of that checkpoint, for the axes of the charts."""
     files: list[FileCut]
+    """Files to cut."""
     checkpoints: list[str]
+    """Names of the folders of later checkpoints."""
     chronicles: str | None
+    """File in which the rollback is noted, or None."""
     pointers: bool
-    """They have to move."""
+    """Whether the pointers have to move."""
     flags: str
-    """To go on with."""
+    """Flags to continue the run with."""
     notes: list[str]
+    """Remarks for the operator."""
 
     @property
     def to(self) -> int:
+        """Iteration of the checkpoint that the run goes back to."""
         return int(self.request["to"])
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
         return not (self.files or self.checkpoints or self.pointers)
 
     def dump_json(self) -> str:
+        """Return the plan as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def parse_json(cls, text: str) -> "RollbackPlan":
-        """
+        """Parse a plan.
+
         Raises:
-            ValueError, TypeError, KeyError: it is none, or would write outside of the rollback's folder.
+            ValueError, TypeError, KeyError: The text is no plan, or the plan would write outside of
+                the rollback's folder.
         """
         record = json.loads(text)
         plan = cls(**{**record, "files": [FileCut(**entry) for entry in record["files"]]})
+        # A plan is read back from the disk. A damaged one must not move files to another folder.
         for name in (plan.name, *(file.part for file in plan.files)):
             if (
                 not name
@@ -161,25 +187,33 @@ class RollbackPlan:
 
 
 def explain_manual_fix(root: Path) -> str:
-    """The way out where nothing tells what to do."""
+    """Return what an operator can do when the plan or the pointer is lost."""
     there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
-    return f"write one of the checkpoints that are there into {root / LATEST} by hand ({there}), then roll back to it"
+    return (
+        f"write one of the checkpoints that are there into {root / LATEST} by hand "
+        f"({there}), then roll back to it"
+    )
 
 
 # The checkpoint
 
 
 def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
-    """What a run looks at before it loads: the manifest, all sizes, the small files. Tensors are checked as they are loaded.
+    """Read and check the checkpoint to go back to, as a run does before it loads.
+
+    The manifest, all sizes and the small files are checked. Tensors are checked only when they are
+    loaded.
 
     Raises:
-        OperationsError: it is not there, or damaged. CheckpointError: it is of another version, or cannot be read.
+        OperationsError: The checkpoint is missing or damaged.
+        CheckpointError: It has another version, or it cannot be read.
     """
     saved = list_saved_iterations(root)
     if iteration not in saved:
         there = ", ".join(f"global_step{i}" for i in saved) or "none"
         raise OperationsError(
-            f"--to {iteration}: {root} has no finished checkpoint of that iteration; there are: {there}"
+            f"--to {iteration}: {root} has no finished checkpoint of that iteration; there "
+            f"are: {there}"
         )
     folder = find_stored_folder(root, iteration)
     try:
@@ -191,8 +225,10 @@ def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
     except DamagedError as damage:
         others = ", ".join(f"global_step{i}" for i in saved if i != iteration) or "none"
         raise OperationsError(
-            f"{folder} is damaged: {damage}; restore it from a copy, or go back to another; there are: {others}"
+            f"{folder} is damaged: {damage}; restore it from a copy, or go back to another; "
+            f"there are: {others}"
         ) from damage
+    # The configuration is not one that this version accepts.
     except ConfigError as error:
         raise CheckpointError(
             f"{folder / CONFIG} is of another version, {manifest.version}: {error}"
@@ -200,36 +236,48 @@ def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
 
 
 def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
-    """The iteration that the run stands at; `target` is on its lineage.
+    """Return the iteration that the run is at, if `target` is on its lineage.
 
-    Charts, metrics and log up to `to` are those of the present lineage, so a checkpoint of another one would not belong to them.
+    Charts, metrics and log up to `to` are those of the present lineage. A checkpoint of another
+    lineage would not match them.
 
     Raises:
-        OperationsError: it is not. CheckpointError: the pointers name nothing.
+        OperationsError: The target is not on the lineage.
+        CheckpointError: The pointers name no checkpoint.
     """
     pointer = read_pointer(root)
     if pointer is None:
         raise OperationsError(
-            f"{root} has no pointer {LATEST} that says where the run stands; {explain_manual_fix(root)}"
+            f"{root} has no pointer {LATEST} that says where the run stands; "
+            f"{explain_manual_fix(root)}"
         )
     now = pointer.iteration
     if now == to:
         return now
-    forward = f"to go there write global_step{to} into {root / LATEST}, and give this command again to cut what is later"
+    forward = (
+        f"to go there write global_step{to} into {root / LATEST}, and give this command "
+        "again to cut what is later"
+    )
     if to > now:
         raise OperationsError(
-            f"--to {to}: the run stands at global_step{now}, and a rollback does not go forward; {forward}"
+            f"--to {to}: the run stands at global_step{now}, and a rollback does not go "
+            f"forward; {forward}"
         )
+    # The present checkpoint may be damaged. Its lineage then comes from the copy beside the
+    # pointers.
     lineage = find_lineage_before(root, now)
     if lineage is None:
         raise OperationsError(
-            f"--to {to}: which checkpoints global_step{now} came through cannot be read, for it is damaged; {forward}"
+            f"--to {to}: which checkpoints global_step{now} came through cannot be read, for "
+            f"it is damaged; {forward}"
         )
+    # Iterations repeat after a rollback, so checkpoints are identified by their digests.
     if target.digest not in {entry.digest for entry in lineage}:
         there = [a.iteration for a in lineage if a.iteration in list_saved_iterations(root)]
         listed = ", ".join(f"global_step{i}" for i in there) or "none that is still there"
         raise OperationsError(
-            f"--to {to}: global_step{now} did not come through this checkpoint, which is of a lineage that was left; the charts are "
+            f"--to {to}: global_step{now} did not come through this checkpoint, which is of a "
+            "lineage that was left; the charts are "
             f"not its own. global_step{now} came through: {listed}; {forward}"
         )
     return now
@@ -237,27 +285,39 @@ def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
 
 @dataclass(frozen=True)
 class RollbackFacts:
-    """What is known without reading the records: enough to refuse most mistakes before the folder is touched."""
+    """What is known without reading the records.
+
+    It is enough to refuse most mistakes before the folder is changed.
+    """
 
     target: Manifest
+    """Manifest of the checkpoint to go back to."""
     stands_at: int
+    """Iteration of the checkpoint that the pointers name."""
     files: list[tuple[str, Path]]
-    """(kind, path) of all that may have to be cut."""
+    """(kind, path) of all files that may have to be cut."""
     chronicles: str | None
+    """File in which the rollback is noted, or None."""
     flags: str
+    """Flags to continue the run with."""
     notes: list[str]
+    """Remarks for the operator."""
 
 
 def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
-    """
+    """Gather what is known without reading the records, and refuse what makes no sense.
+
     Raises:
-        OperationsError, CheckpointError, ConfigError: the run cannot go back there, or what is asked for makes no sense.
+        OperationsError, CheckpointError, ConfigError: The run cannot go back there, or the request
+            makes no sense.
     """
     target, config = read_target(root, request.to)
     now = _find_current_iteration(root, request.to, target)
+    # The present checkpoint knows ranges and paths of the launches that are rolled back.
     present, newest = _read_present(root, now, target, config)
     flags, notes = _plan_flags(root, request, target, present, newest)
     files, about_files = _find_records(root, request, [config, newest])
+    # A rename fails between file systems. That must show before the folder is changed.
     _refuse_another_file_system(root, request.to)
     return RollbackFacts(
         target, now, files, _find_chronicles(root, request), flags, [*notes, *about_files]
@@ -265,26 +325,29 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
 
 
 def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans]]:
-    """With where each path is to be cut, which takes time to find. Reads all records.
+    """Read all records and return the plan, and the places at which each path is cut.
 
     Raises:
-        As `gather_facts`. OperationsError: a file is not what it should be.
+        OperationsError: A file is not what it should be, or as in `gather_facts`.
+        CheckpointError, ConfigError: As in `gather_facts`.
     """
     found, to = gather_facts(root, request), request.to
     axes = {f.name: found.target.state[f.name] for f in fields(Axes)}
     trained = [find_when_passed(path, to) for kind, path in found.files if kind == "metrics"]
+    # Without metrics, the time of the manifest counts as the time at which the run went beyond it.
     moment: datetime | None = datetime.fromtimestamp(
         (find_stored_folder(root, to) / MANIFEST).stat().st_mtime, UTC
     )
-    if any(
-        each.passed for each in trained
-    ):  # a copy of a checkpoint may be younger than what followed it
+    # Metrics are better evidence. A copy of a checkpoint may be newer than what followed it.
+    if any(each.passed for each in trained):
         moment = min((each.moment for each in trained if each.moment is not None), default=None)
     files: list[FileCut] = []
     cuts: dict[str, CutSpans] = {}
     for kind, path in found.files:
         cut = find_cut(kind, path, axes, moment)
         if cut.gone:
+            # Files of different folders may have the same name, and plan.json is in the same
+            # folder.
             part = _find_unused_name(
                 f"tensorboard/{path.name}" if kind == "tensorboard" else path.name,
                 {PLAN, *(file.part for file in files)},
@@ -293,6 +356,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
             cuts[str(path)] = cut
     time, aside = datetime.now(UTC), root / ROLLED_BACK
     plan = RollbackPlan(
+        # Two rollbacks may be made in the same second. The name has no space, because the text in
+        # `latest` is split at spaces.
         name=_find_unused_name(
             time.strftime("%Y-%m-%dT%H-%M-%SZ"), set(os.listdir(aside)) if aside.is_dir() else set()
         ),
@@ -306,6 +371,7 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         files=files,
         checkpoints=[entry.name for entry in list_later_entries(root, to)],
         chronicles=found.chronicles,
+        # Somebody may have edited only one of the two pointers.
         pointers=read_pointer_text(root / LATEST) != f"global_step{to}"
         or read_pointer_text(root / LATEST_ITERATION) != str(to),
         flags=found.flags,
@@ -315,14 +381,18 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
 
 
 def read_pointer_text(path: Path) -> str:
-    """As it is; empty where there is none."""
+    """Return the text of a pointer, or an empty text without a pointer."""
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def _read_present(
     root: Path, now: int, target: Manifest, config: Config
 ) -> tuple[Manifest, Config]:
-    """Of the checkpoint that the run stands at; the target's, where it is damaged: that may be why one goes back."""
+    """Return the manifest and configuration of the checkpoint that the run is at.
+
+    If that checkpoint is damaged, return the target's. The damage may be the reason for the
+    rollback.
+    """
     folder = find_stored_folder(root, now)
     try:
         manifest = read_manifest(folder)
@@ -332,9 +402,14 @@ def _read_present(
 
 
 def list_later_entries(root: Path, to: int) -> list[Path]:
-    """Whatever a save has made for later iterations, whole or not. Those with a suffix first: a run that starts in between gives an
-    `.replaced` one the plain name where that is free."""
+    """Return whatever a save has made for iterations after `to`, complete or not.
+
+    Names with a suffix come first. A run that starts in between gives a `.replaced` folder the
+    plain name if that is free.
+    """
     named = (
+        # A name with a suffix (.unfinished, .replaced, .deleting, .damaged) belongs to an iteration
+        # too.
         (re.match(r"global_step(\d{1,15})(?:\.|$)", entry.name, re.ASCII), entry)
         for entry in root.iterdir()
     )
@@ -346,16 +421,24 @@ def list_later_entries(root: Path, to: int) -> list[Path]:
 
 
 def _refuse_another_file_system(root: Path, to: int) -> None:
+    """Check that the later checkpoints can be moved by a rename.
+
+    Raises:
+        OperationsError: One is on another file system.
+    """
     aside = root / ROLLED_BACK
+    # The folder is created in `root` if it does not exist, and may be a mount if it does.
     device = (aside if aside.exists() else root).stat().st_dev
     for entry in list_later_entries(root, to):
         if entry.lstat().st_dev != device:
             raise OperationsError(
-                f"{entry} and {aside} are on different file systems; it is moved by a rename: make {aside} a folder beside it"
+                f"{entry} and {aside} are on different file systems; it is moved by a rename: "
+                f"make {aside} a folder beside it"
             )
 
 
 def _find_unused_name(name: str, taken: set[str]) -> str:
+    """Return the name, with a number appended if it is taken."""
     unused, number = name, 1
     while unused in taken:
         number += 1
@@ -364,26 +447,34 @@ def _find_unused_name(name: str, taken: set[str]) -> str:
 
 
 def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
+    """Return the file in which the rollback is noted, or None.
+
+    Raises:
+        OperationsError: The given path cannot be a file.
+    """
     if request.chronicles is not None:
         path = Path(request.chronicles)
         if path.is_dir() or not path.parent.is_dir():
             raise OperationsError(
-                f"--chronicles {path} is no file, and its folder is not there; give a file to append to"
+                f"--chronicles {path} is no file, and its folder is not there; give a file to "
+                "append to"
             )
+        # The note replaces the file by a rename, which would otherwise replace a link to it.
         return os.path.realpath(path)
     own = root / CHRONICLES
     return os.path.realpath(own) if own.is_file() else None
 
 
-# Which records there are
+# Records
 
 
 def _find_records(
     root: Path, request: RollbackRequest, configs: list[Config]
 ) -> tuple[list[tuple[str, Path]], list[str]]:
-    """(kind, file) of all that may have to be cut, and what there is to say.
+    """Return (kind, file) of all files that may have to be cut, and remarks.
 
-    The configurations are the target's and that of the checkpoint that the run stands at: it may have changed its paths in between.
+    The configurations are those of the target and of the checkpoint that the run is at. The run may
+    have changed its paths in between.
     """
     found: list[tuple[str, Path]] = []
     notes: list[str] = []
@@ -395,12 +486,15 @@ def _find_records(
             real = Path(os.path.realpath(entry))
             if real.is_relative_to(path):
                 found.append(("tensorboard", real))
-            else:  # linked to be compared with, or moved away: not ours to rewrite
+            # A link to elsewhere is for a comparison, or the file was moved. It is not rewritten.
+            else:
                 notes.append(
-                    f"{entry} is a link to {real}, outside of the run's folder of events: nothing was cut of it"
+                    f"{entry} is a link to {real}, outside of the run's folder of events: "
+                    "nothing was cut of it"
                 )
     for path in _find_paths(root, "--metrics-file", request.metrics_file, configs, notes):
         found.append(("metrics", path))
+    # Without the flag a run writes its metrics here.
     usual = root / "metrics.jsonl"
     if request.metrics_file is None and None in metrics and usual.is_file():
         found.append(("metrics", Path(os.path.realpath(usual))))
@@ -411,28 +505,32 @@ def _find_records(
         log = Path(request.main_log)
         if not log.is_file():
             raise OperationsError(
-                f"--main-log {log} is no file; give the log that the launches append to, or leave the flag out"
+                f"--main-log {log} is no file; give the log that the launches append to, or "
+                "leave the flag out"
             )
         found.append(("log", Path(os.path.realpath(log))))
+    # Both configurations usually name the same files, and each is cut once.
     return list(dict.fromkeys(found)), notes
 
 
 def _find_paths(
     root: Path, flag: str, given: str | None, configs: list[Config], notes: list[str]
 ) -> list[Path]:
-    """Those of a flag that are there, each once.
+    """Return the paths of a flag that exist, each once.
 
     Raises:
-        OperationsError: the one given is not there; or a configuration names one, and may be another run's: of the run that this
-            folder is a copy of, or relative to another folder.
+        OperationsError: The given path does not exist. Or the configuration's path may be another
+            run's, because this folder is a copy or the path is relative to another folder.
     """
     is_right, kind = (Path.is_file, "file") if flag == "--metrics-file" else (Path.is_dir, "folder")
+    # The operator knows that no such records exist, so the configuration is not used.
     if given == NOTHING:
         return []
     if given is not None:
         if not is_right(Path(given)):
             raise OperationsError(
-                f"{flag} {given} is no {kind}; give the one that the run wrote to, or '{NOTHING}' if it wrote none"
+                f"{flag} {given} is no {kind}; give the one that the run wrote to, or "
+                f"'{NOTHING}' if it wrote none"
             )
         return [Path(os.path.realpath(given))]
     found: list[Path] = []
@@ -443,25 +541,32 @@ def _find_paths(
         )
         if text is None:
             continue
+        # If the checkpoint was saved elsewhere, this folder is a copy. The records may then be the
+        # original run's.
         in_place = save is not None and os.path.realpath(save) == os.path.realpath(root)
+        # A relative path depends on the folder in which the run was started, which is not recorded.
         if not in_place or (os.path.isabs(str(save)) and not os.path.isabs(text)):
             raise OperationsError(
-                f"{flag} {text} of the checkpoint's configuration may be another run's: the checkpoint was saved to {save}, "
-                f"this is {root}, and a relative path is relative to where the run began; give {flag} with the run's own, or "
+                f"{flag} {text} of the checkpoint's configuration may be another run's: the "
+                f"checkpoint was saved to {save}, "
+                f"this is {root}, and a relative path is relative to where the run began; give "
+                f"{flag} with the run's own, or "
                 f"'{NOTHING}' if it wrote none"
             )
         if is_right(Path(text)):
             found.append(Path(os.path.realpath(text)))
         else:
             notes.append(
-                f"{flag} {text}, as the checkpoint's configuration has it, is not there: nothing was cut of it"
+                f"{flag} {text}, as the checkpoint's configuration has it, is not there: "
+                "nothing was cut of it"
             )
+    # Two configurations with the same path give the same note.
     notes[:] = dict.fromkeys(notes)
     return list(dict.fromkeys(found))
 
 
 def find_cut(kind: str, path: Path, axes: dict[str, Any], moment: datetime | None) -> CutSpans:
-    """Where one of the files is to be cut."""
+    """Find where a file is to be cut, by its kind."""
     if kind == "tensorboard":
         return find_events_cut(path, Axes(**axes))
     if kind == "metrics":
@@ -472,45 +577,53 @@ def find_cut(kind: str, path: Path, axes: dict[str, Any], moment: datetime | Non
     return find_log_cut(path, axes["iteration"])
 
 
-# How to go on
+# Flags
 
 
 def _plan_flags(
     root: Path, request: RollbackRequest, target: Manifest, present: Manifest, newest: Config
 ) -> tuple[str, list[str]]:
-    """(flags, remarks).
+    """Return the flags to continue the run with, and remarks.
 
     Raises:
-        ConfigError, OperationsError: what is asked for makes no sense.
+        ConfigError, OperationsError: The request makes no sense.
     """
     to, flags, notes = request.to, [], []
     asked = parse_ranges(request.skip)
     last = newest.batch.train_iters
+    # Skipping what the checkpoint has already trained would have no effect.
     for text, (first, _) in zip(_format_ranges(asked), asked, strict=True):
         if first <= to:
             raise OperationsError(
-                f"--skip {text} begins at {first}, but the checkpoint was trained up to {to} and stays so; begin behind that, or "
-                f"go back to a checkpoint before {first}; there are: {', '.join(f'global_step{i}' for i in list_saved_iterations(root))}"
+                f"--skip {text} begins at {first}, but the checkpoint was trained up to {to} "
+                "and stays so; begin behind that, or "
+                f"go back to a checkpoint before {first}; there are: "
+                f"{', '.join(f'global_step{i}' for i in list_saved_iterations(root))}"
             )
         if last is not None and first > last:
             raise OperationsError(
                 f"--skip {text} begins behind the end of the run, which is at --train-iters {last}"
             )
+    # The checkpoint has ranges of its own. A flag replaces them, so they are repeated in it.
     known = _list_ranges_ahead(target, to)
     if asked:
         flags += [
             "--skip-train-iteration-range",
+            # parse_ranges also joins ranges that overlap.
             *_format_ranges(parse_ranges((*request.skip, *known))),
         ]
         if known:
             notes.append(
-                f"the checkpoint's own ranges to skip, {' '.join(known)}, are among them: flags replace those"
+                f"the checkpoint's own ranges to skip, {' '.join(known)}, are among them: "
+                "flags replace those"
             )
     elif known:
         notes.append(
-            f"the checkpoint's --skip-train-iteration-range {' '.join(known)} holds on without the flag"
+            f"the checkpoint's --skip-train-iteration-range {' '.join(known)} holds on without "
+            "the flag"
         )
     covered = parse_ranges((*request.skip, *known))
+    # Ranges of the launches that are rolled back are in the present checkpoint only.
     lost = [
         text
         for text, (first, end) in (
@@ -520,13 +633,17 @@ def _plan_flags(
     ]
     if lost:
         notes.append(
-            f"later launches skipped {' '.join(lost)}, too; add that to --skip-train-iteration-range if it is still to be"
+            f"later launches skipped {' '.join(lost)}, too; add that to "
+            "--skip-train-iteration-range if it is still to be"
         )
+    # Without --train-iters the run has no end that a range could reach.
     if any(end >= (last or end + 1) for _, end in asked):
         notes.append(
-            f"what is skipped reaches to the end of the run, --train-iters {last}: nothing is trained behind it"
+            f"what is skipped reaches to the end of the run, --train-iters {last}: nothing is "
+            "trained behind it"
         )
     if request.lr is not None or request.override_lr_scheduler:
+        # Without this flag the run refuses a schedule that differs from the checkpoint's.
         flags.append("--override-lr-scheduler")
         what = "the whole schedule of the command line holds: --lr, --min-lr, warm-up and decay"
         notes.append(
@@ -536,13 +653,16 @@ def _plan_flags(
         if not 0 < request.lr < float("inf"):
             raise OperationsError(f"--lr {request.lr} must be above 0 and finite")
         flags += ["--lr", str(request.lr)]
+        # The run would refuse a minimum above the maximum.
         if newest.optimizer.min_lr > request.lr:
             notes.append(
                 f"--min-lr {newest.optimizer.min_lr} is above --lr {request.lr}: lower it, too"
             )
+    # That flag would win over the pointers, and load another checkpoint.
     if newest.checkpoint.load_iteration is not None:
         notes.append(
-            f"leave --load-iteration {newest.checkpoint.load_iteration} out: the pointers lead to global_step{to}"
+            f"leave --load-iteration {newest.checkpoint.load_iteration} out: the pointers lead "
+            f"to global_step{to}"
         )
     if not newest.checkpoint.resumes_itself:
         notes.append(f"the run's --load was not its --save; to go on from here give --load {root}")
@@ -550,7 +670,7 @@ def _plan_flags(
 
 
 def _list_ranges_ahead(manifest: Manifest, to: int) -> list[str]:
-    """Its ranges to skip, as far as they lie behind `to`."""
+    """Return the ranges to skip of a checkpoint, as far as they are after `to`."""
     return [
         f"{max(first, to + 1)}-{last}"
         for first, last in manifest.state.get("skip_ranges", [])
@@ -559,4 +679,5 @@ def _list_ranges_ahead(manifest: Manifest, to: int) -> list[str]:
 
 
 def _format_ranges(ranges: tuple[tuple[int, int], ...]) -> list[str]:
+    """Format ranges as FIRST-LAST."""
     return [f"{first}-{last}" for first, last in ranges]

@@ -1,8 +1,11 @@
-"""Whether a run is well: its jobs in the queue, its main log, its newest checkpoint.
+"""Check a run: its jobs in the queue, its main log and its newest checkpoint.
 
-Invariant: PULSE, ALERT and RECOVERED lines are never taken for training output. When training last wrote cannot be read from the
-log's time of change, which these lines move, too: a small file beside the log remembers how far it was read and when it had grown.
-What could not be looked at (a queue that does not answer) neither raises an alert nor ends one.
+Invariant: PULSE, ALERT and RECOVERED lines are never taken for training output. These lines change
+the log's modification time too, so it does not show when training last wrote. A small file beside
+the log records how far it was read and when it had grown.
+
+A queue that does not answer or a log that cannot be read is an alert itself. Alerts that depend on
+it are then neither raised nor ended.
 """
 
 import json
@@ -29,13 +32,23 @@ from megatron.operations.queue import (
 )
 
 _TAIL_BYTES = 8 << 20
-"""Of a log of gigabytes, enough for tens of thousands of lines."""
+"""Bytes that are read from the end of the log, enough for tens of thousands of lines."""
 _NEWEST_LINES = 20
-"""A loss that is not finite counts for so many lines, and longer if there are more since the last check."""
+"""Number of log lines for which a loss that is not finite counts.
+
+If more lines were written since the last check, all of those count.
+"""
 _SPEED_LINES = 10
-"""Median of so many, so that an evaluation or a save among them does not count; as many must have been before."""
+"""Number of log lines whose median is the speed.
+
+An evaluation or a save among them does not change it much. At least as many earlier lines are
+needed.
+"""
 _ROUNDED_TFLOPS = 1.0
-"""The log line has two decimals; below this, samples per second are the better measure."""
+"""Lowest TFLOPs that are used.
+
+The log line has two decimals, so below this the samples per second are more precise.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,16 +56,18 @@ class StatusLimits:
     """When something is an alert."""
 
     stalled_minutes: float = 60.0
-    """The job runs, and the log has not grown for so long."""
+    """Minutes for which the job has run and the log has not grown."""
     slower_than: float = 0.7
-    """The median TFLOPs (else samples per second) of the newest 10 log lines are below this fraction of the earlier ones."""
+    """Fraction of the earlier log lines' median TFLOPs (or samples per second). The median of the
+    newest 10 lines must not be below it."""
     checkpoint_minutes: float = 720.0
-    """The job has trained for so long since the newest checkpoint was saved (with --run)."""
+    """Minutes for which the job has trained since the newest checkpoint was saved (with --run)."""
 
     def check(self) -> None:
-        """
+        """Check that the limits make sense.
+
         Raises:
-            OperationsError: one of them can never, or always, be passed.
+            OperationsError: A limit can never be passed, or would always be.
         """
         for flag, minutes in (
             ("--stalled-minutes", self.stalled_minutes),
@@ -62,21 +77,23 @@ class StatusLimits:
                 raise OperationsError(f"{flag} {minutes:g} must be above 0")
         if not 0 < self.slower_than < 1:
             raise OperationsError(
-                f"--slower-than {self.slower_than:g} must be a fraction, above 0 and below 1, such as 0.7"
+                f"--slower-than {self.slower_than:g} must be a fraction, above 0 and below 1, "
+                "such as 0.7"
             )
 
 
 @dataclass
 class StatusFindings:
-    """Of one look."""
+    """What one check found."""
 
     pulse: str | None = None
-    """None where the queue could not be asked."""
+    """None if the queue could not be asked."""
     alerts: list[Alert] = field(default_factory=list)
+    """Problems that were found."""
     watched: set[str] = field(default_factory=set)
-    """Kinds of alerts that were looked for."""
+    """Kinds of alerts that were checked."""
     troubles: list[str] = field(default_factory=list)
-    """What could not be looked at, and why."""
+    """What could not be examined, and why."""
 
 
 @dataclass(frozen=True)
@@ -84,38 +101,45 @@ class LogTail:
     """The end of a main log."""
 
     reports: list[dict[str, int | float]]
-    """Of the training lines, as `parse_log_line` gives them."""
+    """The training lines, as `parse_log_line` returns them."""
     fresh: int
-    """How many of these were not there at the last check."""
+    """Number of these lines that are new since the last check."""
     complete: bool
-    """The run said that training is complete, and nothing trained after it."""
+    """The log has the line `training is complete`, and no training line after it."""
     output_at: float | None
-    """When training last wrote, seconds since the epoch; at most one check too late. None: it never did."""
+    """Time at which training last wrote, in seconds since the epoch, at most one check too late.
+
+    None: it never wrote.
+    """
     read_bytes: int
-    """Of the whole log, a half last line included."""
+    """Size of the log in bytes, including an incomplete last line."""
 
 
 @dataclass
 class StatusMemory:
-    """Between two checks."""
+    """What one check records for the next one."""
 
     read_bytes: int = 0
+    """Size of the log."""
     output_at: float | None = None
+    """Time at which training last wrote."""
     saved_at: float | None = None
-    """The newest checkpoint."""
+    """Time of the newest checkpoint."""
     unsaved_seconds: float = 0.0
-    """The jobs' time since then, without the waiting in the queue between them."""
+    """Time for which jobs ran since then, without the time in the queue."""
     checked_at: float = 0.0
-    """The checkpoint; 0: never."""
+    """Time of the last check of the checkpoint. 0: never."""
 
     @staticmethod
     def read(path: Path) -> "StatusMemory":
-        """
+        """Read the memory of the last check, which is empty before the first one.
+
         Raises:
-            OperationsError: it is there and cannot be read.
+            OperationsError: The file exists and cannot be read.
         """
         record = read_record(path)
         try:
+            # Unknown names raise TypeError as well.
             return StatusMemory() if record is None else StatusMemory(**record).check_numbers()
         except (TypeError, ValueError):
             raise OperationsError(
@@ -123,7 +147,11 @@ class StatusMemory:
             ) from None
 
     def check_numbers(self) -> "StatusMemory":
-        """Raises TypeError where one is no number."""
+        """Return the memory if all fields are numbers.
+
+        Raises:
+            TypeError: One is not a number.
+        """
         for number in (
             self.read_bytes,
             self.output_at or 0,
@@ -131,14 +159,16 @@ class StatusMemory:
             self.unsaved_seconds,
             self.checked_at,
         ):
+            # JSON may hold anything, and a text would fail only in the middle of a check.
             if not isinstance(number, int | float):
                 raise TypeError(number)
         return self
 
     def write(self, path: Path) -> None:
-        """
+        """Write the memory for the next check.
+
         Raises:
-            OperationsError: it cannot be written.
+            OperationsError: The file cannot be written.
         """
         try:
             replace_file(path, json.dumps(asdict(self)) + "\n")
@@ -151,34 +181,46 @@ class StatusMemory:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """One run."""
+    """One run to check."""
 
     job_name: str
+    """Name of the run's jobs in Slurm."""
     main_log: Path
+    """Log that the launches append to."""
     run: Path | None = None
-    """Its --save folder."""
+    """Its --save folder. None: the checkpoint is not checked."""
     user: str | None = None
+    """User whose jobs are listed. None: the current user."""
     limits: StatusLimits = field(default_factory=StatusLimits)
 
     @property
     def memory(self) -> Path:
+        """File with the memory of the last check."""
         return Path(f"{self.main_log}.status.json")
 
 
 def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
-    """Look at queue, log and checkpoint, and remember what the next look needs.
+    """Check queue, log and checkpoint, and record what the next check needs.
+
+    Everything else that goes wrong is among the findings.
+
+    Args:
+        run: The run.
+        now: Time of the check in seconds since the epoch. Default: the present time.
 
     Raises:
-        OperationsError: a limit makes no sense. All else that goes wrong is among the findings.
+        OperationsError: A limit makes no sense.
     """
     run.limits.check()
     now = time.time() if now is None else now
     found = StatusFindings()
     try:
+        # A damaged memory only makes some alerts later, so the check goes on without it.
         before = StatusMemory.read(run.memory)
     except OperationsError as error:
         found.troubles.append(str(error))
         before = StatusMemory()
+    # What cannot be examined keeps its last value.
     after = StatusMemory(**asdict(before))
     tail = _look_at_log(run, before, after, found)
     jobs = _look_at_queue(run, found)
@@ -188,6 +230,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         _check_checkpoint(run, jobs, before, after, found, now)
     if tail is not None:
         _check_finite(run, tail, found)
+        # While nothing runs, the newest lines are old, and their speed was already checked.
         if jobs is not None and any(job.runs for job in jobs):
             _check_speed(run, tail, found)
     try:
@@ -201,6 +244,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
 
 
 def _look_at_queue(run: WatchedRun, found: StatusFindings) -> list[QueuedJob] | None:
+    """Return the run's jobs, or None if the queue cannot be asked."""
     kind = f"{run.job_name} queue"
     found.watched.add(kind)
     try:
@@ -218,10 +262,11 @@ def _check_queue(
     found: StatusFindings,
     now: float,
 ) -> str:
-    """Returns the PULSE."""
+    """Check that something runs or is queued, and return the PULSE line."""
     kind = f"{run.job_name} idle"
     found.watched.add(kind)
     problem = find_idle_reason(run.job_name, jobs)
+    # A run that is complete has no jobs, which is no problem.
     if problem is not None and tail is not None and tail.complete:
         return f"{run.job_name} is finished: {format_training_complete_line()}"
     if problem is not None:
@@ -235,6 +280,7 @@ def _check_queue(
 def _look_at_log(
     run: WatchedRun, before: StatusMemory, after: StatusMemory, found: StatusFindings
 ) -> LogTail | None:
+    """Return the end of the log, or None if it cannot be read."""
     kind = f"{run.job_name} log"
     found.watched.add(kind)
     try:
@@ -252,10 +298,12 @@ def _look_at_log(
 
 
 def read_tail(log: Path, before: StatusMemory) -> LogTail:
-    """What is new in a log since `before`, and enough of what was there. A log that is not there yet is empty.
+    """Return what is new in a log since `before`, and enough of what came earlier.
+
+    A log that does not exist yet counts as empty.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The log cannot be read.
     """
     try:
         file = open(log, "rb")  # noqa: SIM115
@@ -263,23 +311,27 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         return LogTail([], 0, False, None, 0)
     with file:
         status = os.fstat(file.fileno())
-        known = (
-            before.read_bytes if before.read_bytes <= status.st_size else 0
-        )  # else it was cut, by a rollback for one
+        # A log that became shorter was cut, for example by a rollback. All of it counts as new.
+        known = before.read_bytes if before.read_bytes <= status.st_size else 0
         begin = max(0, status.st_size - _TAIL_BYTES)
+        # One byte more is read, so that a line that begins at `begin` is not taken for a torn one.
         file.seek(max(0, begin - 1))
         data = file.read(status.st_size - file.tell())
-    if begin:  # the first whole line
+    # What is before the first complete line is dropped.
+    if begin:
         torn = data.find(b"\n") + 1
         data, begin = data[torn:], begin - 1 + torn
     reports: list[dict[str, int | float]] = []
     fresh, complete, grown, at = 0, False, False, begin
+    # Time of the first of our own lines after all training output.
     told_at: float | None = None
-    """Of the first of our own lines that stand behind all training output."""
+    # `at` is the end of each line, which is compared with what the last check had read.
     for line in data.split(b"\n"):
         text, at = line.decode(errors="replace"), at + len(line)
         own = parse_own_line_time(text)
         if own is not None:
+            # Our own lines after training output were written later, so the first of them bounds
+            # its time.
             told_at = own if told_at is None else told_at
         elif text.strip():
             told_at, grown = None, grown or at > known
@@ -287,11 +339,14 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
             if report is not None:
                 reports.append(report)
                 fresh += at > known
+            # A training line after it means that the run was continued.
             complete = report is None and (complete or format_training_complete_line() in text)
         at += 1
     if grown:
+        # Without a line of ours at the end, training itself changed the modification time last.
         output_at: float | None = status.st_mtime if told_at is None else told_at
     else:
+        # After a cut, or at the first check, no recorded time applies.
         output_at = before.output_at if known else None
     return LogTail(reports, fresh, complete, output_at, status.st_size)
 
@@ -303,7 +358,10 @@ def _check_stall(
     found: StatusFindings,
     now: float,
 ) -> None:
-    """A log is only expected to grow while a job runs, and not before it began to."""
+    """Check that the log grows while a job runs.
+
+    The time before the job started does not count.
+    """
     running = [job.running_seconds or 0.0 for job in jobs if job.runs]
     kind = f"{run.job_name} stalled"
     if tail is None:
@@ -311,6 +369,7 @@ def _check_stall(
     found.watched.add(kind)
     if not running:
         return
+    # A job that has just started is not silent for longer than it has run.
     silent = max(running) if tail.output_at is None else min(max(running), now - tail.output_at)
     if silent > 60.0 * run.limits.stalled_minutes:
         last = (
@@ -321,14 +380,17 @@ def _check_stall(
         found.alerts.append(
             Alert(
                 kind,
-                f"{run.job_name} runs, and has written nothing to {run.main_log} for {format_duration(silent)}; {last}",
+                f"{run.job_name} runs, and has written nothing to {run.main_log} for "
+                f"{format_duration(silent)}; {last}",
             )
         )
 
 
 def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+    """Check that losses and gradients are finite."""
     kind = f"{run.job_name} not finite"
     found.watched.add(kind)
+    # All lines since the last check are covered, however rarely it is made.
     window = tail.reports[-max(_NEWEST_LINES, tail.fresh) :]
     bad = [
         report
@@ -338,15 +400,21 @@ def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None
     if bad:
         last = bad[-1]
         nans = f" ({last['nan_iterations']} steps dropped)" if last.get("nan_iterations") else ""
-        text = f"{len(bad)} of the newest {len(window)} log lines tell of a loss or gradient that is not finite"
+        text = (
+            f"{len(bad)} of the newest {len(window)} log lines tell of a loss or gradient "
+            "that is not finite"
+        )
         found.alerts.append(
             Alert(kind, f"{run.job_name}: {text}, the last at iteration {last['iteration']}{nans}")
         )
 
 
 def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
-    """By TFLOPs of one device, which neither batch size nor number of nodes moves much; by samples a second at the same batch size
-    where a log has no TFLOPs worth reading."""
+    """Check that the run has not become slower.
+
+    TFLOPs of one device are compared, because neither batch size nor number of nodes changes them
+    much. If a log has no usable TFLOPs, samples per second at the same batch size are compared.
+    """
     kind = f"{run.job_name} slow"
     for name, unit in (("tflops", "TFLOPs"), ("samples_per_second", "samples per second")):
         rates = [
@@ -354,19 +422,26 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
             for report in tail.reports
             if report.get(name)
         ]
+        # Samples per second change with the batch size, so only the lines of the present one are
+        # compared.
         if name == "samples_per_second":
             rates = [rate for rate in rates if rate[1] == rates[-1][1]]
+        # Too few lines give no reliable median.
         if len(rates) < 2 * _SPEED_LINES:
             continue
         earlier, newest = (
             statistics.median(rate for rate, _ in part)
             for part in (rates[:-_SPEED_LINES], rates[-_SPEED_LINES:])
         )
+        # The next measure is tried, because two decimals are too few for a small model.
         if name == "tflops" and earlier < _ROUNDED_TFLOPS:
             continue
         found.watched.add(kind)
         if newest < run.limits.slower_than * earlier:
-            text = f"{newest:.4g} {unit} (median of the newest {_SPEED_LINES} log lines) against {earlier:.4g} before"
+            text = (
+                f"{newest:.4g} {unit} (median of the newest {_SPEED_LINES} log lines) "
+                f"against {earlier:.4g} before"
+            )
             found.alerts.append(
                 Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")
             )
@@ -384,14 +459,18 @@ def _check_checkpoint(
     found: StatusFindings,
     now: float,
 ) -> None:
-    """Counts the time in which jobs ran, so that neither a day in the queue is an alert, nor elements that die one after another
-    before they save pass unseen."""
+    """Check that the newest checkpoint is recent enough.
+
+    Only the time in which jobs ran counts. A day in the queue is no alert. Array tasks that die one
+    after another before they save are still noticed.
+    """
     if run.run is None:
         return
     kind = f"{run.job_name} checkpoint"
     found.watched.add(kind)
     try:
         iteration = read_pointed_iteration(run.run)
+        # The manifest is written last, so its time is that of the complete checkpoint.
         saved_at = (
             None
             if iteration is None
@@ -403,15 +482,21 @@ def _check_checkpoint(
         )
         return
     running = max((job.running_seconds or 0.0 for job in jobs if job.runs), default=0.0)
+    # The checkpoint is the same as at the last check, so the time that jobs ran since then is
+    # added.
     if before.checked_at and before.saved_at == saved_at:
         unsaved = before.unsaved_seconds + max(0.0, min(running, now - before.checked_at))
     else:
+        # With a new checkpoint or at the first check, only the present job counts.
         unsaved = running if saved_at is None else max(0.0, min(running, now - saved_at))
     after.saved_at, after.unsaved_seconds, after.checked_at = saved_at, unsaved, now
     if unsaved > 60.0 * run.limits.checkpoint_minutes:
         if saved_at is None:
             text = f"{run.run} has no checkpoint yet; jobs ran for {format_duration(unsaved)}"
         else:
-            text = f"no checkpoint in {run.run} since global_step{iteration}, saved at {format_time(saved_at)}"
+            text = (
+                f"no checkpoint in {run.run} since global_step{iteration}, saved at "
+                f"{format_time(saved_at)}"
+            )
             text += f"; since then jobs ran for {format_duration(unsaved)}"
         found.alerts.append(Alert(kind, f"{run.job_name}: {text}"))

@@ -1,16 +1,19 @@
 """Every tensor-parallel collective, as the conjugate pairs of Megatron-LM.
 
-Each is an autograd Function whose backward is the other half of its pair (https://arxiv.org/abs/1909.08053, section 3, f and g;
-https://arxiv.org/abs/2205.05198, section 4.2.2, g and g-bar for a sequence cut over the ranks):
+Each is an autograd Function whose backward is the other half of its pair. f and g are from
+https://arxiv.org/abs/1909.08053, section 3. g and g-bar for a sequence that is sharded over the
+ranks are from https://arxiv.org/abs/2205.05198, section 4.2.2.
 
     copy_to_tensor_parallel       f:      forward identity,        backward all-reduce
     reduce_from_tensor_parallel   g:      forward all-reduce,      backward identity
     gather_sequence               g:      forward all-gather,      backward reduce-scatter
     reduce_scatter_sequence       g-bar:  forward reduce-scatter,  backward all-gather
 
-Activations are [s, b, h]; with sequence parallelism [s/t, b, h]. The invariant: with one rank each is the identity, for nothing.
+Activations are [s, b, h], and [s/t, b, h] with sequence parallelism. The invariant: with one rank
+each function is the identity and has no cost.
 
-In a compiled graph the same pairs are torch's functional collectives, which a compiler can trace; no clock runs there.
+In a compiled graph the same pairs are torch's functional collectives, because the compiler can
+trace them. `comm_timer` does not run there.
 """
 
 from typing import Any
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from megatron.parallel.mesh import TensorParallel
 
-# torch 2.13 renamed them and warns of the old names.
+# torch 2.13 renamed these functions and logs a warning if the old names are used.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -35,7 +38,7 @@ def _group(tp: TensorParallel) -> dist.ProcessGroup:
 def all_reduce(
     x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce in place over the tensor-parallel ranks; not differentiable."""
+    """Reduce `x` in place over the tensor-parallel ranks, and return it. Not differentiable."""
     if tp.size > 1:
         with tp.comm_timer():
             dist.all_reduce(x, op=op, group=tp.group)
@@ -43,7 +46,11 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The ranks' tensors one after the other along the first dimension; not differentiable. [n, ...] -> [n t, ...]"""
+    """Concatenate the ranks' tensors along the first dimension: [n, ...] -> [n t, ...].
+
+    Not differentiable.
+    """
+    # Collectives refuse tensors that are not contiguous.
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_gather_tensor(x, 0, _group(tp)))
@@ -54,13 +61,17 @@ def all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _sum(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The ranks' sum as a new tensor: the gradient or activation given may be shared with another branch of the graph."""
+    """Return the ranks' sum as a new tensor.
+
+    An all-reduce in place would change `x`, which another branch of the graph may use.
+    """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", _group(tp)))
     return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's part of the ranks' sum: [n, ...] -> [n/t, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _group(tp)))
@@ -70,10 +81,16 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     return out
 
 
+# The second result of each `backward` is the gradient of `tp`, which has none.
+
+
 class _Copy(torch.autograd.Function):
+    """f: forward identity, backward all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
+        # A view is a tensor of its own in the graph, without a copy of the data.
         return x.view_as(x)
 
     @staticmethod
@@ -82,6 +99,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """g: forward all-reduce, backward identity."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         return _sum(x, tp)
@@ -92,6 +111,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
+    """g with a sharded sequence: forward all-gather, backward reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
@@ -103,6 +124,8 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
+    """g-bar: forward reduce-scatter, backward all-gather."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
@@ -114,32 +137,35 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
-    """f: enter a region that is cut over the ranks with an activation that all of them hold. [s, b, h] -> [s, b, h]"""
+    """Enter a tensor-parallel region with a replicated activation (f): [s, b, h] -> [s, b, h]."""
     return _Copy.apply(x, tp) if tp.size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
-    """g: leave such a region by adding up the ranks' parts. [s, b, h] -> [s, b, h]"""
+    """Leave a tensor-parallel region by adding up partial sums (g): [s, b, h] -> [s, b, h]."""
     return _Reduce.apply(x, tp) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Enter a tensor-parallel region from a cut sequence. [s/t, b, h] -> [s, b, h]"""
+    """Enter a tensor-parallel region with a sharded sequence (g): [s/t, b, h] -> [s, b, h]."""
     return _GatherSequence.apply(x, tp) if tp.size > 1 else x
 
 
 def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Leave a tensor-parallel region into a cut sequence. [s, b, h] -> [s/t, b, h]"""
+    """Leave a tensor-parallel region to a sharded sequence (g-bar): [s, b, h] -> [s/t, b, h]."""
     return _ReduceScatterSequence.apply(x, tp) if tp.size > 1 else x
 
 
 def enter_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Into a tensor-parallel region: [s, b, h] or [s/t, b, h] -> [s, b, h]."""
+    """Enter a tensor-parallel region: [s, b, h] or [s/t, b, h] -> [s, b, h]."""
     return gather_sequence(x, tp) if tp.sequence_parallel else copy_to_tensor_parallel(x, tp)
 
 
 def leave_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Out of a tensor-parallel region: [s, b, h] (a part of the sum on each rank) -> [s, b, h] or [s/t, b, h]."""
+    """Leave a tensor-parallel region: [s, b, h] -> [s, b, h] or [s/t, b, h].
+
+    Each rank's input is a partial sum.
+    """
     return (
         reduce_scatter_sequence(x, tp)
         if tp.sequence_parallel

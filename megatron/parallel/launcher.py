@@ -1,5 +1,8 @@
-"""What the launcher says of this process, in the environment: torchrun's words, which `torch.distributed.launch` and DeepSpeed's
-launcher speak, too, or Slurm's, where `srun` starts one task for each device. Slurm's are put into torchrun's words for PyTorch.
+"""The rank and the world of this process, read from the launcher's environment variables.
+
+torchrun, `torch.distributed.launch` and DeepSpeed's launcher set the same variables. Slurm sets its
+own, if `srun` starts one task for each device. They are translated to torchrun's, because PyTorch
+reads those.
 """
 
 import os
@@ -10,12 +13,16 @@ from dataclasses import dataclass
 from megatron.errors import LayoutError
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_FIRST_PORT, _PORTS = 20_000, 12_000  # below those that Linux gives to clients
+# Linux gives clients ports from 32,768 on. A rendezvous port among them could be taken already.
+_FIRST_PORT, _PORTS = 20_000, 12_000
 
 
 @dataclass(frozen=True)
 class LaunchedWorld:
-    """A process without a launcher is a world of one."""
+    """The size of the world and this process's number on its host.
+
+    A process without a launcher is a world of one rank.
+    """
 
     size: int
     local_rank: int
@@ -24,22 +31,30 @@ class LaunchedWorld:
 def read_launcher_world(
     local_rank_flag: int | None = None, environment: MutableMapping[str, str] = os.environ
 ) -> LaunchedWorld:
-    """`local_rank_flag`: what older launchers append to the command line, for where LOCAL_RANK is missing.
+    """Return the world that the launcher has started.
+
+    Args:
+        local_rank_flag: The value that older launchers append to the command line, used if
+            LOCAL_RANK is not set.
+        environment: The environment variables. Those of Slurm are translated in it.
 
     Raises:
-        LayoutError: Slurm's world and WORLD_SIZE differ, or an MPI launcher's processes would each train alone.
+        LayoutError: Slurm's world and WORLD_SIZE differ. Or an MPI launcher has started several
+            processes, each of which would train alone.
     """
+    # A launcher that sets RANK takes precedence, because torchrun may itself run under srun.
     if "RANK" not in environment:
         if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             _translate_slurm_variables(environment)
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
             raise LayoutError(
-                f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: start with torchrun, or with srun and one task a "
-                "device, which say both"
+                f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: "
+                "start with torchrun, or with srun and one task a device, which say both"
             )
         elif sizes := [name for name in _MPI_SIZES if int(environment.get(name, "1")) > 1]:
             raise LayoutError(
-                f"{sizes[0]} says {environment[sizes[0]]} processes, but an MPI launcher does not say how they find each other: "
+                f"{sizes[0]} says {environment[sizes[0]]} processes, but an MPI launcher does not "
+                "say how they find each other: "
                 "start with torchrun, or with srun and one task a device"
             )
     local_rank = environment.get("LOCAL_RANK", local_rank_flag)
@@ -49,20 +64,29 @@ def read_launcher_world(
 
 
 def _translate_slurm_variables(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables from Slurm's.
+
+    Raises:
+        LayoutError: WORLD_SIZE is set to another number than Slurm's tasks.
+    """
     tasks, job = environment["SLURM_STEP_NUM_TASKS"], int(environment.get("SLURM_JOB_ID", "0"))
     if environment.setdefault("WORLD_SIZE", tasks) != tasks:
         raise LayoutError(
-            f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; do not set it beside srun"
+            f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; "
+            "do not set it beside srun"
         )
     environment["RANK"], environment["LOCAL_RANK"] = (
         environment["SLURM_PROCID"],
         environment["SLURM_LOCALID"],
     )
     environment.setdefault("MASTER_ADDR", parse_first_host(environment["SLURM_STEP_NODELIST"]))
+    # All ranks must choose the same port without communication, so it follows from job and step.
+    # Steps of one job that run at the same time get different ports.
     step = int(environment.get("SLURM_STEP_ID", "0"))
     environment.setdefault("MASTER_PORT", str(_FIRST_PORT + (job + 1000 * step) % _PORTS))
 
 
 def parse_first_host(nodes: str) -> str:
-    """Of a list as Slurm writes it: "iam[07-09,12],log1" -> "iam07"."""
+    """Return the first host of a list in Slurm's notation: "iam[07-09,12],log1" -> "iam07"."""
+    # Brackets contain commas too, so they must be replaced before the list is split at a comma.
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]

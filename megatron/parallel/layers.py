@@ -1,8 +1,12 @@
-"""Linear layers and the embedding, cut over the tensor-parallel ranks (https://arxiv.org/abs/1909.08053, section 3).
+"""Linear layers and the embedding, sharded over the tensor-parallel ranks.
 
-Every parameter is a plain local tensor that carries a `ParameterSpec`: its shape in the whole model, along which dimension it is
-cut, and whether its gradient is only a part of the sum. Engines, initialisation and checkpoints read nothing else. The invariant: a
-rank's part is a box of the global tensor. h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size.
+Every parameter is a plain local tensor with a `ParameterSpec`. The spec holds the shape in the
+complete model, the dimension that is sharded, and whether the gradient is partial. Engines,
+initialisation and checkpoints read nothing else.
+
+The invariant: a rank's shard is a rectangular slice of the global tensor. Legend: h hidden size,
+s sequence, b micro-batch, t tensor-parallel size. Source: https://arxiv.org/abs/1909.08053,
+section 3.
 """
 
 from dataclasses import dataclass
@@ -17,47 +21,63 @@ from megatron.parallel.mesh import TensorParallel
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How a local tensor relates to the whole model's parameter.
-
-    `shape` counts real rows only; a local tensor may be larger where the vocabulary is padded. `shard_dim` None: every
-    tensor-parallel rank holds all of it. `partial_gradient`: each rank sees only its slice of the sequence, so gradients must be
-    added up over the tensor-parallel ranks. `copy_of`: it is a copy of the named parameter, which lives on another pipeline stage:
-    their gradients must be added up, and it is counted and stored there.
-    """
+    """The relation between a local tensor and the complete model's parameter."""
 
     shape: tuple[int, ...]
+    """Shape of the global tensor, without vocabulary padding.
+
+    A local tensor may include padding.
+    """
     shard_dim: int | None = None
+    """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
     partial_gradient: bool = False
+    """Whether a rank's gradient covers only its slice of the sequence.
+
+    Such gradients must be added up over the tensor-parallel ranks.
+    """
     copy_of: str | None = None
+    """The parameter on another pipeline stage that this one is a copy of.
+
+    The gradients of both must be added up. The original is counted and stored, and the copy is not.
+    """
 
 
 def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Parameter:
-    """An uninitialised parameter with its spec; `model/init.py` fills it."""
+    """Return an uninitialised parameter with its spec. `model/init.py` fills it."""
     parameter = nn.Parameter(torch.empty(local_shape))
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
 
 
 def make_replicated_parameter(shape: tuple[int, ...], tp: TensorParallel) -> nn.Parameter:
-    """A parameter that all tensor-parallel ranks hold, used where the sequence may be cut (norms, biases after the sum)."""
+    """Return a parameter that all tensor-parallel ranks hold.
+
+    It is for places where the sequence may be sharded: norms, and biases after the sum. With
+    sequence parallelism its gradient is therefore partial.
+    """
     return make_parameter(shape, ParameterSpec(shape, partial_gradient=tp.sequence_parallel))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
-    """This rank's share of a dimension; the plan has refused sizes that do not divide."""
+    """Return this rank's part of a dimension.
+
+    The plan has refused sizes that do not divide, so a remainder is a bug of this program.
+    """
     assert size % tp.size == 0, f"{size} does not divide by tensor-parallel size {tp.size}"
     return size // tp.size
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X A + b with A = [A_1 .. A_t] cut by columns: each rank computes its own part of the output features.
+    """Y = X A + b with A = [A_1 .. A_t] sharded by columns.
 
-    The weight is stored transposed, [out/t, in], as F.linear takes it.
+    Each rank computes its own part of the output features. The weight is stored transposed,
+    [out/t, in], as F.linear takes it.
     """
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
     ) -> None:
+        """Create the rank's shard of a layer from `in_features` to `out_features`."""
         super().__init__()
         self.tp = tp
         local = split_evenly(out_features, tp)
@@ -69,15 +89,23 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
-        """[s, b, in] (or [s/t, b, in] with sequence parallelism) -> [s, b, out/t].
+        """Return this rank's output features.
 
-        `entered`: x has been through `enter_tensor_parallel` already, because several layers share it.
+        Args:
+            x: [s, b, in], or [s/t, b, in] with sequence parallelism.
+            entered: Whether `x` is the result of `enter_tensor_parallel`, which several layers can
+                share. It is then [s, b, in].
+
+        Returns:
+            [s, b, out/t]
         """
         return F.linear(x if entered else enter_tensor_parallel(x, self.tp), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X A + b with A cut by rows and X by columns: the ranks' products are added up, then the bias, once.
+    """Y = X A + b with A sharded by rows and X by columns.
+
+    The ranks' products are added up, and then the bias is added once.
 
               | A_1 |
     [X_1 ..]  | ..  |
@@ -87,6 +115,7 @@ class RowParallelLinear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
     ) -> None:
+        """Create the rank's shard of a layer from `in_features` to `out_features`."""
         super().__init__()
         self.tp = tp
         local = split_evenly(in_features, tp)
@@ -96,19 +125,24 @@ class RowParallelLinear(nn.Module):
         self.bias = make_replicated_parameter((out_features,), tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, in/t] -> [s, b, out] (or [s/t, b, out] with sequence parallelism)."""
+        """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""
         if self.tp.size == 1:
             return F.linear(x, self.weight, self.bias)
+        # Inside the sum, the bias would be added once for each rank.
         y = leave_tensor_parallel(F.linear(x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of word vectors cut by rows: rank r holds ids [r v/t, (r + 1) v/t) of the padded vocabulary v."""
+    """A table of word vectors, sharded by rows.
+
+    Rank r holds ids [r v/t, (r + 1) v/t) of the padded vocabulary v.
+    """
 
     def __init__(
         self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: TensorParallel
     ) -> None:
+        """Create the rank's rows of the table."""
         super().__init__()
         self.tp = tp
         self.rows = split_evenly(padded_vocab_size, tp)
@@ -118,9 +152,11 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Ids [s, b] -> vectors [s, b, h] (or [s/t, b, h] with sequence parallelism)."""
+        """Map ids [s, b] to vectors [s, b, h], or [s/t, b, h] with sequence parallelism."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
+        # Ids of other ranks look up row 0 here, and their vectors are set to zero. The sum over the
+        # ranks then has the vector of the one rank that holds the id.
         elsewhere = (tokens < self.first) | (tokens >= self.first + self.rows)
         local = (tokens - self.first).masked_fill(elsewhere, 0)
         vectors = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)

@@ -1,6 +1,8 @@
-"""Torch process groups built from the grid. One object, passed to what needs it, never fetched.
+"""The process groups of torch, built from the grid.
 
-A world of one rank has no process groups at all: every group here is None and each collective is skipped.
+They are in one object, which is passed to the functions that need it. There is no global variable.
+A world of one rank has no process groups. Every group is None there, and each collective is
+skipped.
 """
 
 import os
@@ -19,13 +21,16 @@ from megatron.parallel.messages import gather_json
 from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
 
 CommTimer = Callable[[], AbstractContextManager[None]]
+"""A function that returns a context manager, which is entered around a collective to time it."""
 
 
 @dataclass
 class TensorParallel:
-    """What a tensor-parallel layer must know: its group, its coordinate in it, and whether the sequence is cut over it.
+    """What a tensor-parallel layer must know of its group.
 
-    `comm_timer` is entered around each collective; the trainer puts its communication timer there.
+    These are the group's size, this rank's coordinate in it, and whether the sequence is sharded
+    over it. `comm_timer` is entered around each collective. The trainer sets it to its
+    communication timer.
     """
 
     size: int = 1
@@ -44,35 +49,43 @@ class Mesh:
     coordinate: GridCoordinate
     device: torch.device
     backend: str | None
-    """nccl or gloo; None in a world of one."""
+    """nccl or gloo, or None in a world of one."""
     devices: DeviceMesh | None
-    """Axes ("pp", "dp", "tp"); None in a world of one."""
+    """The mesh with the axes ("pp", "dp", "tp"), or None in a world of one."""
     tensor_parallel: TensorParallel
     ends: dist.ProcessGroup | None
-    """The first and the last pipeline rank at this rank's data and tensor coordinates, where the embedding may be tied; None on
-    the ranks between, and without a pipeline."""
+    """The first and the last pipeline rank at this rank's data and tensor coordinates.
+
+    They share the embedding if it is tied. None on the ranks between, and without a pipeline.
+    """
     control: dist.ProcessGroup | None
-    """A gloo group of all ranks for small objects and decisions, so that they never queue behind GPU work."""
+    """A gloo group of all ranks for small messages and decisions.
+
+    They do not wait for work that is queued on the GPU.
+    """
     names: tuple[str, ...]
-    """`describe()` of every rank."""
+    """What `describe()` returns on each rank."""
 
     def get_data_parallel_mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh of this rank's data-parallel group."""
+        """Return the one-dimensional mesh of this rank's data-parallel group."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices["dp"]
 
     def get_pipeline_group(self) -> dist.ProcessGroup:
-        """The ranks that a microbatch passes through, in order."""
+        """Return the group of the ranks that a microbatch passes through, in order."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices.get_group("pp")
 
     def describe(self) -> str:
-        """`rank 3 on host (pipeline 0, data 1, tensor 1)`, for messages that must name a rank."""
+        """Return this rank's name for messages: `rank 3 on host (pipeline 0, data 1, tensor 1)`."""
         return self.names[self.rank]
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """The GPU of this local rank (ranks share GPUs round-robin where there are fewer), or the CPU."""
+    """Return the GPU of this local rank, or the CPU if there is no GPU.
+
+    If there are fewer GPUs than local ranks, the ranks share them in turn.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -81,14 +94,18 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def start_process_group(backend: str, timeout_minutes: float) -> None:
-    """Join the world that the launcher's environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """Join the world that the launcher's environment describes.
+
+    It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        LayoutError: nccl is asked for on a machine without GPUs, or ranks have not come within the limit.
+        LayoutError: `backend` is nccl on a machine without GPUs, or ranks have not arrived within
+            the limit.
     """
     if backend == "nccl" and not torch.cuda.is_available():
         raise LayoutError(
-            "--distributed-backend nccl needs GPUs and torch sees none on this host; use --distributed-backend gloo"
+            "--distributed-backend nccl needs GPUs and torch sees none on this host; "
+            "use --distributed-backend gloo"
         )
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -100,24 +117,29 @@ def start_process_group(backend: str, timeout_minutes: float) -> None:
 
 
 def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
-    """Return the store of the world, after all ranks have come to it.
+    """Return the store of the world, after all ranks have arrived at it.
 
     Raises:
-        LayoutError: some have not within the limit; it names them.
+        LayoutError: Some ranks have not arrived within the limit. The message names them.
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     keeps_it = rank == 0 and store_is_rank_zeros()
+    # `wait_for_workers` would wait inside torch, and its error does not name missing ranks. The
+    # ranks are awaited below instead. With `multi_tenant`, stores of one process at the same port
+    # share a server.
     try:
         store: dist.Store = dist.TCPStore(
             host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
     except dist.DistError as error:
         raise LayoutError(
-            f"rank {rank} on {os.uname().nodename} finds no store at {host}:{port} within --distributed-timeout-minutes "
-            f"{limit / timedelta(minutes=1):g}: {error}; has rank 0 started there, and may hosts reach that port?"
+            f"rank {rank} on {os.uname().nodename} finds no store at {host}:{port} within "
+            f"--distributed-timeout-minutes {limit / timedelta(minutes=1):g}: {error}; "
+            "has rank 0 started there, and may hosts reach that port?"
         ) from error
-    # torchrun's agent keeps one store over all its restarts. A prefix for each keeps stale keys of the last one out.
+    # torchrun's agent keeps one store over all its restarts. A prefix for each restart separates
+    # its keys from those of earlier ones.
     if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
         store = dist.PrefixStore(f"restart{restart}", store)
     keys = [f"arrived/{other}" for other in range(world_size)]
@@ -127,9 +149,10 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     except dist.DistError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise LayoutError(
-            f"of {world_size} ranks these have not come within --distributed-timeout-minutes {limit / timedelta(minutes=1):g}: "
-            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; has each been started, with this "
-            f"WORLD_SIZE, and can its host reach {host}:{port}?"
+            f"of {world_size} ranks these have not come within --distributed-timeout-minutes "
+            f"{limit / timedelta(minutes=1):g}: "
+            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; "
+            f"has each been started, with this WORLD_SIZE, and can its host reach {host}:{port}?"
         ) from error
     return store
 
@@ -141,17 +164,24 @@ def build_mesh(
     sequence_parallel: bool = False,
     timeout_minutes: float = 10.0,
 ) -> Mesh:
-    """Divide the running world into the grid's groups. Every group has the limit's time-out for collectives.
+    """Divide the running world into the grid's groups.
+
+    Args:
+        grid: The sizes of the axes.
+        device: This rank's device.
+        sequence_parallel: Whether activations are sharded along the sequence. It has no effect
+            without tensor parallelism.
+        timeout_minutes: The limit that the time-out of every group is derived from.
 
     Raises:
-        LayoutError: the world has another size than the grid.
+        LayoutError: The world has another size than the grid.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != grid.world_size:
         raise LayoutError(
-            f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x {grid.data} (data) x "
-            f"{grid.tensor} (tensor) = {grid.world_size}; start that many"
+            f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x "
+            f"{grid.data} (data) x {grid.tensor} (tensor) = {grid.world_size}; start that many"
         )
     coordinate = grid.get_coordinate(rank)
     name = f"rank {rank} on {os.uname().nodename} ({coordinate})"
@@ -163,6 +193,7 @@ def build_mesh(
     time_out = TimeLimit(timeout_minutes).collective
     devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
+    # Creating a group is a collective. All ranks must create the same groups in the same order.
     control = (
         dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=time_out)
     )
@@ -189,7 +220,9 @@ def _make_device_mesh(
     ranks = torch.arange(grid.world_size).view(grid.pipeline, grid.data, grid.tensor)
     groups: list[dist.ProcessGroup] = []
     for axis in range(ranks.dim()):
+        # A group's ranks differ only in the coordinate along this axis.
         members_of_groups = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+        # A single group contains all ranks, and the world's group has the right time-out already.
         group = dist.group.WORLD
         if len(members_of_groups) > 1:
             group = _own_group(members_of_groups, rank, time_out)
@@ -199,6 +232,7 @@ def _make_device_mesh(
 
 
 def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.ProcessGroup | None:
+    """Return the group of the first and the last pipeline rank. See `Mesh.ends`."""
     if grid.pipeline == 1:
         return None
     ends = (0, grid.pipeline - 1)
@@ -212,8 +246,10 @@ def _build_ends_group(grid: Grid, rank: int, time_out: timedelta) -> dist.Proces
 def _own_group(
     members_of_groups: list[list[int]], rank: int, time_out: timedelta
 ) -> dist.ProcessGroup | None:
-    """Return the group that this rank is in, if any. Every rank must help to make every group."""
+    """Return the group that this rank is in, if any."""
     own = None
+    # `new_group` is a collective over the world. A rank must create every group, also those that it
+    # is not in.
     for members in members_of_groups:
         group = dist.new_group(members, timeout=time_out)
         if rank in members:

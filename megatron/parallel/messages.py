@@ -1,6 +1,6 @@
-"""Messages between ranks as JSON text. Nothing that arrives from another rank can run code.
+"""Messages between ranks as JSON text, so that no received message can run code.
 
-torch's `all_gather_object` unpickles what it receives, and a pickle may call any function. Here every message is checked text.
+torch's `all_gather_object` unpickles what it receives, and a pickle may call any function.
 """
 
 import json
@@ -13,21 +13,26 @@ import torch.distributed as dist
 def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return every rank's value on every rank of a gloo group, in the order of the ranks.
 
-    A value is what JSON holds: None, bool, int, finite float, str, list, and dict with str keys. A tuple arrives as a list.
-    Everything else is the caller's to convert. Without a group, the only value takes the same way through JSON.
+    A value may contain None, bool, int, finite float, str, list, and dict with str keys. A tuple
+    arrives as a list. The caller must convert everything else. Without a group there is one value,
+    which is converted to JSON and back too.
 
     Raises:
-        TypeError: the value holds a type that JSON does not have.
-        ValueError: the value holds a float that is not finite, or a message is no JSON text.
+        TypeError: The value contains a type that JSON does not have.
+        ValueError: The value contains a float that is not finite, or a message is not JSON text.
     """
+    # A value that JSON refuses raises here, before the first collective.
     text = json.dumps(mine, allow_nan=False).encode()
     if group is None:
         return [json.loads(text)]
+    # All tensors of an all-gather must have one shape. So the ranks exchange lengths first, and pad
+    # the texts to the longest one.
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
+    # `frombuffer` needs a writable buffer, and bytes are not writable.
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(received, padded, group=group)

@@ -1,9 +1,9 @@
 """The roll call: which ranks still answer after a collective has failed.
 
-A collective that times out does not say who was missing. So a thread of each rank answers through the
-rendezvous store, also while the main thread waits in a collective. The rank whose collective fails
-first calls the roll and names those that do not answer. A called roll ends the run: each rank ends by
-itself, whether or not the missing ones ever come back.
+A collective that times out does not report which rank was missing. So a thread of each rank answers
+through the rendezvous store, even while the main thread waits in a collective. The rank whose
+collective fails first calls the roll and names those that do not answer. A called roll ends the
+run. Each rank ends by itself, whether or not the missing ones ever come back.
 
 The thread needs the interpreter. A rank whose main thread is in C code that holds Python's lock
 cannot answer either.
@@ -27,25 +27,35 @@ import torch.distributed as dist
 from megatron.errors import LostRanksError
 
 LOST = 1
-"""The exit code of a rank that cannot go on without another one: a crash, which a new start may cure."""
+"""The exit code of a rank that cannot continue without another one.
+
+It is the code of a crash, because a restart may succeed.
+"""
 _CALLED = "roll_call/called"
+"""The key in the store that is set when the roll is called."""
 _CALLERS = "roll_call/callers"
+"""The key that counts callers, so that only the first one evaluates the answers."""
 _FINISHED = "roll_call/finished"
+"""The key that is set when the caller has read the answers."""
 _LONGEST_SECONDS = 10.0
+"""The longest time for a roll call, for any `--distributed-timeout-minutes`."""
 _SHOWN = 8
-"""Lines of ranks in a message."""
+"""Number of lines about ranks in a message."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """What `--distributed-timeout-minutes` leaves to each part, so that all of them together keep it."""
+    """The parts of `--distributed-timeout-minutes`, whose sum is the limit.
+
+    After a rank is lost, the collective times out first and the roll call follows.
+    """
 
     minutes: float
 
     @property
     def roll_call(self) -> timedelta:
-        """Two fifths of the limit, at most ten seconds, for the roll call and the way out."""
+        """Time for the roll call and the exit: two fifths of the limit, at most ten seconds."""
         return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) * 2 / 5)
 
     @property
@@ -55,33 +65,48 @@ class TimeLimit:
 
 
 def store_is_rank_zeros() -> bool:
-    """Return whether rank 0 keeps the rendezvous store; under torchrun the launcher of the first node does."""
+    """Return whether rank 0 keeps the rendezvous store.
+
+    Under torchrun the launcher of the first node keeps it.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 class RollCall:
-    """Answers for this rank, and asks the others. Used as a context manager around the run."""
+    """A context manager around the run that answers for this rank and asks the others."""
 
     def __init__(
         self, store: dist.Store, rank: int, names: Sequence[str], limit: TimeLimit
     ) -> None:
-        """`names`: of all ranks, for messages, see `Mesh.describe`."""
+        """Connect to the store.
+
+        Args:
+            store: The rendezvous store.
+            rank: This rank.
+            names: The names of all ranks for messages. See `Mesh.describe`.
+            limit: The limit of `--distributed-timeout-minutes`.
+        """
         self._rank = rank
         self._names = names
         self._limit = limit
-        # A store connection serves one request at a time, and one that waits would hold up the others.
+        # A store connection serves one request at a time. A request that waits would block the
+        # others, so this object and its thread have a connection each.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._window = limit.roll_call.total_seconds() * 2 / 5
         """Seconds in which a rank must answer."""
+        # `_leaving` is set when the main thread is about to end. `_answered` is set when this
+        # rank's thread has answered a call.
         self._leaving = threading.Event()
         self._answered = threading.Event()
         self._main = threading.get_ident()
+        # A daemon thread does not keep the process alive.
         self._thread = threading.Thread(
             target=self._answer, args=(own,), name="roll call", daemon=True
         )
 
     def __enter__(self) -> "RollCall":
+        """Start to answer calls."""
         self._thread.start()
         return self
 
@@ -91,8 +116,9 @@ class RollCall:
         """Stop answering. Replace an error of communication by one that names the missing ranks.
 
         Raises:
-            LostRanksError: a collective has failed.
+            LostRanksError: A collective has failed.
         """
+        # Set it first, or the thread could end the process while this method writes its message.
         self._leaving.set()
         cause = lost_connection(error)
         if cause is not None:
@@ -101,49 +127,77 @@ class RollCall:
         _in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 
     def _verdict(self, error: BaseException) -> LostRanksError:
-        """Call the roll, unless another rank has, which then says what came out."""
+        """Call the roll, unless another rank has called it. Return the error to raise.
+
+        The rank that called first names the missing ranks. The errors of the others are short.
+        """
         found = _Found()
         where = _location(traceback.walk_tb(error.__traceback__))
         if not self._answered.is_set():
+            # A request to a store whose process hangs never returns. In a thread it can be left.
             call = _in_thread(lambda: self._call(where, found))
             call.join(self._window)
+            # A store that has answered once is only slow, so it gets more time.
             if found.reached:
-                call.join(self._window)  # it is only slow
+                call.join(self._window)
         # A caller that keeps the store may have left with it since this rank answered.
         if not self._answered.is_set() and found.first:
             return LostRanksError(self._describe(found, error))
+        # The store ends with rank 0, and the caller still needs it.
         if self._rank == 0 and store_is_rank_zeros():
-            self._wait_until({_FINISHED}, 2 * self._window)  # the caller still needs the store
+            self._wait_until({_FINISHED}, 2 * self._window)
         return LostRanksError(self._short())
 
-    # -- through the store ----------------------------------------------------------------------------------------------------
+    # -- through the store ------------------------------------------------------------------------
 
     def _answer(self, store: dist.Store) -> None:
-        """Answer when the roll is called, then end this process unless its main thread is about to."""
+        """Answer when the roll is called, then end this process.
+
+        If the main thread is about to end the process itself, this thread only returns.
+        """
         try:
+            # The interval must be a fraction of the window, or a rank could answer too late.
             while not store.check([_CALLED]):
                 if self._leaving.wait(min(1.0, self._window / 4)):
                     return
+            # The main thread has failed too, and it answers itself.
             if self._leaving.is_set():
-                return  # the main thread has failed, too, and answers itself
+                return
             stack = traceback.walk_stack(sys._current_frames()[self._main])
             _say(store, self._rank, at=_location(reversed(list(stack))))
             self._answered.set()
+        # The store has ended. The main thread notices it in its next collective.
         except RuntimeError:
-            return  # the store has gone; the main thread notices in its next collective
+            return
+        # A main thread that waits in a collective may never return. `os._exit` ends the process
+        # without it. The message is flushed first, because `os._exit` flushes nothing.
         if not self._leaving.wait(self._limit.roll_call.total_seconds()):
             print(f"{LostRanksError.__name__}: {self._short()}", file=sys.stderr, flush=True)
             os._exit(LOST)
 
     def _leave(self, left: str, *, last: bool) -> None:
-        """Say that this rank does not answer any more, and why. With `last`, the store outlives the other ranks."""
+        """Report that this rank does not answer any more, and why.
+
+        Args:
+            left: The reason.
+            last: Whether to wait until all ranks have answered or left, if this rank keeps the
+                store.
+        """
+        # The thread must not overwrite the reason by an answer.
         self._thread.join(self._window)
         _say(self._store, self._rank, left=left)
         if last and self._rank == 0 and store_is_rank_zeros():
             self._wait_until(set(map(_key, range(len(self._names)))), self._window)
 
     def _call(self, where: str, found: "_Found") -> None:
-        # Counted before it answers: the first caller may leave, and take the store along, as soon as all have answered.
+        """Call the roll and put the answers into `found`. Only the first caller waits for them.
+
+        Args:
+            where: The line of this package at which the collective failed.
+            found: What is known so far, updated in place.
+        """
+        # Count this caller before it answers. The first caller may end, and the store with it, as
+        # soon as all ranks have answered.
         found.first = self._store.add(_CALLERS, 1) == 1
         found.reached = True
         _say(self._store, self._rank, at=where)
@@ -161,17 +215,21 @@ class RollCall:
         self._store.set(_FINISHED, "1")
 
     def _wait_until(self, keys: set[str], seconds: float) -> None:
-        """Wait until the store has all the keys, for so long at most."""
+        """Wait until the store has all keys, at most for `seconds`."""
         end = time.monotonic() + seconds
         while not self._store.check(list(keys)) and time.monotonic() < end:
             time.sleep(0.05)
 
-    # -- in words -------------------------------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def _short(self) -> str:
-        return f"{self._names[self._rank]} ends, because a collective has failed; another rank names those that are missing"
+        return (
+            f"{self._names[self._rank]} ends, because a collective has failed; "
+            "another rank names those that are missing"
+        )
 
     def _describe(self, found: "_Found", error: BaseException) -> str:
+        """Return the message of the rank that called first."""
         lines = [*self._missing(found), *self._left(found)] or self._places(found)
         more = len(lines) - _SHOWN
         if more > 0:
@@ -179,11 +237,16 @@ class RollCall:
         return (
             "the ranks cannot go on together:\n  "
             + "\n  ".join(lines)
-            + f"\n{self._names[self._rank]} noticed it, with --distributed-timeout-minutes {self._limit.minutes:g}: "
-            + f"{str(error).splitlines()[0]}\ncheck the hosts that are named, and start again with the same command"
+            + f"\n{self._names[self._rank]} noticed it, with --distributed-timeout-minutes "
+            f"{self._limit.minutes:g}: " + f"{str(error).splitlines()[0]}\n"
+            "check the hosts that are named, and start again with the same command"
         )
 
     def _missing(self, found: "_Found") -> list[str]:
+        """Return a line for each rank that has not answered.
+
+        Without any answer it is the store that cannot be reached, so the line names its keeper.
+        """
         why = "does not answer: it stands still or has ended, or its host cannot be reached"
         if found.answers:
             return [
@@ -193,14 +256,17 @@ class RollCall:
             ]
         if store_is_rank_zeros():
             return [
-                f"{self._names[0]} {why}; it keeps the ranks' store, so that no other rank could be asked"
+                f"{self._names[0]} {why}; it keeps the ranks' store, "
+                "so that no other rank could be asked"
             ]
         host = os.environ.get("MASTER_ADDR", "?")
         return [
-            f"the launcher on {host} {why}; it keeps the ranks' store, so that no rank could be asked"
+            f"the launcher on {host} {why}; it keeps the ranks' store, "
+            "so that no rank could be asked"
         ]
 
     def _left(self, found: "_Found") -> list[str]:
+        """Return a line for each rank that has left the run, with the reason."""
         answers = sorted(found.answers.items())
         return [
             f"{self._names[rank]} has left: {answer['left']}"
@@ -209,7 +275,10 @@ class RollCall:
         ]
 
     def _places(self, found: "_Found") -> list[str]:
-        """Where the main threads are, when all answer. The rank that the others wait for is somewhere else than they are."""
+        """Return the lines of code at which the main threads are, if all ranks answer.
+
+        The rank that the others wait for is at another line than they are.
+        """
         ranks: dict[str, list[int]] = {}
         for rank, answer in sorted(found.answers.items()):
             ranks.setdefault(answer["at"], []).append(rank)
@@ -222,19 +291,21 @@ class RollCall:
 
 @dataclass
 class _Found:
-    """What a roll call has found so far. It stays empty while the store does not answer."""
+    """What a roll call has found so far. It remains empty while the store does not answer."""
 
     answers: dict[int, dict[str, str]] = field(default_factory=dict)
+    """The answer of each rank that has answered: `at` a line of code, or `left` with a reason."""
     reached: bool = False
     """Whether the store has answered."""
     first: bool = True
-    """Whether no other rank called before."""
+    """Whether no other rank has called earlier."""
 
 
 def lost_connection(error: BaseException | None) -> BaseException | None:
-    """Return what failed in a collective or the store and led to `error`; None if nothing did.
+    """Return the error of a collective or the store that caused `error`, or None.
 
-    gloo raises no class of its own, and a pipeline schedule raises another error from it.
+    gloo has no error class of its own. A pipeline schedule raises another error from it, so the
+    causes are searched too.
     """
     while error is not None:
         of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
@@ -245,10 +316,14 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
 
 
 def _in_thread(act: Callable[[], None]) -> threading.Thread:
-    """Start something that may never return: a request to the store of a process that stands still."""
+    """Call `act` in a thread, because it may never return.
+
+    A request to the store does not, if the process that keeps the store hangs.
+    """
 
     def attempt() -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone
+        # The store may have ended. The caller sees that nothing was found.
+        with contextlib.suppress(RuntimeError):
             act()
 
     thread = threading.Thread(target=attempt, name="roll call", daemon=True)
@@ -269,7 +344,11 @@ def _others(ranks: Sequence[int]) -> str:
 
 
 def _location(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of this package, as `training/loop.py:102 train_iteration`. Frames come outermost first."""
+    """Return the innermost line of this package, as `training/loop.py:102 train_iteration`.
+
+    Args:
+        frames: Frames and their line numbers, the outermost first.
+    """
     here = "outside of this program"
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)

@@ -1,7 +1,10 @@
-"""The seam between engines and checkpoints: the state of a run as boxes of global tensors.
+"""The interface between engines and checkpoints: the state of a run as shards of global tensors.
 
-An engine names its tensors and where they lie in the whole model; whoever stores, loads or initialises them knows nothing else. The
-invariant: chunks of one (kind, name) that are marked `owner`, over all ranks, tile the global tensor exactly once.
+An engine names its tensors and their offsets in the complete model. The code that stores, loads or
+initialises them knows nothing else of the layout.
+
+The invariant: the shards of one (kind, name) that are marked `owner`, over all ranks, cover each
+element of the global tensor exactly once.
 """
 
 from dataclasses import dataclass
@@ -14,16 +17,19 @@ Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A live tensor: reading it saves, writing into it loads."""
+    """A rectangular slice of a global tensor, with the live tensor that holds it.
+
+    A save reads the tensor, and a load writes into it.
+    """
 
     kind: Kind
-    """weight: fp32 master; exp_avg, exp_avg_sq: Adam's moments."""
+    """The fp32 master (`weight`) or one of Adam's moments."""
     name: str
-    """The parameter's name in the whole model."""
+    """The parameter's name in the complete model."""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    """Where the box begins in the global tensor."""
+    """Offset of the slice in the global tensor."""
     tensor: Tensor
-    """fp32; its shape is the box's."""
+    """The slice in fp32, on this rank's memory."""
     owner: bool
-    """This rank's copy is the one to be stored."""
+    """Whether this rank stores the slice. Among replicas exactly one rank does."""

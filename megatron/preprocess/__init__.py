@@ -1,5 +1,7 @@
-"""From text files to indexed data sets, and what belongs to that: merging, inspecting, training a tokenizer's vocabulary.
+"""From text files to indexed data sets, and what belongs to that.
 
-Invariant: the bytes that come out are a function of the inputs and the tokenizer alone; the number of workers, the library that
-encodes, the size of the blocks, and kills with resumptions in between do not show in them.
+The package also merges and inspects data sets, and trains the vocabulary of a tokenizer.
+
+Invariant: the bytes of the output are a function of the inputs and the tokenizer alone. They do not
+depend on the number of workers, the encoding library, the size of blocks, or interruptions.
 """

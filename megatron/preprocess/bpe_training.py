@@ -1,7 +1,9 @@
-"""Trains a byte-level BPE (GPT-2's kind) and writes the two files that GPT2BPETokenizer reads.
+"""Training of a byte-level BPE like GPT-2's, for use by GPT2BPETokenizer.
 
-Invariant: every text can be encoded (all 256 bytes are in the vocabulary), and the last id ends documents.
-Source: Sennrich et al., https://arxiv.org/abs/1508.07909; bytes as symbols: GPT-2.
+Invariant: every text can be encoded, since all 256 bytes are in the vocabulary. The last id ends
+documents.
+
+Source: Sennrich et al., https://arxiv.org/abs/1508.07909. Bytes as symbols are GPT-2's.
 """
 
 import json
@@ -20,23 +22,39 @@ from megatron.preprocess.texts import extract_texts
 from megatron.tokenizer.build import END_OF_DOCUMENT
 
 _JSON = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-_SMALLEST = 257  # the bytes and the end of a document
+# 256 bytes and the end of a document.
+_SMALLEST = 257
 
 
 def train_bpe(
     patterns: Sequence[str], vocab_size: int, output_folder: str, json_key: str = "text"
 ) -> tuple[Path, Path, int]:
-    """Train on .jsonl, .parquet (the texts of `json_key`) and any other file (its lines as they are; .gz and .zst too).
+    """Train a vocabulary and write it.
 
-    Returns vocab.json, merges.txt and the number of ids, less than `vocab_size` where the text has no more pairs to merge.
-    Raises ConfigError for a vocabulary below 257, DataError for a bad line or inputs without text.
+    Args:
+        patterns: Input files and globs. Of JSON and Parquet files the texts of `json_key` are used,
+            of any other file its lines. Files may be compressed as .gz or .zst.
+        vocab_size: The largest number of ids, at least 257.
+        output_folder: Where vocab.json and merges.txt are written.
+        json_key: The key of the text in a record.
+
+    Returns:
+        The paths of vocab.json and merges.txt, and the number of ids. It is less than `vocab_size`
+        if the text has no more pairs to merge.
+
+    Raises:
+        ConfigError: `vocab_size` is below 257.
+        DataError: a line is bad, or the inputs have no text.
     """
     if vocab_size < _SMALLEST:
         raise ConfigError(
-            f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a document."
+            f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a "
+            "document."
         )
     paths = expand_inputs(patterns)
     backend = tokenizers.Tokenizer(models.BPE())
+    # One id is left for the end of a document, which `_write` adds. As a special token of the
+    # trainer it would get the first id instead of the last.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
@@ -53,6 +71,7 @@ def train_bpe(
         texts = 0
 
         def count_texts() -> Iterator[list[str]]:
+            # The trainer accepts inputs without text, so the texts are counted here.
             nonlocal texts
             for batch in _read_texts(paths, json_key, bar):
                 texts += sum(1 for text in batch if text)
@@ -66,6 +85,7 @@ def train_bpe(
 
 
 def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+    """Yield the texts of the inputs in batches, and move the progress bar."""
     done = 0
     for path in paths:
         if path.endswith(_JSON):
@@ -78,6 +98,7 @@ def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]
         else:
             rest = b""
             for piece, disk_bytes in open_lines(path):
+                # A piece may end inside a line or a character. The rest is put before the next.
                 cut = piece.rfind(b"\n") + 1
                 yield _decode(rest + piece[:cut], path)
                 rest = piece[cut:] if cut else rest + piece
@@ -87,6 +108,7 @@ def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]
 
 
 def _decode(content: bytes, path: str) -> list[str]:
+    """Return the lines of a piece of text, with their line ends."""
     try:
         return content.decode("utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
@@ -96,7 +118,9 @@ def _decode(content: bytes, path: str) -> list[str]:
 
 
 def _write(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Path, Path]:
+    """Write vocab.json and merges.txt, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Written to a temporary folder next to the final files, so that they can be renamed.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         made_vocab, made_merges = (Path(path) for path in backend.model.save(temporary))
         vocabulary = json.loads(made_vocab.read_bytes())

@@ -1,7 +1,8 @@
 """The libraries that can encode, fastest first, and the choice among them.
 
-Invariant: a library is used only after it gave, for texts of the very corpus and for awkward ones, the ids that the tokenizer
-itself gives; while it is in use a part of what it does is checked again. The tokenizer itself is always the last candidate.
+Invariant: a library is used only after it gave the same ids as the tokenizer itself. They are
+compared on texts of the corpus and on difficult ones. While a library is in use, a part of its
+output is checked again. The tokenizer itself is always the last candidate.
 """
 
 import json
@@ -16,11 +17,14 @@ from tokenizers import pre_tokenizers
 from megatron.errors import MegatronError
 from megatron.tokenizer import HFTokenizer, Tokenizer
 
+# GPT-2's pattern with possessive quantifiers, which match the same and need no backtracking.
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
 REFERENCE = "reference"
 CANDIDATES = ("gigatoken", "tiktoken")
+# Texts on which libraries tend to differ, with white space, contractions, combining characters,
+# scripts without spaces, emoji, control characters, special tokens and long repetitions.
 AWKWARD = (
     *("", " ", "   ", "\n", "\r\n\r\n  \t x", "a  b   c    d\n\n\ne ", " leading and trailing "),
     "don't we'll I'VE they're it's 'tis ''s",
@@ -35,41 +39,47 @@ AWKWARD = (
     "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # \u2192 done\n",
     "https://example.org/a_b-c?d=e&f=%20#g user@example.org",
 )
-_SLICE_CHARS = 1 << 20  # `tokenizers` holds some hundred bytes for each token of one call
-_GIGATOKEN_CACHE_BYTES = 1 << 30  # its cache of words has no bound of its own
-_GIGATOKEN_TEXT_CHARS = (
-    256 << 20
-)  # how much text is taken for that where the memory in use cannot be read
+# `tokenizers` needs some hundred bytes for each token of one call.
+_SLICE_CHARS = 1 << 20
+# gigatoken's cache of words has no limit of its own.
+_GIGATOKEN_CACHE_BYTES = 1 << 30
+# Where the memory in use cannot be read, the cache is dropped after this much text.
+_GIGATOKEN_TEXT_CHARS = 256 << 20
 
 
 class EncoderMismatch(Exception):
-    """A library gave other ids than the tokenizer, or failed, after it had been chosen. `name` is the library."""
+    """A library that was chosen gave other ids than the tokenizer, or failed."""
 
     def __init__(self, name: str, reason: str) -> None:
+        """Remember the library's name, and the reason for messages."""
         super().__init__(name, reason)
         self.name, self.reason = name, reason
 
 
 class EncoderUnavailable(Exception):
-    """Why a library cannot be used with this tokenizer."""
+    """A library cannot be used with this tokenizer. The message is the reason."""
 
 
 class Encoder(Protocol):
-    """`encode`: all ids end to end, and the number of ids of each text."""
+    """A library that turns texts into ids."""
 
     name: str
 
-    def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]: ...
+    def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return all ids end to end, and the number of ids of each text."""
+        ...
 
 
 class ReferenceEncoder:
     """The tokenizer itself, in slices that bound the memory."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Use a tokenizer as the encoder."""
         self.name = REFERENCE
         self._tokenizer = tokenizer
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return all ids end to end, and the number of ids of each text."""
         parts, sizes = [np.empty(0, np.int32)], list[int]()
         for some in _slice_texts(texts):
             for ids in self._tokenizer.encode_batch(some):
@@ -79,9 +89,14 @@ class ReferenceEncoder:
 
 
 class TiktokenEncoder:
-    """tiktoken, for GPT-2's kind of BPE. It numbers tokens by the order of merges; a table gives the vocabulary's ids."""
+    """Encoding with tiktoken, for BPE of GPT-2's kind."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Convert the tokenizer's vocabulary to tiktoken's form.
+
+        Raises:
+            EncoderUnavailable: tiktoken is not installed, or the tokenizer is of another kind.
+        """
         self.name = "tiktoken"
         try:
             import tiktoken
@@ -91,9 +106,11 @@ class TiktokenEncoder:
         self._encoding = tiktoken.Encoding(
             "corpus", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
+        # tiktoken numbers tokens by the order of merges. This table gives the vocabulary's ids.
         self._ids = np.array(ids, np.int32)
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return all ids end to end, and the number of ids of each text."""
         parts = [np.empty(0, np.int64)] + [
             self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts
         ]
@@ -103,9 +120,17 @@ class TiktokenEncoder:
 
 
 class GigatokenEncoder:
-    """gigatoken, on the calling thread. Its cache is dropped when it has grown too large."""
+    """Encoding with gigatoken on the calling thread.
+
+    Its cache is dropped when it has become too large.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Load the tokenizer's description into gigatoken.
+
+        Raises:
+            EncoderUnavailable: gigatoken is not installed, or the tokenizer has no tokenizer.json.
+        """
         self.name = "gigatoken"
         try:
             import awkward
@@ -120,18 +145,23 @@ class GigatokenEncoder:
         self._start()
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
+        """Return all ids end to end, and the number of ids of each text."""
         if self._cache_is_large():
             self._start()
         self._chars += sum(map(len, texts))
+        # The workers already use all cores, so the library must not start threads.
         encoded = self._tokenizer.encode_batch(texts, parallel=False)
         sizes = np.asarray(self._awkward.num(encoded), np.int64)
         return np.asarray(self._awkward.flatten(encoded)), sizes
 
     def _start(self) -> None:
+        """Create gigatoken's tokenizer, with an empty cache."""
         self._tokenizer, self._chars = self._make(), 0
         self._resident = _read_resident_bytes()
 
     def _cache_is_large(self) -> bool:
+        """Return whether the cache must be dropped."""
+        # The library does not report the size of its cache. The growth of the process is near it.
         now = _read_resident_bytes()
         if now is None or self._resident is None:
             return self._chars > _GIGATOKEN_TEXT_CHARS
@@ -139,7 +169,11 @@ class GigatokenEncoder:
 
 
 def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
-    """Raises EncoderUnavailable where the library is not there or cannot take this tokenizer."""
+    """Return the encoder with a name.
+
+    Raises:
+        EncoderUnavailable: the library is not installed, or does not support this tokenizer.
+    """
     kinds: dict[str, Callable[[Tokenizer], Encoder]] = {
         "gigatoken": GigatokenEncoder,
         "tiktoken": TiktokenEncoder,
@@ -149,9 +183,8 @@ def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
         return kinds[name](tokenizer)
     except EncoderUnavailable:
         raise
-    except (
-        Exception
-    ) as error:  # what a library raises on a tokenizer that it does not know is its own affair
+    # Libraries raise many kinds of errors for tokenizers that they do not know.
+    except Exception as error:
         raise EncoderUnavailable(f"it does not take this tokenizer: {error}") from error
 
 
@@ -162,8 +195,17 @@ def choose_encoder(
     say: Callable[[str], None],
     make: Callable[[str, Tokenizer], Encoder] = make_encoder,
 ) -> str:
-    """The first candidate that gives the tokenizer's own ids on the sample and awkward texts; says what it passes over."""
+    """Return the name of the first encoder that gives the tokenizer's own ids.
+
+    Args:
+        tokenizer: The tokenizer.
+        sample: Texts of the corpus.
+        rejected: Encoders that gave wrong ids earlier in this run.
+        say: Receives one line for each encoder, with the reason if it is not used.
+        make: Creates an encoder.
+    """
     texts = [*AWKWARD, *_list_special_tokens(tokenizer), *sample]
+    # An encoder that was wrong once may pass the sample again.
     for name in CANDIDATES:
         if name in rejected:
             say(f"encoder {name}: not used, it gave wrong ids earlier in this run")
@@ -176,7 +218,8 @@ def choose_encoder(
             say(f"encoder {name}: NOT USED, {error.reason}")
         else:
             say(
-                f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this corpus and {len(AWKWARD)} more"
+                f"encoder {name}: in use, same ids as the tokenizer on {len(sample)} texts of this "
+                f"corpus and {len(AWKWARD)} more"
             )
             return name
     say("encoder: the tokenizer itself, several times slower than gigatoken")
@@ -184,9 +227,14 @@ def choose_encoder(
 
 
 def check_encoder(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Raises EncoderMismatch, with the first difference, where the ids are not the tokenizer's own."""
+    """Check that the ids of an encoder are the tokenizer's own.
+
+    Raises:
+        EncoderMismatch: they differ. The message has the first difference.
+    """
     flat, sizes = run_encoder(encoder, list(texts))
     ends = np.cumsum(sizes)
+    # In slices, because the tokenizer needs much memory for each token.
     for number, expected in enumerate(
         i for some in _slice_texts(list(texts)) for i in tokenizer.encode_batch(some)
     ):
@@ -202,18 +250,24 @@ def check_encoder(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) 
             )
             raise EncoderMismatch(
                 encoder.name,
-                f"its ids differ from the tokenizer's at token {same}: {given[same : same + 4].tolist()} instead of "
+                f"its ids differ from the tokenizer's at token {same}: "
+                f"{given[same : same + 4].tolist()} instead of "
                 f"{expected[same : same + 4]}, in the text {texts[number][:80]!r}",
             )
 
 
 def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
-    """`encoder.encode`; any failure of the library, a panic of its Rust code included, becomes EncoderMismatch."""
+    """Return what `encoder.encode` returns.
+
+    Raises:
+        EncoderMismatch: the library failed.
+    """
     try:
         return encoder.encode(texts)
     except (KeyboardInterrupt, SystemExit, MemoryError, MegatronError):
         raise
-    except BaseException as error:  # a Rust panic is no Exception
+    # A panic in Rust code is a BaseException, but not an Exception.
+    except BaseException as error:
         if encoder.name == REFERENCE:
             raise
         raise EncoderMismatch(
@@ -222,8 +276,10 @@ def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np
 
 
 def _slice_texts(texts: list[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of about _SLICE_CHARS characters."""
     some, chars = list[str](), 0
     for text in texts:
+        # A text is never split, since the ids at a split would differ.
         some.append(text)
         chars += len(text)
         if chars >= _SLICE_CHARS:
@@ -234,6 +290,7 @@ def _slice_texts(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _list_special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return texts with the tokenizer's special tokens, which libraries often treat differently."""
     if not isinstance(tokenizer, HFTokenizer):
         return []
     return [
@@ -243,7 +300,11 @@ def _list_special_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The BPE of a tokenizer whose text handling is GPT-2's."""
+    """Return the BPE model of a tokenizer that treats text like GPT-2's.
+
+    Raises:
+        EncoderUnavailable: the tokenizer is of another kind.
+    """
     if not isinstance(tokenizer, HFTokenizer):
         raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
     whole = json.loads(tokenizer.backend.to_str())
@@ -253,6 +314,7 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
         and splitting.get("use_regex")
         and not splitting.get("add_prefix_space")
     )
+    # A normaliser, added tokens or dropout change the ids in ways that tiktoken does not reproduce.
     if (
         model["type"] != "BPE"
         or not plain
@@ -265,22 +327,32 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _build_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
-    """tiktoken's bytes -> rank, and rank -> id of the vocabulary."""
+    """Return tiktoken's table bytes -> rank, and the id in the vocabulary of each rank.
+
+    Raises:
+        EncoderUnavailable: two merges give the same token, which has no single rank.
+    """
     byte_of = {symbol: byte for byte, symbol in make_byte_symbols().items()}
     ranks: dict[bytes, int] = {}
     ids: list[int] = []
+    # Newer tokenizer.json files store a merge as a list, older ones as a text with a space.
     merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
     for token in (*make_byte_symbols().values(), *(left + right for left, right in merges)):
         as_bytes = bytes(byte_of[symbol] for symbol in token)
         if as_bytes in ranks:
             raise EncoderUnavailable("two merges of this vocabulary give the same token")
+        # The rank of a token is its place in the order of merges, after the 256 bytes.
         ranks[as_bytes] = len(ids)
         ids.append(model["vocab"][token])
     return ranks, ids
 
 
 def make_byte_symbols() -> dict[int, str]:
-    """Byte -> the printable character that stands for it in a byte-level vocabulary (GPT-2's encoder.py)."""
+    """Return the printable character that represents each byte in a byte-level vocabulary.
+
+    Source: bytes_to_unicode in GPT-2's encoder.py.
+    """
+    # Bytes without a printable character get the code points from 256 on.
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -290,6 +362,7 @@ def make_byte_symbols() -> dict[int, str]:
     symbols = {byte: chr(byte) for byte in printable} | {
         byte: chr(256 + place) for place, byte in enumerate(others)
     }
+    # The table must be the one that `tokenizers` uses, or all ids would be wrong.
     assert set(symbols.values()) == set(pre_tokenizers.ByteLevel.alphabet()), (
         "the byte symbols are not those of `tokenizers`"
     )
@@ -297,7 +370,7 @@ def make_byte_symbols() -> dict[int, str]:
 
 
 def _read_resident_bytes() -> int | None:
-    """Memory of this process, where the system tells it (Linux)."""
+    """Return the resident memory of this process, or None where /proc does not exist."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,10 @@
-"""The input files: which ones are meant, and their content as blocks of whole lines (or rows), in order.
+"""The input files: which ones are meant, and their content as blocks of complete lines or rows.
 
-Invariant: memory is one block, or one line where a line is longer; a block ends where a later run can begin.
-Formats, by suffix: Parquet (.parquet), and lines of JSON: .gz, .zst, and anything else as it is.
+Invariant: memory holds one block, or one line if a line is longer than a block. A later run can
+continue where a block ends.
+
+The suffix gives the format. .parquet is Parquet. Everything else has a JSON record in each line,
+and may be compressed as .gz or .zst.
 """
 
 import glob
@@ -16,12 +19,19 @@ from typing import Any, BinaryIO
 from megatron.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
-_COMPRESSED_BYTES = 1 << 16  # read at once from a .zst; bounds what one step can expand to
+# Read at once from a .zst. It bounds how much text one step of decompression can give.
+_COMPRESSED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Position:
-    """Before what the next block begins: file number, offset in it (bytes of its text; rows of a Parquet file), lines passed."""
+    """The place at which the next block begins.
+
+    Attributes:
+        file: Number of the input file.
+        offset: Offset in it, in bytes of its decompressed text, or in rows of a Parquet file.
+        line: Number of lines or rows before it.
+    """
 
     file: int = 0
     offset: int = 0
@@ -30,7 +40,15 @@ class Position:
 
 @dataclass(frozen=True)
 class InputBlock:
-    """Whole lines (bytes) or rows (a pyarrow RecordBatch) of one file. `disk_bytes`: how far into that file they reach."""
+    """Complete lines or rows of one file.
+
+    Attributes:
+        path: The file.
+        first_line: Number of the first line, from 1.
+        content: Lines as bytes, or rows as a pyarrow RecordBatch.
+        end: Where the next block begins.
+        disk_bytes: How far into the file on disk the block reaches.
+    """
 
     path: str
     first_line: int
@@ -40,13 +58,19 @@ class InputBlock:
 
     @property
     def lines(self) -> int:
+        """Number of lines or rows."""
         return self.end.line - self.first_line + 1
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files that --input means, globs sorted by name. Raises ConfigError where one matches no file."""
+    """Return the files that --input means. The files of a glob are sorted by name.
+
+    Raises:
+        ConfigError: a pattern matches no file, or matches a folder.
+    """
     files: list[str] = []
     for pattern in patterns:
+        # A file whose name has characters of a glob is meant literally.
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not found:
             what = "matches no file" if glob.has_magic(pattern) else "does not exist"
@@ -68,7 +92,18 @@ def read_blocks(
     start: Position = Position(),
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[InputBlock]:
-    """All blocks from `start` on. Raises DataError where a file cannot be read, is cut off, or lacks the column of a key."""
+    """Yield all blocks from `start` on.
+
+    Args:
+        paths: The input files.
+        keys: The columns that are read of Parquet files.
+        start: Where to begin.
+        block_bytes: The approximate size of a block.
+
+    Raises:
+        DataError: a file cannot be read, is truncated, or has no column for a key.
+    """
+    # Files before the start are not opened at all.
     for number in range(start.file, len(paths)):
         begin = start if number == start.file else Position(number)
         if paths[number].endswith(".parquet"):
@@ -80,9 +115,20 @@ def read_blocks(
 def open_lines(
     path: str, start: int = 0, piece_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[bytes, int]]:
-    """The text of a file from byte `start` on in pieces, each with the place in the file on disk that it reaches to.
+    """Yield the text of a file from byte `start` on, in pieces.
 
     A compressed file is decompressed from its beginning, since it cannot be entered in the middle.
+
+    Args:
+        path: The file.
+        start: First byte of the decompressed text.
+        piece_bytes: The approximate size of a piece.
+
+    Yields:
+        A piece, and how far into the file on disk it reaches.
+
+    Raises:
+        DataError: the file cannot be read or is truncated.
     """
     try:
         with open(path, "rb") as raw:
@@ -95,6 +141,7 @@ def open_lines(
                 for piece in _skip_to(pieces, start):
                     yield piece, raw.tell()
             else:
+                # Files that are not compressed can be entered at any byte.
                 raw.seek(start)
                 while piece := raw.read(piece_bytes):
                     yield piece, raw.tell()
@@ -103,9 +150,11 @@ def open_lines(
 
 
 def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[InputBlock]:
+    """Yield the complete lines of a file from a position on, in blocks."""
     position, parts, size, disk_bytes = begin, list[bytes](), 0, 0
 
     def make_block(content: bytes) -> InputBlock:
+        # The last line of a file may have no newline.
         lines = content.count(b"\n") + (not content.endswith(b"\n"))
         return InputBlock(
             path,
@@ -115,12 +164,12 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
             disk_bytes,
         )
 
-    for piece, disk_bytes in open_lines(path, begin.offset, block_bytes):  # noqa: B007 (make_block reads it)
+    # B007 is wrong here, since make_block reads disk_bytes.
+    for piece, disk_bytes in open_lines(path, begin.offset, block_bytes):  # noqa: B007
         cut = piece.rfind(b"\n") + 1
         size += len(piece)
-        if (
-            cut == 0 or size < block_bytes
-        ):  # parts are joined once, so that a line of gigabytes costs no more than its length
+        # Join the parts once. Joining at each piece costs quadratic time for very long lines.
+        if cut == 0 or size < block_bytes:
             parts.append(piece)
             continue
         made = make_block(b"".join((*parts, piece[:cut])))
@@ -131,6 +180,7 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
 
 
 def _skip_to(pieces: Iterable[bytes], start: int) -> Iterator[bytes]:
+    """Yield the pieces without their first `start` bytes."""
     for piece in pieces:
         if start < len(piece):
             yield piece[start:]
@@ -138,13 +188,18 @@ def _skip_to(pieces: Iterable[bytes], start: int) -> Iterator[bytes]:
 
 
 def _read_gzip_pieces(raw: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
+    """Yield the text of a .gz file in pieces."""
     with gzip.GzipFile(fileobj=raw, mode="rb") as file:
         while piece := file.read(piece_bytes):
             yield piece
 
 
 def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
-    """Frame by frame, because only then a file that is cut off can be told from one that ends."""
+    """Yield the text of a .zst file in pieces.
+
+    It is read frame by frame. Only then can a file that is truncated be distinguished from one that
+    ends.
+    """
     try:
         import zstandard
     except ImportError as error:
@@ -155,10 +210,12 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
     try:
         while data := raw.read(_COMPRESSED_BYTES):
             while data:
+                # A file may have several frames. What follows the end of one belongs to the next.
                 piece = frame.decompress(data)
                 data, fresh = frame.unused_data, False
                 if piece:
                     yield piece
+                # The frame continues in the next bytes of the file.
                 if not frame.eof:
                     break
                 frame, fresh = zstandard.ZstdDecompressor().decompressobj(), True
@@ -169,12 +226,14 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def count_parquet_rows(path: str) -> int:
+    """Return the number of rows of a Parquet file."""
     with _open_parquet_file(path) as file:
         return file.metadata.num_rows
 
 
 @contextmanager
 def _open_parquet_file(path: str) -> Iterator[Any]:
+    """Open a Parquet file. pyarrow is imported here, because it is an optional package."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as parquet
@@ -194,20 +253,24 @@ def _open_parquet_file(path: str) -> Iterator[Any]:
 def _read_parquet_blocks(
     path: str, keys: Sequence[str], begin: Position, block_bytes: int
 ) -> Iterator[InputBlock]:
+    """Yield the rows of a Parquet file from a position on, in blocks."""
     with _open_parquet_file(path) as file:
         _check_columns(path, file.schema_arrow, keys)
         disk, first_row = Path(path).stat().st_size, 0
         for group in range(file.metadata.num_row_groups):
+            # Rows have no fixed size. The row group's average gives the rows of a block.
             row_group = file.metadata.row_group(group)
             rows, next_row = (
                 max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size)),
                 first_row,
             )
             first_row += row_group.num_rows
+            # Row groups that an earlier run has read are not decoded again.
             if first_row <= begin.offset:
                 continue
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(keys)):
                 begin_row, next_row = next_row, next_row + batch.num_rows
+                # Batches may begin elsewhere than in the earlier run. Leave out the rows it read.
                 passed = max(0, begin.offset - begin_row)
                 if passed < batch.num_rows:
                     end = Position(begin.file, next_row, next_row)
@@ -221,13 +284,16 @@ def _read_parquet_blocks(
 
 
 def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+    """Check that a Parquet file has a column of strings for each key."""
     for key in keys:
         if key not in schema.names:
             raise DataError(
-                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with --json-keys."
+                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with "
+                "--json-keys."
             )
         kind = schema.field(key).type
-        kind = getattr(kind, "value_type", kind)  # a dictionary-encoded column
+        # A dictionary-encoded column holds the type of its values.
+        kind = getattr(kind, "value_type", kind)
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(
                 f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."

@@ -1,7 +1,9 @@
-"""What is in an indexed data set, and what is suspicious about it.
+"""What an indexed data set contains, and which properties of it are suspicious.
 
-Invariant: one pass over the tokens in pieces, whatever the size. The suspicions are those that cost a 7B run its first 1.5T
-tokens: separators that two programs both added; and what else is invisible in a loss curve.
+Invariant: the tokens are read in chunks, whatever the size of the data set.
+
+The checks look for mistakes that are invisible in a loss curve. One of them is a separator that two
+programs both added. It cost a 7B run its first 1.5T tokens.
 """
 
 from collections.abc import Iterator
@@ -15,15 +17,18 @@ from tqdm import tqdm
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError
 
-_DOCUMENTS = 1 << 18  # documents looked at together
-_TOKENS = 1 << 24  # tokens looked at together
+# Documents handled at once.
+_DOCUMENTS = 1 << 18
+# Tokens handled at once.
+_TOKENS = 1 << 24
 _EXAMPLES = 5
-_CONSTANT = 0.9  # part of the documents with the same token at the same place that is no accident
+# If so many documents have the same token at the same place, a program has put it there.
+_CONSTANT = 0.9
 
 
 @dataclass(frozen=True)
 class _DocumentBatch:
-    """Some consecutive documents: where each begins and ends among all tokens."""
+    """Consecutive documents, with the token at which each begins and ends in the data set."""
 
     first: int
     starts: NDArray[np.int64]
@@ -31,14 +36,21 @@ class _DocumentBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each document."""
         return self.ends - self.starts
 
 
 @dataclass
 class Problem:
-    """One kind of finding; `examples` are the numbers of the first documents.
+    """One kind of finding.
 
-    Not `sure`: found without the tokenizer, from a token that nearly all documents share. A newline before the end does that, too.
+    Attributes:
+        kind: A short name.
+        text: What the count counts.
+        sure: Whether the tokenizer confirms it. Otherwise it was guessed from a token that nearly
+            all documents share. A newline at the end of each text gives the same picture.
+        count: How often it was found.
+        examples: Numbers of the first documents that have it.
     """
 
     kind: str
@@ -48,6 +60,7 @@ class Problem:
     examples: list[int] = field(default_factory=list)
 
     def add(self, found: NDArray[np.bool_], first_document: int) -> None:
+        """Count documents. `found` has one value for each document from `first_document` on."""
         places = np.flatnonzero(found)
         self.count += len(places)
         self.examples += [
@@ -55,7 +68,7 @@ class Problem:
         ]
 
     def add_places(self, places: NDArray[np.int64], documents: _DocumentBatch) -> None:
-        """Tokens, counted one by one; the examples are the documents that hold them."""
+        """Count tokens at `places`. The examples are the documents that hold them."""
         self.count += len(places)
         holders = (
             documents.first + np.unique(np.searchsorted(documents.ends, places, side="right"))
@@ -67,7 +80,25 @@ class Problem:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`histogram`: documents of [low, high) tokens. `eod_source`: 'tokenizer', 'guessed' (the usual last token) or 'none'."""
+    """The findings of an inspection.
+
+    Attributes:
+        prefix: Path of the data set.
+        dtype: Type of its tokens.
+        documents: Number of documents.
+        sequences: Number of sequences.
+        tokens: Number of tokens.
+        shortest: Tokens of the shortest document.
+        mean: Average tokens of a document.
+        longest: Tokens of the longest document.
+        histogram: (low, high, number of documents that have [low, high) tokens).
+        smallest_id: The smallest token id.
+        largest_id: The largest token id.
+        vocab_size: Size of the vocabulary, if it is known.
+        eod: The end-of-document id, if it is known or could be guessed.
+        eod_source: 'tokenizer', 'guessed' (the most frequent last token) or 'none'.
+        problems: What was found.
+    """
 
     prefix: str
     dtype: str
@@ -92,15 +123,27 @@ def inspect_dataset(
     eod: int | None = None,
     specials: tuple[int, ...] = (),
 ) -> Inspection:
-    """`specials`: further ids that separate texts (BOS, EOS, ...). Raises DataError where the data set is damaged."""
+    """Inspect a data set.
+
+    Args:
+        prefix: Path of the data set, without .bin and .idx.
+        vocab_size: Ids at or above it are reported.
+        eod: The end-of-document id. None guesses it.
+        specials: Further ids that separate texts (BOS, EOS, ...).
+
+    Raises:
+        DataError: the data set is damaged.
+    """
     dataset = IndexedDataset(prefix)
     firsts, lasts, before_last = (_CommonToken() for _ in range(3))
     buckets, longest, shortest = np.zeros(65, np.int64), 0, None
     for some in _iterate_documents(dataset):
         lengths = some.lengths
+        # frexp's exponent is the number of binary digits, so bucket b holds lengths [2^(b-1), 2^b).
         buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
         longest = max(longest, int(lengths.max()))
         shortest = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
+        # Documents of one or two tokens may have only separators, which would distort the counts.
         for common, places in (
             (firsts, some.starts[lengths > 2]),
             (lasts, some.ends[lengths > 0] - 1),
@@ -108,9 +151,12 @@ def inspect_dataset(
         ):
             common.add(dataset.tokens[places])
     source = "tokenizer" if eod is not None else "none"
+    # A token that ends most documents is taken as the end-of-document id.
     if eod is None and lasts.part > 0.5 and dataset.num_documents > 1:
         eod, source = lasts.token, "guessed"
+    # Sorted and unique, because specials may contain the end-of-document id.
     separators = np.array(sorted({*specials, *([] if eod is None else [eod])}), np.int64)
+    # Without the tokenizer, its BOS and EOS are unknown. Frequent border tokens replace them.
     if source != "tokenizer":
         separators = _add_usual_separators(firsts, before_last, separators)
     problems = _inspect_borders(dataset, eod, separators, sure=source == "tokenizer")
@@ -135,12 +181,13 @@ def inspect_dataset(
 
 
 def report(inspection: Inspection) -> str:
-    """The findings for people."""
+    """Return the findings as text."""
     i = inspection
     known = "" if i.vocab_size is None else f", vocabulary {i.vocab_size}"
     end = "unknown: no token ends most documents" if i.eod is None else f"{i.eod} ({i.eod_source})"
     lines = [
-        f"{i.prefix}: {i.documents} documents, {i.sequences} sequences, {i.tokens} tokens of {i.dtype}",
+        f"{i.prefix}: {i.documents} documents, {i.sequences} sequences, {i.tokens} tokens of "
+        f"{i.dtype}",
         f"document length in tokens: {i.shortest} to {i.longest}, mean {i.mean:.1f}",
     ]
     most = max((count for _, _, count in i.histogram), default=1)
@@ -153,17 +200,23 @@ def report(inspection: Inspection) -> str:
         doubt = (
             ""
             if p.sure
-            else " (or a token that ends or begins nearly every text, as a newline does: the tokenizer's flags tell)"
+            else " (or a token that ends or begins nearly every text, as a newline does: "
+            "the tokenizer's flags tell)"
         )
         word = "PROBLEM" if p.sure else "POSSIBLE PROBLEM"
         lines.append(
-            f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents {', '.join(map(str, p.examples))}"
+            f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents "
+            f"{', '.join(map(str, p.examples))}"
         )
     return "\n".join(lines if i.problems else [*lines, "no problems found"])
 
 
 def plot_lengths(inspection: Inspection, path: str) -> None:
-    """The histogram of document lengths as a picture. Raises ConfigError where matplotlib is not installed."""
+    """Draw the histogram of document lengths to an image file.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -182,34 +235,42 @@ def plot_lengths(inspection: Inspection, path: str) -> None:
 
 
 class _CommonToken:
-    """The token that most documents have at some place, and how many of them."""
+    """The token that most documents have at some place, and how many documents have it."""
 
     def __init__(self) -> None:
+        """Start without tokens."""
         self._counts: dict[int, int] = {}
         self._seen = 0
 
     def add(self, tokens: NDArray[Any]) -> None:
+        """Count the tokens of further documents."""
         self._seen += len(tokens)
         for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
             self._counts[int(token)] = self._counts.get(int(token), 0) + int(count)
 
     @property
     def token(self) -> int:
+        """The most frequent token."""
         return max(self._counts, key=lambda token: self._counts[token])
 
     @property
     def part(self) -> float:
+        """The fraction of the documents that have it."""
         return self._counts[self.token] / self._seen if self._seen else 0.0
 
     @property
     def constant(self) -> bool:
+        """Whether it is too frequent to be an accident."""
+        # Few documents may agree by accident.
         return self._seen >= 10 and self.part >= _CONSTANT
 
 
 def _iterate_documents(dataset: IndexedDataset) -> Iterator[_DocumentBatch]:
+    """Yield all documents in batches of consecutive ones."""
     place = 0
     for first in range(0, dataset.num_documents, _DOCUMENTS):
         offsets = dataset.document_offsets[first : first + _DOCUMENTS + 1]
+        # Only the sizes of this batch are read. `place` is the token at which the batch begins.
         sizes = dataset.sizes[offsets[0] : offsets[-1]].astype(np.int64)
         bounds = place + np.concatenate(([0], np.cumsum(sizes)))[offsets - offsets[0]]
         yield _DocumentBatch(first, bounds[:-1], bounds[1:])
@@ -219,7 +280,10 @@ def _iterate_documents(dataset: IndexedDataset) -> Iterator[_DocumentBatch]:
 def _add_usual_separators(
     firsts: _CommonToken, before_last: _CommonToken, known: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Ids that may be there to separate: those known, and those that nearly all documents have at the border."""
+    """Return the ids that may be separators.
+
+    They are the known ones, and those that nearly all documents have at their border.
+    """
     return np.array(
         sorted(
             {
@@ -234,6 +298,7 @@ def _add_usual_separators(
 def _inspect_borders(
     dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64], *, sure: bool
 ) -> list[Problem]:
+    """Return what is suspicious about the first and the last tokens of documents."""
     empty = Problem("empty documents", "documents hold no token but separators")
     start = Problem(
         "separator at the beginning",
@@ -255,6 +320,7 @@ def _inspect_borders(
         def take_tokens(
             places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens
         ) -> NDArray[np.int64]:
+            # -1 is no token id, so a document that is too short matches no separator.
             found = np.full(len(places), -1, np.int64)
             found[there] = tokens[places[there]]
             return found
@@ -264,10 +330,12 @@ def _inspect_borders(
             take_tokens(some.ends - 2, lengths > 1),
             take_tokens(some.starts, lengths > 0),
         )
+        # Documents without content are reported once, and not again as doubled separators.
         nothing = (lengths == 0) | (
             (lengths <= 2) & np.isin(first, separators) & np.isin(last, separators)
         )
         empty.add(nothing, some.first)
+        # A document of one token is not reported, since this token may be the end of the document.
         start.add(~nothing & (lengths > 1) & np.isin(first, separators), some.first)
         doubled.add(~nothing & np.isin(last, separators) & np.isin(before, separators), some.first)
         if eod is not None:
@@ -277,6 +345,8 @@ def _inspect_borders(
 
 @dataclass(frozen=True)
 class _Contents:
+    """The range of the ids, and what is suspicious inside documents."""
+
     smallest: int
     largest: int
     problems: list[Problem]
@@ -285,7 +355,7 @@ class _Contents:
 def _inspect_contents(
     dataset: IndexedDataset, vocab_size: int | None, eod: int | None, separators: NDArray[np.int64]
 ) -> _Contents:
-    """The range of ids, those beyond the vocabulary, and end-of-document ids in the midst of documents."""
+    """Return the range of ids, wrong ids, and end-of-document ids inside documents."""
     beyond = Problem("ids beyond the vocabulary", f"token ids are not in [0, {vocab_size})")
     inside = Problem(
         "end of document inside",
@@ -298,16 +368,22 @@ def _inspect_contents(
         desc="tokens",
         disable=dataset.num_documents < 4 * _DOCUMENTS,
     ):
+        # np.concatenate needs at least one array.
         eods = [np.empty(0, np.int64)]
         for begin in range(int(some.starts[0]), int(some.ends[-1]), _TOKENS):
             tokens = dataset.tokens[begin : min(begin + _TOKENS, int(some.ends[-1]))]
+            # The extremes are those of all tokens so far. Without a bad id up to here, the search
+            # for places can be left out.
             low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
             if vocab_size is not None and (high >= vocab_size or low < 0):
+                # Each wrong id is counted, not only the extremes.
                 beyond.add_places(
                     begin + np.flatnonzero((tokens >= vocab_size) | (tokens < 0)), some
                 )
             if eod is not None:
                 eods.append(begin + np.flatnonzero(tokens == eod))
+        # The border of a document may lie between two chunks of tokens. Places are therefore judged
+        # when the batch of documents is complete.
         inside.add_places(_find_inside(dataset, np.concatenate(eods), some, separators), some)
     return _Contents(low if high >= 0 else 0, max(high, 0), [beyond, inside])
 
@@ -318,7 +394,12 @@ def _find_inside(
     some: _DocumentBatch,
     separators: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Of places in the data set those that neither end nor begin a document, nor belong to a doubled separator at its end."""
+    """Return those places that are inside a document.
+
+    Places at its begin or end are left out, and so is the first token of a doubled separator at its
+    end.
+    """
+    # A doubled separator at the end is reported by _inspect_borders already.
     ends = some.ends[some.lengths > 1] - 1
     doubled = ends[np.isin(dataset.tokens[ends], separators)] - 1
     border = np.concatenate(

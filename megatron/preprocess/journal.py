@@ -1,7 +1,8 @@
-"""How far a preprocessing run has come, on disk, so that a killed one can go on.
+"""The progress of a preprocessing run on disk, so that an interrupted run can continue.
 
-Invariant: whatever the journal says is in the partial outputs was on the disk before the journal said so; it is replaced as a
-whole, hence never half written. A run with other inputs, tokenizer or flags never continues it.
+Invariant: what the journal records was on disk before the journal recorded it. The journal file is
+replaced atomically, so it is never half written. A run with other inputs, tokenizer or flags never
+continues it.
 """
 
 import fcntl
@@ -24,7 +25,18 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PreprocessProgress:
-    """`outputs`: for each key (tokens, documents). `rejected`: encoders that gave wrong ids. `complete`: names are missing."""
+    """How far a run has come.
+
+    Attributes:
+        position: Where the next block begins.
+        outputs: For each key the number of tokens and of documents.
+        lines: Lines that were read.
+        bad_lines: Lines that gave no document.
+        text_bytes: Size of the texts.
+        disk_bytes: Bytes of the input files on disk.
+        rejected: Encoders that gave wrong ids.
+        complete: Whether everything is written, and only the final names are missing.
+    """
 
     position: Position = field(default_factory=Position)
     outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -36,27 +48,41 @@ class PreprocessProgress:
     complete: bool = False
 
     def restart(self, rejected: str) -> "PreprocessProgress":
+        """Return the progress of a run that starts again without another encoder."""
         return replace(PreprocessProgress(), rejected=(*self.rejected, rejected))
 
 
 class Journal:
-    """PREFIX.journal. `load` gives the progress of an earlier run, None where there is none."""
+    """The file PREFIX.journal."""
 
     def __init__(self, prefix: str, fingerprint: dict[str, str]) -> None:
+        """Use the journal of an output.
+
+        Args:
+            prefix: PREFIX.
+            fingerprint: What must stay the same for a run to be continued.
+        """
         self.path = Path(f"{prefix}.journal")
         self._fingerprint = fingerprint
 
     def load(self) -> PreprocessProgress | None:
-        """Raises ConfigError where the earlier run was another one, DataError where the journal is damaged."""
+        """Return the progress of an earlier run, or None if it left no journal.
+
+        Raises:
+            ConfigError: the earlier run had other inputs or flags.
+            DataError: the journal is damaged.
+        """
         if not self.path.exists():
             return None
         try:
             found = json.loads(self.path.read_bytes())
+            # A key that is missing is a damaged journal, and is reported below.
             version, fingerprint, progress = (
                 found["version"],
                 dict(found["fingerprint"]),
                 dict(found["progress"]),
             )
+            # JSON has neither classes nor tuples, so both are restored here.
             position = Position(**progress.pop("position"))
             outputs = {
                 key: (int(tokens), int(documents))
@@ -69,7 +95,8 @@ class Journal:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{self.path}, the journal of an interrupted run, cannot be read ({error}). Delete it to start over."
+                f"{self.path}, the journal of an interrupted run, cannot be read ({error}). Delete "
+                "it to start over."
             ) from error
         if version != VERSION or fingerprint != self._fingerprint:
             changed = [
@@ -78,26 +105,32 @@ class Journal:
                 if fingerprint.get(name) != self._fingerprint[name]
             ] or ["version"]
             raise ConfigError(
-                f"{self.path} belongs to an interrupted run with other {', '.join(changed)}; this one cannot continue it. "
-                "Give the same inputs and flags to go on, another --output-prefix, or delete the journal to start over."
+                f"{self.path} belongs to an interrupted run with other {', '.join(changed)}; this "
+                "one cannot continue it. "
+                "Give the same inputs and flags to go on, another --output-prefix, or delete the "
+                "journal to start over."
             )
         return loaded
 
     def save(self, progress: PreprocessProgress) -> None:
+        """Replace the journal with this progress."""
         content = json.dumps(
             {"version": VERSION, "fingerprint": self._fingerprint, "progress": asdict(progress)},
             indent=1,
         )
+        # The rename is atomic. A reader finds the old journal or the new one.
         replace_file(self.path, content)
 
     def delete(self) -> None:
+        """Remove the journal after the outputs were published."""
         self.path.unlink(missing_ok=True)
 
 
 def compute_run_fingerprint(
     paths: Sequence[str], keys: Sequence[str], append_eod: bool, tokenizer: TokenizerConfig
 ) -> dict[str, str]:
-    """What must stay the same for a run to be continued; only names and hashes."""
+    """Return what must stay the same for a run to be continued, as names and hashes."""
+    # Hashing the inputs themselves would read the complete corpus. Size and time of change must do.
     inputs = [
         (os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths
     ]
@@ -113,7 +146,13 @@ def compute_run_fingerprint(
 
 @contextmanager
 def lock_output(prefix: str) -> Iterator[None]:
-    """Holds PREFIX.lock. Raises ConfigError while another run writes the same output. The kernel frees it when a run dies."""
+    """Hold PREFIX.lock inside the context.
+
+    The kernel releases the lock when the process ends.
+
+    Raises:
+        ConfigError: another run writes the same output, or the folder cannot be written.
+    """
     path = Path(f"{prefix}.lock")
     try:
         file = open(path, "w")  # noqa: SIM115 (closed below)
@@ -121,27 +160,35 @@ def lock_output(prefix: str) -> Iterator[None]:
         raise ConfigError(f"--output-prefix {prefix} cannot be written: {error}.") from error
     with file:
         try:
+            # The lock belongs to the open file, which the kernel closes when the process ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last owner may have removed the file between open and lock. A lock on a removed
+            # file does not protect the output.
             if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 raise BlockingIOError("its owner has just finished")
         except BlockingIOError as error:
             raise ConfigError(
-                f"--output-prefix {prefix}: another run is writing it ({path} is locked); wait for that one."
+                f"--output-prefix {prefix}: another run is writing it ({path} is locked); wait for "
+                "that one."
             ) from error
         yield
         path.unlink(missing_ok=True)
 
 
 def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
+    """Return the files that define a tokenizer."""
     if tokenizer.tokenizer_type == "GPT2BPETokenizer":
         return [Path(file) for file in (tokenizer.vocab_file, tokenizer.merge_file) if file]
+    # A Hugging Face tokenizer may have any files, so all of its folder are hashed.
     path = Path(tokenizer.tokenizer_name_or_path or "")
     return sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
 
 
 def _digest_file(path: Path) -> Any:
+    """Return the digest of a file, or its path if it is not a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(path)
 
 
 def _digest(content: Any) -> str:
+    """Return the digest of JSON values."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

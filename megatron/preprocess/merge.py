@@ -1,6 +1,7 @@
-"""Several indexed data sets end to end as one.
+"""Several indexed data sets joined end to end.
 
-Invariant: sequences and documents keep their order and content; the output appears when it is whole.
+Invariant: sequences and documents keep their order and content. The output gets its final name when
+it is complete.
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,39 @@ from megatron.errors import ConfigError, DataError
 
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int]:
-    """Write them all to `output_prefix`; returns documents and tokens. Memory does not grow with the data.
+    """Write several data sets to `output_prefix`. Memory does not grow with the data.
 
-    Raises ConfigError where the output is also an input, DataError where a data set is damaged or another dtype than the first.
+    Args:
+        prefixes: Paths of the data sets, without .bin and .idx.
+        output_prefix: Path of the result, without .bin and .idx.
+
+    Returns:
+        The number of documents and of tokens.
+
+    Raises:
+        ConfigError: no input is given, or the output is also an input.
+        DataError: a data set is damaged, or has another dtype than the first one.
     """
     if not prefixes:
         raise ConfigError(
             "--input needs at least one data set, given by its path without .bin and .idx."
         )
+    # Inputs are memory-mapped. Renaming the output over one of them would replace it permanently.
     if Path(output_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise ConfigError(
-            f"--output-prefix {output_prefix} is also an --input, which would be lost; choose another name."
+            f"--output-prefix {output_prefix} is also an --input, which would be lost; choose "
+            "another name."
         )
+    # All inputs are opened and checked before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
     for dataset in datasets:
         if dataset.dtype != first.dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype.name} and {first.prefix} {first.dtype.name}: they were made with "
-                "vocabularies of different sizes, hence with different tokenizers. Preprocess them with the same one."
+                f"{dataset.prefix} holds {dataset.dtype.name} and {first.prefix} "
+                f"{first.dtype.name}: they were made with "
+                "vocabularies of different sizes, hence with different tokenizers. Preprocess them "
+                "with the same one."
             )
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     total = sum(len(dataset.tokens) for dataset in datasets) * first.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Text files to indexed data sets: read, encode on several processes, write in order, keep the journal.
+"""Text files to indexed data sets: read, encode in several processes, write in order.
 
-Invariant: everything that is written before a kill and named in the journal is kept, everything else is cut off; so the outputs
-are those of an uninterrupted run.
+Invariant: after an interruption, everything that the journal has recorded is kept. Everything after
+it is truncated. The outputs are therefore those of an uninterrupted run.
 """
 
 import os
@@ -32,13 +32,19 @@ from megatron.preprocess.workers import Encoded, EncodingJob, encode_blocks
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 _SHOWN_BAD_LINES = 100
-_BLOCKS_EACH = 4  # with less to do for each worker, starting them costs more than they bring
-_JOURNAL_SECONDS = 15.0  # what a kill costs at most
+# Blocks for each worker. With fewer, starting a worker takes longer than it saves.
+_BLOCKS_EACH = 4
+# An interruption loses at most this much work.
+_JOURNAL_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """One PREFIX_{key}_document.bin/.idx for each key. `input`: files and globs, in the order of the output."""
+    """What to preprocess.
+
+    The outputs are PREFIX_{key}_document.bin and .idx for each key. `input` has files and globs, in
+    the order of the output.
+    """
 
     input: tuple[str, ...]
     output_prefix: str
@@ -53,7 +59,11 @@ class PreprocessJob:
 
 @dataclass(frozen=True)
 class Summary:
-    """`documents` and `tokens` by key. Time and speed are those of this run alone, which may have gone on with an earlier one."""
+    """What a run has done.
+
+    `documents` and `tokens` are by key. `seconds` and `megabytes_per_second` are those of this run
+    only, which may have continued an earlier one.
+    """
 
     documents: dict[str, int]
     tokens: dict[str, int]
@@ -70,35 +80,48 @@ def preprocess(
     say: Callable[[str], None] | None = None,
     choose: Callable[..., str] = choose_encoder,
 ) -> Summary:
-    """Run the job, or go on with it where an earlier run was interrupted.
+    """Run the job, or continue it where an earlier run was interrupted.
 
-    Raises ConfigError for what is wrong with the flags, DataError for what is wrong with the inputs.
+    Args:
+        job: What to preprocess.
+        say: Receives messages. None prints them to stderr.
+        choose: Chooses the encoder. See `choose_encoder`.
+
+    Raises:
+        ConfigError: the flags are wrong.
+        DataError: the inputs are wrong.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     _check_job(job)
     paths = expand_inputs(job.input)
     for path in sorted({path for path in paths if paths.count(path) > 1}):
+        # Not an error, since a repetition may be intended.
         say(f"warning: {path} is among the inputs more than once; its documents will be too")
     tokenizer = build_tokenizer(job.tokenizer)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    # Two runs that append to the same partial files would destroy both outputs.
     with lock_output(job.output_prefix):
         journal = Journal(
             job.output_prefix,
             compute_run_fingerprint(paths, job.json_keys, job.append_eod, job.tokenizer),
         )
         progress = journal.load() or PreprocessProgress()
+        # A mismatch restarts the run without that encoder, since ids written before may be wrong,
+        # too. The loop ends, because the tokenizer itself cannot mismatch.
         while True:
             try:
                 return _run(job, paths, tokenizer, journal, progress, say, choose)
             except EncoderMismatch as error:
                 say(
-                    f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. STARTING OVER without it."
+                    f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. "
+                    "STARTING OVER without it."
                 )
                 progress = progress.restart(error.name)
                 journal.save(progress)
 
 
 def _check_job(job: PreprocessJob) -> None:
+    """Check the flags that can be checked without reading the inputs."""
     if job.workers < 1:
         raise ConfigError(f"--workers {job.workers} must be at least 1.")
     if not job.json_keys or len(set(job.json_keys)) < len(job.json_keys):
@@ -107,7 +130,8 @@ def _check_job(job: PreprocessJob) -> None:
         )
     if any("/" in key for key in job.json_keys):
         raise ConfigError(
-            f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not hold '/'."
+            f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not "
+            "hold '/'."
         )
 
 
@@ -120,16 +144,20 @@ def _run(
     say: Callable[[str], None],
     choose: Callable[..., str],
 ) -> Summary:
+    """Encode what is missing, and publish the outputs."""
     prefixes = {key: f"{job.output_prefix}_{key}_document" for key in job.json_keys}
     started, encoder, before = time.monotonic(), "none", progress.text_bytes
     if not progress.complete:
         if progress.outputs:
             at = progress.position
             say(
-                f"going on with an interrupted run: {progress.lines} lines are done, up to {at.line} of {paths[at.file]}"
+                f"going on with an interrupted run: {progress.lines} lines are done, up to "
+                f"{at.line} of {paths[at.file]}"
             )
         encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, say)
         progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, say, prefixes)
+    # The journal goes last. If it is interrupted here, the next run finds `complete` and publishes
+    # again.
     for prefix in prefixes.values():
         publish(prefix)
     journal.delete()
@@ -156,7 +184,11 @@ def _encode_all(
     say: Callable[[str], None],
     prefixes: dict[str, str],
 ) -> PreprocessProgress:
-    """From `progress` to the end of the inputs; leaves whole files under their partial names, and a journal that says so."""
+    """Encode from `progress` to the end of the inputs.
+
+    Complete files are left under their partial names, with a journal that records it.
+    """
+    # Two bytes a token if all ids fit.
     dtype = choose_dtype(tokenizer.vocab_size)
     writers = {
         key: ResumableWriter(prefixes[key], dtype, *progress.outputs.get(key, (0, 0)))
@@ -178,6 +210,8 @@ def _encode_all(
     encoded_blocks = encode_blocks(encoding, blocks, workers)
     try:
         for encoded in encoded_blocks:
+            # Everything before this block is saved. With --on-bad-line skip, the next run
+            # continues at this block.
             if encoded.bad and job.on_bad_line == "stop":
                 _save(journal, progress, writers)
                 raise DataError(
@@ -190,22 +224,27 @@ def _encode_all(
             ):
                 writers[key].add_documents(tokens, lengths)
             before = progress.disk_bytes
+            # All bytes of the files before the current one count as done.
             progress = _advance(progress, encoded, sum(sizes[: encoded.end.file]), writers)
             bar.update(progress.disk_bytes - before)
             if time.monotonic() - saved >= job.journal_seconds:
                 _save(journal, progress, writers)
                 saved = time.monotonic()
+        # With --on-bad-line skip, a wrong key would otherwise give an empty data set.
         if not any(writer.num_tokens for writer in writers.values()):
             raise DataError(
-                f"{', '.join(paths[:3])}: no document came out of {progress.lines} lines, {progress.bad_lines} of them bad."
+                f"{', '.join(paths[:3])}: no document came out of {progress.lines} lines, "
+                f"{progress.bad_lines} of them bad."
             )
         for writer in writers.values():
             writer.write_index()
+        # From here on, an interrupted run has only to rename the files.
         progress = replace(progress, complete=True)
         journal.save(progress)
         return progress
     finally:
         bar.close()
+        # This stops the worker processes, also after an error.
         encoded_blocks.close()
         for writer in writers.values():
             writer.close()
@@ -217,6 +256,7 @@ def _advance(
     disk_bytes_before: int,
     writers: dict[str, ResumableWriter],
 ) -> PreprocessProgress:
+    """Return the progress after a block."""
     return replace(
         progress,
         position=encoded.end,
@@ -231,13 +271,17 @@ def _advance(
 def _save(
     journal: Journal, progress: PreprocessProgress, writers: dict[str, ResumableWriter]
 ) -> None:
-    """What the journal names must be on the disk before."""
+    """Sync the outputs, then save the journal.
+
+    What the journal records must be on disk first.
+    """
     for writer in writers.values():
         writer.sync()
     journal.save(progress)
 
 
 def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> None:
+    """Report bad lines, up to _SHOWN_BAD_LINES of them in one run."""
     for number, line in enumerate(bad, before):
         if number < _SHOWN_BAD_LINES:
             say(f"bad line skipped: {line}")
@@ -246,5 +290,5 @@ def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> 
 
 
 def count_default_workers() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

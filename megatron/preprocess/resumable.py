@@ -1,7 +1,10 @@
-"""An indexed data set that is written over several runs: begun, cut back to where the journal says it was safe, gone on with.
+"""An indexed data set that several runs write, each continuing where the journal ends.
 
-Invariant: the final names appear last, and only for files that are whole; the steps that give them can be repeated.
-Documents are one sequence each. The layout of both files is that of `megatron.data.indexed`.
+A run truncates the files to the length that the journal has recorded, and appends to them.
+
+Invariant: the final names appear last, and only on complete files. The steps that rename files can
+be repeated. Documents are one sequence each. The layout of both files is that of
+`megatron.data.indexed`.
 """
 
 import os
@@ -17,30 +20,48 @@ from megatron.data.indexed import DTYPES, MAGIC, VERSION, get_bin_path, get_idx_
 from megatron.durable import sync_folder
 from megatron.errors import DataError
 
-_CHUNK = 1 << 20  # documents whose index entries are in memory at once
+# Documents whose index entries are in memory at once.
+_CHUNK = 1 << 20
 _HEADER = struct.Struct("<9sQBQQ")
 
 
 class ResumableWriter:
-    """Appends documents to PREFIX.bin.partial and their sizes to PREFIX.sizes.partial.
-
-    Raises DataError where these files hold less than `tokens` and `documents`, which an earlier run had made safe.
-    """
+    """Appends documents to PREFIX.bin.partial and their sizes to PREFIX.sizes.partial."""
 
     def __init__(self, prefix: str, dtype: np.dtype, tokens: int = 0, documents: int = 0) -> None:
+        """Open the partial files, and truncate them to what an earlier run had synced.
+
+        Args:
+            prefix: PREFIX, the path of the data set.
+            dtype: Type of the tokens.
+            tokens: Tokens that the journal has recorded.
+            documents: Documents that the journal has recorded.
+
+        Raises:
+            DataError: the files hold less than that.
+        """
         self.prefix, self.dtype = prefix, dtype.newbyteorder("<")
         self.num_tokens, self.num_documents = tokens, documents
         self._bin = self._open("bin", tokens * dtype.itemsize)
         self._sizes = self._open("sizes", documents * 4)
 
     def add_documents(self, tokens: NDArray, sizes: NDArray[np.int64]) -> None:
-        """All tokens of some documents end to end, and the size of each. Raises DataError where one exceeds int32."""
+        """Append documents.
+
+        Args:
+            tokens: All their tokens end to end.
+            sizes: The number of tokens of each document.
+
+        Raises:
+            DataError: a document has more tokens than an int32 can count.
+        """
         assert int(sizes.sum()) == tokens.size, (
             f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
         )
         if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
             raise DataError(
-                f"a document of {int(sizes.max())} tokens is longer than the format's limit of 2147483647; cut the document."
+                f"a document of {int(sizes.max())} tokens is longer than the format's limit of "
+                "2147483647; cut the document."
             )
         self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._sizes.write(sizes.astype("<i4").tobytes())
@@ -48,19 +69,21 @@ class ResumableWriter:
         self.num_documents += len(sizes)
 
     def sync(self) -> None:
-        """Bring what was added to the disk."""
+        """Sync everything that was added to disk."""
         for file in (self._bin, self._sizes):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
+        """Close both files."""
         self._bin.close()
         self._sizes.close()
 
     def write_index(self) -> None:
-        """Close the data and write PREFIX.idx.partial from the sizes, in pieces."""
+        """Close the data files, and write PREFIX.idx.partial from the sizes."""
         self.sync()
         self.close()
+        # `choose_dtype` returns only types that the format has a code for.
         code = next(code for code, known in DTYPES.items() if known == self.dtype)
         with open(_get_partial_path(self.prefix, "idx"), "wb") as out:
             out.write(
@@ -68,6 +91,7 @@ class ResumableWriter:
             )
             for sizes in self._read_stored_sizes():
                 out.write(sizes.tobytes())
+            # Pointers are the running sum of the sizes, in bytes.
             place = 0
             for sizes in self._read_stored_sizes():
                 ends = place + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
@@ -83,32 +107,39 @@ class ResumableWriter:
             os.fsync(out.fileno())
 
     def _read_stored_sizes(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the sizes of all documents in chunks."""
         with open(_get_partial_path(self.prefix, "sizes"), "rb") as file:
             while block := file.read(4 * _CHUNK):
                 yield np.frombuffer(block, "<i4")
 
     def _open(self, part: str, length: int) -> BinaryIO:
+        """Open a partial file for appending after its first `length` bytes."""
         path = _get_partial_path(self.prefix, part)
+        # A new output. What an earlier run left there was never recorded.
         if length == 0:
             return open(path, "wb")
         found = path.stat().st_size if path.exists() else 0
         if found < length:
             raise DataError(
-                f"{path} has {found} bytes, but the journal of the interrupted run says {length}; it was changed "
+                f"{path} has {found} bytes, but the journal of the interrupted run says {length}; "
+                "it was changed "
                 "or removed since. Delete the journal to start over."
             )
         file = open(path, "r+b")  # noqa: SIM115 (the writer closes it)
+        # What follows was written after the last journal entry, and will be written again.
         file.truncate(length)
         file.seek(length)
         return file
 
 
 def publish(prefix: str) -> None:
-    """Give the finished files their names, .idx last; harmless where that was done already, entirely or in part."""
+    """Give the finished files their final names, .idx last.
+
+    The call may be repeated. It does nothing for files that were renamed already.
+    """
     if _get_partial_path(prefix, "bin").exists():
-        get_idx_path(prefix).unlink(
-            missing_ok=True
-        )  # an old index must never stand beside the new .bin
+        # An old .idx does not describe the new .bin, so a crash here must not leave both.
+        get_idx_path(prefix).unlink(missing_ok=True)
         os.replace(_get_partial_path(prefix, "bin"), get_bin_path(prefix))
     if _get_partial_path(prefix, "idx").exists():
         os.replace(_get_partial_path(prefix, "idx"), get_idx_path(prefix))
@@ -117,4 +148,5 @@ def publish(prefix: str) -> None:
 
 
 def _get_partial_path(prefix: str, part: str) -> Path:
+    """Return the path of a file that is not finished."""
     return Path(f"{prefix}.{part}.partial")

@@ -1,6 +1,7 @@
-"""A few texts from all over the inputs, for trying an encoder on the very corpus.
+"""A few texts from all parts of the inputs, to try an encoder on the corpus itself.
 
-Invariant: costs a bounded amount of reading whatever the corpus; where a file can be entered anywhere, it is.
+Invariant: the amount of reading is bounded, whatever the size of the corpus. Files that can be
+entered at any byte are entered there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,33 +16,44 @@ from megatron.preprocess.inputs import (
 )
 from megatron.preprocess.texts import extract_texts
 
+# Spots from the first byte of the inputs to the last one. One text is taken at each.
 _SPOTS = 64
 _BLOCK_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 18
-_LONGEST_LINE_BYTES = 1 << 23  # a longer one is not needed for a sample
+# The search for the end of a longer line is given up. The spot then gives no sample.
+_LONGEST_LINE_BYTES = 1 << 23
 _CHARS_EACH = 16_000
 _CHARS_ALL = 400_000
 
 
 def sample_texts(paths: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Up to 64 texts, each cut to 16,000 characters, spread evenly over the bytes of all files."""
+    """Return up to 64 texts, spread evenly over the bytes of all files.
+
+    Each text is truncated to 16,000 characters, and all together have about 400,000.
+
+    Args:
+        paths: The input files.
+        keys: The keys of the texts in a record.
+    """
     sizes = [Path(path).stat().st_size for path in paths]
     total, chosen, chars = sum(sizes), list[str](), 0
     for spot in range(_SPOTS):
         place, file = total * spot // _SPOTS, 0
+        # `place` is a byte of all files end to end. The loop finds the file that holds it.
         while file < len(paths) - 1 and place >= sizes[file]:
             place, file = place - sizes[file], file + 1
         texts = next(_read_texts_at(paths[file], place, sizes[file], spot, keys), None)
         if texts is not None and chars < _CHARS_ALL:
             chosen += [text[:_CHARS_EACH] for text in texts]
             chars += sum(min(len(text), _CHARS_EACH) for text in texts)
+    # Small files give the same line at several spots. dict keeps the order and drops repetitions.
     return list(dict.fromkeys(chosen))
 
 
 def _read_texts_at(
     path: str, place: int, size: int, spot: int, keys: Sequence[str]
 ) -> Iterator[list[str]]:
-    """The texts of one line at or after a place in a file, a list with one for each key."""
+    """Yield the texts of one line at or after a byte of a file, as a list with one for each key."""
     for block in _read_block_at(path, place, size, keys):
         columns, _ = extract_texts(block, keys)
         if columns and columns[0]:
@@ -50,18 +62,20 @@ def _read_texts_at(
 
 
 def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Iterator[InputBlock]:
+    """Yield the block with the first complete line at or after a byte of a file."""
     if path.endswith(".parquet"):
+        # Parquet is entered by row, so the byte is converted to a row.
         row = count_parquet_rows(path) * place // max(1, size)
         yield from read_blocks([path], keys, Position(0, row, row), _BLOCK_BYTES)
         return
-    if path.endswith(
-        (".gz", ".zst")
-    ):  # entered at the beginning only; different lines of it are taken
+    # These can only be entered at their beginning. Each spot takes another line of the first block.
+    if path.endswith((".gz", ".zst")):
         yield from read_blocks([path], keys, block_bytes=_BLOCK_BYTES)
         return
     content, found = b"", place == 0
     for piece, _ in open_lines(path, place, _PIECE_BYTES):
         content += piece
+        # The byte is usually inside a line, of which only a part would be read. Skip to the next.
         if not found and b"\n" in content:
             content, found = content.split(b"\n", 1)[1], True
         if found and b"\n" in content:
@@ -69,5 +83,6 @@ def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Ite
             return
         if len(content) > _LONGEST_LINE_BYTES:
             return
+    # The last line of a file may have no newline.
     if found and content:
         yield InputBlock(path, 2, content, Position(), 0)

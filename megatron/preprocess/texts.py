@@ -1,7 +1,7 @@
 """From a block of lines or rows to texts, and to a report of every line that has none.
 
-Invariant: a line gives one text for each key, or is bad as a whole: the outputs of several keys stay in step.
-A blank line is nothing at all, neither a document nor bad.
+Invariant: a line gives one text for each key, or it is bad for all keys. The outputs of several
+keys therefore have the same documents. A blank line is neither a document nor bad.
 """
 
 import json
@@ -14,18 +14,27 @@ from megatron.preprocess.inputs import InputBlock
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line (row) that gives no document; `line` counts from 1."""
+    """A line (or row) that gives no document. `line` counts from 1."""
 
     path: str
     line: int
     reason: str
 
     def __str__(self) -> str:
+        """Return path, line and reason, as compilers print them."""
         return f"{self.path}:{self.line}: {self.reason}"
 
 
 def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str]], list[BadLine]]:
-    """For each key the texts of the block in order, and the bad lines."""
+    """Return the texts of a block and its bad lines.
+
+    Args:
+        block: Lines or rows of one file.
+        keys: The keys of the texts in a record.
+
+    Returns:
+        For each key the texts in order, and the bad lines.
+    """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
     rows = (
@@ -41,14 +50,20 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
 
 
 def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each line that is not blank, with its texts or why it is bad."""
     fast = _import_fast_loads()
     for line, raw in enumerate(block.content.split(b"\n"), block.first_line):
         if raw and not raw.isspace():
+            # Only the first line of a file can begin with a byte order mark.
             yield line, _parse(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw, keys, fast)
 
 
 def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None) -> list[str] | str:
-    """The values of the keys, or why there are none. What the fast parser refuses (NaN, say) the standard one decides on."""
+    """Return the values of the keys, or the reason why the line is bad.
+
+    The standard parser decides on whatever the fast parser rejects, such as NaN.
+    """
+    # None would not do as the marker, since `null` is a valid JSON text.
     record = _NOTHING
     if fast is not None:
         try:
@@ -70,9 +85,9 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
-    if (
-        b"\\ud" in raw or b"\\uD" in raw
-    ):  # the only way to half a surrogate pair, which no encoder takes
+    # Such an escape is the only way to write half a surrogate pair, which no encoder accepts. The
+    # search for it is much cheaper than encoding every text.
+    if b"\\ud" in raw or b"\\uD" in raw:
         try:
             "".join(values).encode("utf-8")
         except UnicodeEncodeError:
@@ -81,6 +96,7 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
 
 
 def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the number of each row, with its texts or the reason why it is bad."""
     columns = [block.content.column(key).to_pylist() for key in keys]
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
@@ -88,6 +104,7 @@ def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, l
 
 
 def _import_fast_loads() -> Callable[[bytes], Any] | None:
+    """Return orjson's parser if it is installed, since it is several times faster."""
     try:
         import orjson
     except ImportError:
@@ -95,4 +112,5 @@ def _import_fast_loads() -> Callable[[bytes], Any] | None:
     return orjson.loads
 
 
+# Marks that no record was parsed. No JSON text gives this object.
 _NOTHING: Any = object()

@@ -1,8 +1,11 @@
-"""Blocks in, token ids out, over several processes.
+"""Encoding of blocks into token ids by several processes.
 
-Invariants: results come in the order of the blocks whatever the number of workers, and no more than a few blocks for each worker
-are in memory. A worker holds one block at a time, hence neither side can wait for the other while that waits for it; it ends when
-the parent does, even by kill -9.
+Invariants:
+
+- Results come in the order of the blocks, whatever the number of workers.
+- Memory holds no more than a few blocks for each worker.
+- A worker holds one block at a time. Parent and worker can therefore never both wait in `send`.
+- A worker ends when its parent ends, even by kill -9.
 """
 
 import multiprocessing
@@ -31,12 +34,13 @@ from megatron.preprocess.inputs import InputBlock, Position
 from megatron.preprocess.texts import BadLine, extract_texts
 from megatron.tokenizer import build_tokenizer
 
-_CHECKED_CHARS = 50_000  # texts up to this length are checked again while a fast library is in use
+# While a fast library is in use, only texts up to this length are encoded a second time.
+_CHECKED_CHARS = 50_000
 
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What a worker needs to know."""
+    """What a worker needs to know to encode blocks."""
 
     tokenizer: TokenizerConfig
     encoder: str
@@ -47,7 +51,17 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One block encoded: for each key all ids end to end (end-of-document ids included), and the sizes of its documents."""
+    """One block, encoded.
+
+    Attributes:
+        tokens: For each key all ids end to end, with end-of-document ids.
+        sizes: For each key the number of ids of each document.
+        bad: The lines that gave no document.
+        lines: Number of lines or rows.
+        text_bytes: Size of the block's text.
+        end: Where the next block begins.
+        disk_bytes: How far into its file on disk the block reaches.
+    """
 
     tokens: list[NDArray]
     sizes: list[NDArray[np.int64]]
@@ -59,14 +73,24 @@ class Encoded:
 
 
 class BlockEncoder:
-    """Encodes blocks. Checks one document of each against the tokenizer; raises EncoderMismatch where the ids differ."""
+    """Encodes blocks, and checks one document of each against the tokenizer."""
 
     def __init__(self, job: EncodingJob) -> None:
+        """Load the tokenizer and the library that the job names.
+
+        Raises:
+            EncoderUnavailable: the library cannot be used with this tokenizer.
+        """
         self._job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
         self._encoder = make_encoder(job.encoder, self._tokenizer)
 
     def __call__(self, block: InputBlock) -> Encoded:
+        """Return an encoded block.
+
+        Raises:
+            EncoderMismatch: the library's ids differ from the tokenizer's, or it failed.
+        """
         texts, bad = extract_texts(block, self._job.keys)
         tokens, sizes = [], []
         for column in texts:
@@ -85,7 +109,12 @@ class BlockEncoder:
         return Encoded(tokens, sizes, bad, block.lines, size, block.end, block.disk_bytes)
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
-        """One text, another one in each block; of texts that are all long, the beginning of one."""
+        """Check the ids of one text of a block.
+
+        Each block checks another text. If all texts are long, the beginning of one is checked.
+        """
+        # The multiplier is Knuth's for hashing. It spreads the choice without a random generator,
+        # so a run that is repeated checks the same texts.
         place = line * 2654435761 % len(texts)
         order = (*range(place, len(texts)), *range(place))
         short = next((i for i in order if len(texts[i]) <= _CHECKED_CHARS), None)
@@ -104,9 +133,13 @@ class BlockEncoder:
     def _end_documents(
         self, ids: NDArray, sizes: NDArray[np.int64]
     ) -> tuple[NDArray, NDArray[np.int64]]:
-        """Drop documents without tokens, which the format's users cannot meet; append the end-of-document id to the others."""
+        """Drop documents without tokens, and append the end-of-document id to the others.
+
+        Readers of the format do not expect empty documents.
+        """
         sizes = sizes[sizes > 0]
         if self._job.append_eod:
+            # The running sum gives the place after the last token of each document.
             ids = np.insert(ids, np.cumsum(sizes), self._tokenizer.eod)
             sizes = sizes + 1
         return ids.astype(self._job.dtype), sizes
@@ -115,7 +148,12 @@ class BlockEncoder:
 def encode_blocks(
     job: EncodingJob, blocks: Iterable[InputBlock], workers: int
 ) -> Generator[Encoded, None, None]:
-    """The blocks encoded, in order. One worker: in this process. Raises what encoding raises, DataError where a worker dies."""
+    """Yield the encoded blocks in order. One worker means that this process encodes.
+
+    Raises:
+        EncoderMismatch: a library gave wrong ids or failed.
+        DataError: a worker process died.
+    """
     if workers == 1:
         yield from map(BlockEncoder(job), blocks)
         return
@@ -127,20 +165,25 @@ def encode_blocks(
 
 
 class _Pool:
+    """Worker processes, each with a pipe."""
+
     def __init__(self, job: EncodingJob, workers: int) -> None:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # fork would copy the threads' locks of three Rust libraries
+        """Start the workers."""
+        # spawn, because a fork would copy the locks that threads of three Rust libraries may hold.
+        context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, BaseProcess] = {}
         self._limit = 2 * workers + 1
+        # Blocks that were submitted but not yielded. It bounds memory if one block takes very long.
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(job, theirs), daemon=True)
             process.start()
+            # The worker's end must be closed here. Otherwise its death would not end our `recv`.
             theirs.close()
             self._processes[ours] = process
 
     def run(self, blocks: Iterator[InputBlock]) -> Iterator[Encoded]:
+        """Yield the encoded blocks in order."""
         idle = list(self._processes)
         busy: dict[Connection, tuple[int, InputBlock]] = {}
         done: dict[int, Encoded | BaseException] = {}
@@ -157,6 +200,7 @@ class _Pool:
                 number, block = busy.pop(connection)
                 done[number] = self._receive(connection, block)
                 idle.append(connection)
+            # Results may arrive in another order. Each waits in `done` until its number is due.
             while due in done:
                 result = done.pop(due)
                 due += 1
@@ -165,50 +209,61 @@ class _Pool:
                 yield result
 
     def close(self) -> None:
+        """Stop the workers, also in the middle of a block."""
         for connection, process in self._processes.items():
             connection.close()
+            # A worker may be in the middle of a block whose result nobody needs any more.
             process.terminate()
         for process in self._processes.values():
             process.join()
 
     def _send(self, connection: Connection, block: InputBlock) -> None:
+        """Send a block to a worker."""
         try:
             connection.send(block)
         except OSError as error:
             raise self._make_death_error(connection, block) from error
 
     def _receive(self, connection: Connection, block: InputBlock) -> Encoded | BaseException:
+        """Return the result of a worker. Errors in the worker are returned, not raised."""
         try:
             return connection.recv()
         except (EOFError, OSError) as error:
             raise self._make_death_error(connection, block) from error
 
     def _make_death_error(self, connection: Connection, block: InputBlock) -> DataError:
+        """Return the error for a worker that died."""
+        # The exit code is known only after join. The pipe can close a little earlier.
         process = self._processes[connection]
         process.join(5)
         return DataError(
-            f"worker process {process.pid} ended with exit code {process.exitcode} in {block.path}, lines {block.first_line} to "
+            f"worker process {process.pid} ended with exit code {process.exitcode} in "
+            f"{block.path}, lines {block.first_line} to "
             f"{block.end.line} (-9 is what a lack of memory looks like: use fewer --workers). "
             "The same command goes on from the last journal entry."
         )
 
 
 def _serve(job: EncodingJob, connection: Connection) -> None:
-    """A worker's life: until the parent closes the connection or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of many already
+    """Encode blocks in a worker process, until the parent closes the connection or ends."""
+    # Ctrl-C reaches all processes of the terminal. The parent handles it and stops the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # This process is one of many. Threads of `tokenizers` would compete with the other workers.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     encode: BlockEncoder | None = None
     try:
         while True:
             block = connection.recv()
             try:
+                # Built with the first block, so that an error in it is sent to the parent.
                 encode = encode or BlockEncoder(job)
                 result: Encoded | BaseException = encode(block)
             except (MegatronError, EncoderMismatch) as error:
                 result = error
             except Exception:
                 result = RuntimeError(
-                    f"a worker failed in {block.path}, lines {block.first_line} to {block.end.line}:\n{traceback.format_exc()}"
+                    f"a worker failed in {block.path}, lines {block.first_line} to "
+                    f"{block.end.line}:\n{traceback.format_exc()}"
                 )
             connection.send(result)
     except (EOFError, OSError):

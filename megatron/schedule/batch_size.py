@@ -1,7 +1,9 @@
 """Global batch size as a function of progress: constant, ramp-up, or steps.
 
-Invariant: a size depends on the consumed samples and tokens alone, so a resumed run continues with the size of the
-uninterrupted one. It is evaluated before each step, on what has been consumed until then.
+Invariant: a size depends on the consumed samples and tokens alone. A resumed run therefore
+continues with the size of the uninterrupted one. The size is evaluated before each step, on what
+has been consumed until then.
+
 Source: Megatron-LM's --rampup-batch-size and --step-batch-size-schedule.
 """
 
@@ -27,33 +29,41 @@ _BARE_STEP = re.compile(r"(?P<number>[\d_]*[1-9][\d_]*):(?P<size>.*)")
 
 @dataclass(frozen=True)
 class ConstantBatchSize:
-    """The same `size` (samples) in every iteration."""
+    """The same `size` in every iteration, in samples."""
 
     size: int
 
     def __post_init__(self) -> None:
+        """Check the size.
+
+        Raises:
+            ConfigError: it is below 1.
+        """
         if self.size < 1:
             raise ConfigError(f"--global-batch-size {self.size} must be at least 1.")
 
     @property
     def final(self) -> int:
-        """The size that the schedule ends with, samples."""
+        """The size that the schedule ends with, in samples."""
         return self.size
 
     def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
-        """Size of the next iteration, samples."""
+        """Return the size of the next iteration, in samples."""
         return self.size
 
     def iterate_upcoming(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> Iterator[int]:
-        """The distinct sizes from here on, in order."""
+        """Yield the distinct sizes from here on, in order."""
         yield self.size
 
 
 @dataclass(frozen=True)
 class RampupBatchSize:
-    """From `start` in even steps of `increment` over `ramp_samples` samples to `size`; all in samples."""
+    """A ramp from `start` to `size` in even steps of `increment` over `ramp_samples` samples.
+
+    All numbers are in samples.
+    """
 
     start: int
     increment: int
@@ -61,10 +71,19 @@ class RampupBatchSize:
     size: int
 
     def __post_init__(self) -> None:
-        given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} with --global-batch-size {self.size}"
+        """Check the numbers of the ramp.
+
+        Raises:
+            ConfigError: they make no ramp.
+        """
+        given = (
+            f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} with "
+            f"--global-batch-size {self.size}"
+        )
         if min(self.start, self.increment, self.ramp_samples) < 1:
             raise ConfigError(
-                f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag out for no ramp."
+                f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag "
+                "out for no ramp."
             )
         if self.start > self.size:
             raise ConfigError(
@@ -73,17 +92,23 @@ class RampupBatchSize:
         if (self.size - self.start) % self.increment:
             fits = self.size - (self.size - self.start) // self.increment * self.increment
             raise ConfigError(
-                f"{given}: INCREMENT must divide {self.size} - {self.start} = {self.size - self.start}; START {fits} would fit."
+                f"{given}: INCREMENT must divide {self.size} - {self.start} = "
+                f"{self.size - self.start}; START {fits} would fit."
             )
 
     @property
     def final(self) -> int:
-        """The size that the schedule ends with, samples."""
+        """The size that the schedule ends with, in samples."""
         return self.size
 
     def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
-        """Size of the next iteration, samples. The division is a floating one: the edges of the ramp's steps depend on it."""
+        """Return the size of the next iteration, in samples.
+
+        The division is in floating point, as in Megatron-LM. An integer division would move the
+        edges of the ramp's steps.
+        """
         increments = (self.size - self.start) // self.increment
+        # Without increments the division below would be one by zero.
         if consumed_samples > self.ramp_samples or increments == 0:
             return self.size
         return (
@@ -93,8 +118,10 @@ class RampupBatchSize:
     def iterate_upcoming(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> Iterator[int]:
-        """The distinct sizes that iterations from here on will have, in order."""
+        """Yield the distinct sizes that iterations from here on will have, in order."""
         last = None
+        # Walk the ramp iteration by iteration. A large batch can step over a size, so the list
+        # start, start + increment, ... may have sizes that never occur.
         while consumed_samples <= self.ramp_samples:
             size = self.get_size(consumed_samples, consumed_tokens)
             if size != last:
@@ -109,47 +136,54 @@ class RampupBatchSize:
 class StepBatchSize:
     """Batch sizes that hold from a threshold on.
 
-    `steps`: (threshold, its unit, size in samples), in order. `parse_step_schedule` checks the order,
-    which depends on the sequence length.
+    `steps` holds (threshold, its unit, size in samples), in order. `parse_step_schedule` checks the
+    order, which depends on the sequence length.
     """
 
     steps: tuple[tuple[int, Unit, int], ...]
 
     def __post_init__(self) -> None:
+        """Check that the steps start at 0 and that each size is at least 1.
+
+        Raises:
+            ConfigError: they do not.
+        """
         if not self.steps or self.steps[0][0] != 0:
             raise ConfigError(
-                "--step-batch-size-schedule must begin with the threshold 0, as in '0:768 250B:1536'."
+                "--step-batch-size-schedule must begin with the threshold 0, as in '0:768 "
+                "250B:1536'."
             )
         if any(size < 1 for _, _, size in self.steps):
             raise ConfigError(
-                f"--step-batch-size-schedule: each batch size must be at least 1; given {self.sizes}."
+                "--step-batch-size-schedule: each batch size must be at least 1; given "
+                f"{self.sizes}."
             )
 
     @property
     def sizes(self) -> list[int]:
-        """All sizes in order, samples."""
+        """All sizes in order, in samples."""
         return [size for _, _, size in self.steps]
 
     @property
     def final(self) -> int:
-        """The size that the schedule ends with, samples."""
+        """The size that the schedule ends with, in samples."""
         return self.steps[-1][2]
 
     def _find_step(self, consumed_samples: int, consumed_tokens: int) -> int:
-        """Index of the last step whose threshold has been reached."""
+        """Return the index of the last step whose threshold has been reached."""
         progress = {"samples": consumed_samples, "tokens": consumed_tokens}
         return max(
             i for i, (threshold, unit, _) in enumerate(self.steps) if progress[unit] >= threshold
         )
 
     def get_size(self, consumed_samples: int, consumed_tokens: int) -> int:
-        """Size of the next iteration, samples."""
+        """Return the size of the next iteration, in samples."""
         return self.steps[self._find_step(consumed_samples, consumed_tokens)][2]
 
     def iterate_upcoming(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> Iterator[int]:
-        """The distinct sizes from here on, in order."""
+        """Yield the distinct sizes from here on, in order."""
         last = None
         for size in self.sizes[self._find_step(consumed_samples, consumed_tokens) :]:
             if size != last:
@@ -159,8 +193,13 @@ class StepBatchSize:
     def count_iterations_to_next(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> int | None:
-        """Iterations of the present size until a later threshold is reached; None in the last step. `seq_length` in tokens."""
+        """Return the iterations of the present size until a later threshold is reached.
+
+        It is None in the last step. `seq_length` is in tokens.
+        """
         reached = self._find_step(consumed_samples, consumed_tokens)
+        # Thresholds may have different units, so the nearest one is found in samples. Tokens are
+        # rounded up, because a step starts only when its threshold has been reached.
         samples_left = [
             threshold - consumed_samples
             if unit == "samples"
@@ -176,10 +215,11 @@ BatchSizeSchedule = ConstantBatchSize | RampupBatchSize | StepBatchSize
 
 
 def parse_step_schedule(words: Sequence[str], seq_length: int) -> StepBatchSize:
-    """Read '0:768 250B:1536', in one text or in several.
+    """Read '0:768 250B:1536' from one text or from several.
 
-    A threshold with a suffix K, M, B (10^9) or T is in tokens, as in Megatron-LM. It is rounded down
-    to whole samples of `seq_length` tokens. 30_000_000samples and 61035156250tokens name a unit.
+    A threshold with a suffix K, M, B (10^9) or T is in tokens, as in Megatron-LM. It is rounded
+    down to whole samples of `seq_length` tokens. 30_000_000samples and 61035156250tokens name a
+    unit.
 
     Raises:
         ConfigError: an entry cannot be read, has no unit, or is not above the one before it.
@@ -187,11 +227,13 @@ def parse_step_schedule(words: Sequence[str], seq_length: int) -> StepBatchSize:
     text = " ".join(words)
     steps = [_parse_step(entry, text, seq_length) for entry in step_entries(words)]
     for (threshold, unit, size), (after, after_unit, _) in pairwise(steps):
+        # Compare in tokens, because neighbours may have different units.
         if _in_tokens(after, after_unit, seq_length) <= _in_tokens(threshold, unit, seq_length):
             raise ConfigError(
                 f"--step-batch-size-schedule '{text}': thresholds must rise, but {after} "
-                f"{after_unit} follows {threshold} {unit} (tokens are rounded down to samples of {seq_length}). "
-                f"Sort them, and give each one batch size; here {size} would never be used."
+                f"{after_unit} follows {threshold} {unit} (tokens are rounded down to samples of "
+                f"{seq_length}). Sort them, and give each one batch size; here {size} would never "
+                "be used."
             )
     return StepBatchSize(tuple(steps))
 
@@ -211,20 +253,27 @@ def bare_thresholds_as_samples(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_step(entry: str, text: str, seq_length: int) -> tuple[int, Unit, int]:
+    """Return threshold, unit and size of one entry.
+
+    `text` is the complete schedule, for messages.
+    """
     threshold_text, _, size_text = entry.partition(":")
     threshold, size = _THRESHOLD.fullmatch(threshold_text), _SIZE.fullmatch(size_text)
     try:
         if threshold is None or size is None:
             raise ValueError
         at, samples = _amount(threshold), _amount(size)
+        # A batch size such as 1.5K is a whole number, and 1.5 is not.
         if samples.denominator != 1:
             raise ValueError
     except ValueError:
         raise ConfigError(
             f"--step-batch-size-schedule '{text}': '{entry}' is not THRESHOLD:SIZE with a "
-            "threshold in tokens (250B, 1.5T) or samples (30_000_000samples), as in '0:768 250B:1536'."
+            "threshold in tokens (250B, 1.5T) or samples (30_000_000samples), as in '0:768 "
+            "250B:1536'."
         ) from None
     unit = (threshold["unit"] or "").lower()
+    # A threshold of 0 needs no unit, because it is the same point in both.
     if unit == "samples" or at == 0:
         return math.floor(at), "samples", int(samples)
     if not unit and not threshold["suffix"]:
@@ -233,6 +282,7 @@ def _parse_step(entry: str, text: str, seq_length: int) -> tuple[int, Unit, int]
             "Megatron-LM reads it as tokens, and earlier versions read it as samples. Write "
             f"{threshold_text}tokens (or with a suffix K, M, B or T) or {threshold_text}samples."
         )
+    # Round down to whole samples, because the batch size can change between samples only.
     return math.floor(at) // seq_length * seq_length, "tokens", int(samples)
 
 
@@ -242,10 +292,12 @@ def _amount(match: re.Match[str]) -> Fraction:
     Raises:
         ValueError: it spells none.
     """
+    # A Fraction keeps 1.1T exact, and a float would not.
     return Fraction(match["number"]) * FACTORS[match["suffix"].upper()]
 
 
 def _in_tokens(threshold: int, unit: Unit, seq_length: int) -> int:
+    """Return a threshold in tokens."""
     return threshold if unit == "tokens" else threshold * seq_length
 
 
@@ -256,9 +308,10 @@ def count_iterations_for_samples(
     consumed_samples: int = 0,
     consumed_tokens: int = 0,
 ) -> int:
-    """Iterations from (consumed_samples, consumed_tokens) until no whole batch fits into `train_samples` any more.
+    """Return how many iterations fit until no complete batch fits into `train_samples` any more.
 
-    `seq_length`: tokens a sample. The last, partial batch is dropped, as in Megatron-LM.
+    They are counted from (consumed_samples, consumed_tokens). `seq_length` is the number of tokens
+    in a sample. The last, partial batch is dropped, as in Megatron-LM.
     """
     iterations = 0
     while True:
@@ -266,6 +319,7 @@ def count_iterations_for_samples(
         room = (train_samples - consumed_samples) // size
         if room <= 0:
             return iterations
+        # Take all iterations of one size at once. A run may have millions of them.
         steps = min(
             room,
             _count_iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length)
@@ -283,7 +337,11 @@ def count_samples_of_iterations(
     consumed_samples: int = 0,
     consumed_tokens: int = 0,
 ) -> int:
-    """Samples consumed after `iterations` more, from (consumed_samples, consumed_tokens) on; `seq_length`: tokens a sample."""
+    """Return the samples consumed after `iterations` more.
+
+    They are counted from (consumed_samples, consumed_tokens). `seq_length` is the number of tokens
+    in a sample.
+    """
     samples, tokens = consumed_samples, consumed_tokens
     while iterations > 0:
         steps = min(
@@ -300,7 +358,10 @@ def count_samples_of_iterations(
 def _count_iterations_of_size(
     schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int
 ) -> int | None:
-    """A number of coming iterations that surely have the present size (a ramp: one at a time); None where it stays for good."""
+    """Return a number of coming iterations that certainly have the present size.
+
+    A ramp is followed one iteration at a time. None means that the size does not change any more.
+    """
     if isinstance(schedule, StepBatchSize):
         return schedule.count_iterations_to_next(consumed_samples, consumed_tokens, seq_length)
     if isinstance(schedule, RampupBatchSize) and consumed_samples <= schedule.ramp_samples:

@@ -1,8 +1,14 @@
 """Learning rate as a function of progress: linear warm-up, then constant, linear, cosine, or WSD.
 
-Invariant: steps are samples of *applied* iterations (`lr_samples`), so a skipped iteration does not move the rate. A step uses
-the rate of the state before it (the first warm-up step has rate 0); the log line shows the rate after it.
-Sources: Megatron-LM's parameter scheduler; decay by tokens https://arxiv.org/abs/2108.06084; WSD https://arxiv.org/abs/2404.06395.
+Invariant: steps are samples of *applied* iterations (`lr_samples`), so a skipped iteration does not
+change the rate. A step uses the rate of the state before it, so the first warm-up step has rate 0.
+The log line shows the rate after the step.
+
+Sources:
+
+- Megatron-LM's parameter scheduler.
+- Decay by tokens: https://arxiv.org/abs/2108.06084.
+- WSD: https://arxiv.org/abs/2404.06395.
 """
 
 import math
@@ -24,17 +30,23 @@ FIELD_NAMES = {
     "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
     "wsd_decay_style": "--lr-wsd-decay-style",
 }
+"""Field of `LRSchedule` -> its name in messages."""
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The whole schedule; plain numbers, so that `dataclasses.asdict` and `LRSchedule(**d)` take it to JSON and back.
+    """The complete schedule of the learning rate.
 
-    Steps are in samples: `warmup_steps` (not an integer where it is a fraction of the decay), `decay_steps` (the end of the
-    decay, counted from the start of training), `wsd_decay_steps` (length of WSD's final decay). `decay_tokens`, if given, ends
-    the decay in tokens instead of `decay_steps`; warm-up stays in samples.
+    It holds plain numbers, so that `dataclasses.asdict` and `LRSchedule(**d)` convert it to JSON
+    and back.
 
-    Raises ConfigError where the numbers make no schedule.
+    Steps are in samples. `warmup_steps` is not an integer if it is a fraction of the decay.
+    `decay_steps` is the end of the decay, counted from the start of training. `wsd_decay_steps` is
+    the length of WSD's final decay. `decay_tokens`, if given, ends the decay in tokens instead of
+    `decay_steps`. Warm-up stays in samples.
+
+    Raises:
+        ConfigError: the numbers make no schedule.
     """
 
     max_lr: float
@@ -47,53 +59,69 @@ class LRSchedule:
     wsd_decay_style: WSDDecayStyle = "exponential"
 
     def __post_init__(self) -> None:
+        """Check that the numbers make a schedule.
+
+        Raises:
+            ConfigError: they do not. It lists all problems.
+        """
         problems = [*self._find_range_problems(), *self._find_wsd_problems()]
         if problems:
             raise ConfigError("\n".join(problems))
 
     def _find_range_problems(self) -> list[str]:
+        """Return a message for each number that is out of its range."""
         problems = []
         if not 0 <= self.min_lr <= self.max_lr:
             problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.max_lr}.")
         if self.warmup_steps < 0:
             problems.append(
-                f"the learning rate's warm-up of {self.warmup_steps} samples must not be negative; 0 turns it off."
+                f"the learning rate's warm-up of {self.warmup_steps} samples must not be "
+                "negative; 0 turns it off."
             )
         if self.decay_steps < 1:
             problems.append(
-                f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 or later."
+                f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 "
+                "or later."
             )
+        # With a decay in tokens the two have different units and cannot be compared here.
         elif self.decay_tokens is None and self.warmup_steps >= self.decay_steps:
             problems.append(
-                f"the learning rate's warm-up of {self.warmup_steps} samples must be shorter than its decay, which ends at "
-                f"{self.decay_steps} samples (an iteration counts as the global batch size); shorten --lr-warmup-* or lengthen "
-                "--lr-decay-*."
+                f"the learning rate's warm-up of {self.warmup_steps} samples must be shorter than "
+                f"its decay, which ends at {self.decay_steps} samples (an iteration counts as the "
+                "global batch size); shorten --lr-warmup-* or lengthen --lr-decay-*."
             )
         if self.decay_tokens is not None and self.decay_tokens < 1:
             problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
         return problems
 
     def _find_wsd_problems(self) -> list[str]:
+        """Return a message for each setting that WSD cannot use."""
         if self.style != "WSD":
             return []
         if self.decay_tokens is not None:
             return ["--lr-decay-style WSD counts samples; leave out --lr-decay-tokens."]
         if self.wsd_decay_steps is None:
             return [
-                "--lr-decay-style WSD needs the length of its final decay: --lr-wsd-decay-samples or -iters."
+                "--lr-decay-style WSD needs the length of its final decay: "
+                "--lr-wsd-decay-samples or -iters."
             ]
         if not 1 <= self.wsd_decay_steps <= self.decay_steps:
             return [
-                f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or -iters) must be at least 1 and "
-                f"at most the whole schedule's {self.decay_steps}."
+                f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
+                f"-iters) must be at least 1 and at most the whole schedule's {self.decay_steps}."
             ]
         return []
 
     def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
-        """The rate for a state whose applied steps took `lr_samples` samples and `lr_tokens` tokens.
+        """Return the rate for a state whose applied steps took these samples and tokens.
 
-        `warmup_tokens`: the tokens at the end of warm-up (`compute_warmup_tokens`); used with `decay_tokens` only.
+        Args:
+            lr_samples: Samples of all applied steps.
+            lr_tokens: Tokens of all applied steps.
+            warmup_tokens: Tokens at the end of warm-up (`compute_warmup_tokens`). It is used only
+                with `decay_tokens`.
         """
+        # Warm-up counts samples, even if the decay counts tokens.
         if self.warmup_steps > 0 and lr_samples <= self.warmup_steps:
             return self.max_lr * lr_samples / self.warmup_steps
         if self.style == "constant":
@@ -102,6 +130,8 @@ class LRSchedule:
             done, start, end = float(lr_samples), float(self.warmup_steps), self.decay_steps
         else:
             done, start, end = float(lr_tokens), float(warmup_tokens), self.decay_tokens
+        # The second condition is for a decay in tokens that warm-up has used up. It avoids a
+        # division by zero.
         if done > end or start >= end:
             return self.min_lr
         if self.style == "WSD":
@@ -113,12 +143,16 @@ class LRSchedule:
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
     def _compute_wsd_coefficient(self, lr_samples: int) -> float:
-        """Part of (max_lr - min_lr) that is left: 1 until the final decay, 0 at its end."""
+        """Return the fraction of (max_lr - min_lr) that is left.
+
+        It is 1 until the final decay and 0 at its end.
+        """
         assert self.wsd_decay_steps is not None, "checked at construction"
         into_decay = lr_samples - (self.decay_steps - self.wsd_decay_steps)
         if into_decay <= 0:
             return 1.0
         ratio = into_decay / self.wsd_decay_steps
+        # Each shape falls from 1 at ratio 0 to 0 at ratio 1.
         shapes = {
             "linear": 1.0 - ratio,
             "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
@@ -128,21 +162,25 @@ class LRSchedule:
         return shapes[self.wsd_decay_style]
 
     def compute_warmup_tokens(self, lr_samples: int, lr_tokens: int, warmup_tokens: int) -> int:
-        """The state's `warmup_tokens` once a step has brought it to (lr_samples, lr_tokens); call it after every applied step.
+        """Return the state's `warmup_tokens` after a step brought it to (lr_samples, lr_tokens).
 
-        It is the token count of the first state at or past the end of warm-up. Warm-up hardly ever ends exactly on a batch's
-        edge: a test for equality would miss it, and the decay would then count from token 0.
+        Call it after every applied step. The result is the token count of the first state at or
+        past the end of warm-up. Warm-up rarely ends exactly at the edge of a batch. A test for
+        equality would miss its end, and the decay would then count from token 0.
         """
         if self.warmup_steps == 0 or lr_samples < self.warmup_steps:
             return 0
+        # Once it is set it stays, so that later steps do not move the start of the decay.
         return warmup_tokens or lr_tokens
 
 
 def list_schedule_differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
-    """What differs, one entry a parameter, by flag name; empty when the two agree.
+    """Return one entry for each parameter that differs, with its flag and both values.
 
-    A constant rate has no decay: a run that is prolonged has another default end of it, which changes nothing.
+    The list is empty if the two agree. A constant rate has no decay. A run that is prolonged has
+    another default end of it, which changes nothing.
     """
+    # Without this, each prolonged run with a constant rate would need --override-lr-scheduler.
     constant = here.style == checkpoint.style == "constant"
     names = [
         f.name

@@ -1,7 +1,8 @@
-"""A forecast of the training counters: what they are after a given iteration of an undisturbed run.
+"""A forecast of the training counters after a given iteration of an undisturbed run.
 
-Invariant: the same arithmetic as a run without overflow or NaN; each iteration's batch size and sequence length come from the
-state before it. Skipped ranges consume their samples but do not move the learning rate.
+Invariant: the arithmetic is that of a run without overflow or NaN. Each iteration's batch size and
+sequence length come from the state before it. Skipped ranges consume their samples but do not
+change the learning rate.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,11 @@ from megatron.schedule.skip import SkipRange, find_range
 
 
 class _Counters(NamedTuple):
-    """`ForecastPoint` without the learning rate, which costs too much to work out for each of 300,000 iterations."""
+    """`ForecastPoint` without the learning rate.
+
+    The rate is computed for the wanted points only. It would cost too much for each of 300,000
+    iterations.
+    """
 
     iteration: int
     consumed_samples: int
@@ -29,8 +34,12 @@ class _Counters(NamedTuple):
 
 @dataclass(frozen=True)
 class ForecastPoint:
-    """The state after `iteration`: counters in samples and tokens, the batch size (samples) and sequence length (tokens) that it
-    ran with, and the learning rate after it, which is what its log line shows. Iteration 0 has the sizes of the first one."""
+    """The state after `iteration`.
+
+    The counters are in samples and tokens. The batch size (samples) and sequence length (tokens)
+    are those that the iteration ran with. The learning rate is the one after it, which its log line
+    shows. Iteration 0 has the sizes of the first iteration.
+    """
 
     iteration: int
     consumed_samples: int
@@ -45,7 +54,7 @@ class ForecastPoint:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The schedules of one run; `seq_length` in tokens."""
+    """The schedules of one run. `seq_length` is in tokens."""
 
     batch_size: BatchSizeSchedule
     lr: LRSchedule
@@ -54,10 +63,11 @@ class Forecast:
     skip_ranges: tuple[SkipRange, ...] = ()
 
     def predict(self, wanted: Iterable[int]) -> list[ForecastPoint]:
-        """The states after the `wanted` iterations (0 or later), in the order asked for."""
+        """Return the states after the `wanted` iterations (0 or later), in the order asked for."""
         wanted = list(wanted)
         remaining = set(wanted)
         found: dict[int, ForecastPoint] = {}
+        # The counters never end, so stop as soon as all wanted iterations were seen.
         for counters in self._iterate_counters():
             if counters.iteration in remaining:
                 found[counters.iteration] = self._add_lr(counters)
@@ -67,7 +77,10 @@ class Forecast:
         return [found[iteration] for iteration in wanted]
 
     def find_iteration_reaching_tokens(self, tokens: int, limit: int) -> int:
-        """The first iteration after which `tokens` are consumed; `limit` (an iteration) where they are not by then."""
+        """Return the first iteration after which `tokens` are consumed, at most `limit`.
+
+        `limit` is an iteration. It is returned if the tokens are not consumed by then.
+        """
         return next(
             c.iteration
             for c in self._iterate_counters()
@@ -75,8 +88,12 @@ class Forecast:
         )
 
     def _iterate_counters(self) -> Iterator[_Counters]:
-        """The counters after iteration 0, 1, 2, ..., without end. A loop, not a closed form: it cannot differ from training's."""
+        """Yield the counters after iteration 0, 1, 2, ..., without end.
+
+        It is a loop and not a closed form, so that it cannot differ from training's arithmetic.
+        """
         iteration = samples = tokens = lr_samples = lr_tokens = warmup_tokens = 0
+        # Iteration 0 has no sizes of its own. It shows those of iteration 1.
         size, length = self.batch_size.get_size(0, 0), self._get_seq_length(1)
         while True:
             yield _Counters(
@@ -89,10 +106,14 @@ class Forecast:
             )
             samples += size
             tokens += size * length
+            # A skipped iteration consumes its batch, and its learning-rate counters stay as they
+            # are.
             if self.skip_ranges and find_range(self.skip_ranges, iteration):
                 continue
             lr_samples += size
             lr_tokens += size * length
+            # The order is that of training: count the step first, then check whether warm-up has
+            # ended.
             warmup_tokens = self.lr.compute_warmup_tokens(lr_samples, lr_tokens, warmup_tokens)
 
     def _get_seq_length(self, iteration: int) -> int:

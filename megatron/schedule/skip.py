@@ -1,6 +1,7 @@
-"""The iteration ranges whose batches are dropped untrained.
+"""Ranges of iterations whose batches are dropped without training on them.
 
-Invariant: parsed ranges are inclusive, sorted, and neither overlap nor touch; an iteration is in at most one of them.
+Invariant: parsed ranges are inclusive and sorted, and neither overlap nor touch. An iteration is in
+at most one of them.
 """
 
 import re
@@ -11,13 +12,18 @@ SkipRange = tuple[int, int]
 
 
 def parse_ranges(texts: tuple[str, ...]) -> tuple[SkipRange, ...]:
-    """Read ('8401-8800', '9001-9100') into sorted, merged (first, last), both inclusive and 1-based.
+    """Read ('8401-8800', '9001-9100') into sorted, merged (first, last) pairs.
 
-    Ranges that overlap or touch (8401-8800 8801-9000) become one. Raises ConfigError on anything that is not FIRST-LAST.
+    Both ends are inclusive and 1-based. Ranges that overlap or touch (8401-8800 8801-9000) become
+    one.
+
+    Raises:
+        ConfigError: a text is not FIRST-LAST.
     """
     merged: list[SkipRange] = []
     for first, last in sorted(_parse_range(text) for text in texts):
         if merged and first <= merged[-1][1] + 1:
+            # The earlier range may end later, because ranges are sorted by their first iteration.
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))
         else:
             merged.append((first, last))
@@ -25,16 +31,18 @@ def parse_ranges(texts: tuple[str, ...]) -> tuple[SkipRange, ...]:
 
 
 def _parse_range(text: str) -> SkipRange:
+    """Return (first, last) of one range."""
     match = re.fullmatch(r"(\d[\d_]*)-(\d[\d_]*)", text.strip())
+    # (0, 0) fails the next check, so a text that does not match gets the same message.
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
-            f"--skip-train-iteration-range '{text}' is not FIRST-LAST with 1 <= FIRST <= LAST (iterations, both included); "
-            "write it as in 8401-8800 9001-9100."
+            f"--skip-train-iteration-range '{text}' is not FIRST-LAST with 1 <= FIRST <= LAST "
+            "(iterations, both included); write it as in 8401-8800 9001-9100."
         )
     return first, last
 
 
 def find_range(ranges: tuple[SkipRange, ...], iteration: int) -> SkipRange | None:
-    """The range that `iteration` (1-based) lies in, or None."""
+    """Return the range that contains `iteration` (1-based), or None."""
     return next((r for r in ranges if r[0] <= iteration <= r[1]), None)

@@ -1,7 +1,8 @@
-"""Text <-> token ids, and the size of the vocabulary that the model is built with.
+"""Conversion between text and token ids, and the size of the model's vocabulary.
 
-Invariant: ids are those of Hugging Face `tokenizers` without any special token added around a text; who wants an end-of-document
-token appends `Tokenizer.eod` once, and nobody else does.
+Invariant: ids are those of Hugging Face `tokenizers` without any special token added around a text.
+A caller that wants an end-of-document token appends `Tokenizer.eod` once. No other code appends
+one.
 """
 
 from megatron.tokenizer.build import (

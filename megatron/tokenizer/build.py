@@ -1,7 +1,8 @@
 """The tokenizers, built from local files.
 
-Invariant: encoding a text adds nothing before, after or instead of it: no special tokens, no truncation, no padding, even where
-the tokenizer's own files ask for them (two programs that each add a separator is how corpora get doubled ones).
+Invariant: encoding a text adds nothing before, after or instead of it. There are no special tokens,
+no truncation and no padding, even if the tokenizer's own files ask for them. If two programs each
+add a separator, the corpus has doubled ones.
 """
 
 import json
@@ -18,78 +19,118 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer. Ids lie in [0, vocab_size); `eod` ends a document."""
+    """The interface that the rest of the package needs of a tokenizer.
+
+    Ids are in [0, vocab_size). `eod` ends a document.
+    """
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of ids, at least one more than the largest id."""
+        ...
+
     @property
-    def eod(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
-    def decode(self, ids: list[int]) -> str: ...
+    def eod(self) -> int:
+        """The id that ends a document."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        ...
 
 
 class HFTokenizer:
     """A tokenizer of the `tokenizers` library, held in `backend`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
-        backend.no_truncation()  # a tokenizer.json may carry either; both would change a corpus silently
+        """Wrap `backend`, whose end-of-document token has the id `eod`."""
+        # A tokenizer.json may ask for truncation or padding. Both would change a corpus silently.
+        backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.eod = eod
+        # Ids may have gaps, so the number of entries can be smaller than the largest id.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text. The library encodes them in parallel."""
         return [
             encoding.ids
             for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
 
 class TransformersTokenizer:
-    """A tokenizer that only `transformers` can read (no tokenizer.json); slower than the others."""
+    """A tokenizer that only `transformers` can read, because it has no tokenizer.json.
+
+    It is slower than the others.
+    """
 
     def __init__(self, backend: Any, eod: int) -> None:
+        """Wrap `backend`, whose end-of-document token has the id `eod`."""
         self.backend = backend
         self.eod = eod
         self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values()))
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
         return self.backend.encode(
             text, add_special_tokens=False, truncation=False, padding=False, verbose=False
         )
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
         return self.backend.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the flags name. Raises ConfigError, naming flag and file, where it cannot be built."""
+    """Return the tokenizer that the flags name.
+
+    Raises:
+        ConfigError: it cannot be built. The message names flag and file.
+    """
     tokenizer = (
         _build_gpt2(config)
         if config.tokenizer_type == "GPT2BPETokenizer"
         else _build_from_hf(config)
     )
+    # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
+    # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave the flag out."
+            f"--vocab-size {config.vocab_size} is smaller than the tokenizer's "
+            f"{tokenizer.vocab_size} ids; leave the flag out."
         )
     return tokenizer
 
 
 def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of a tokenizer's special tokens (BOS, EOS, ...), the end of a document among them."""
+    """Return the ids of a tokenizer's special tokens (BOS, EOS, ...), sorted.
+
+    The end of a document is one of them.
+    """
     found = {tokenizer.eod}
     if isinstance(tokenizer, HFTokenizer):
         found |= {
@@ -103,16 +144,24 @@ def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def find_tokenizer_json(name_or_path: str | None) -> Path | None:
-    """The tokenizer.json that --tokenizer-name-or-path means, if there is one on this machine."""
+    """Return the tokenizer.json that --tokenizer-name-or-path names, or None if it is not here.
+
+    "Here" means on this machine. Nothing is downloaded.
+    """
     if name_or_path is None:
         return None
+    # The flag may name the folder or the file itself.
     path = Path(name_or_path)
     found = path / "tokenizer.json" if path.is_dir() else path
     return found if found.is_file() else None
 
 
 def read_vocabulary(vocab_file: str) -> dict[str, int]:
-    """Token -> id of a vocab.json. Raises ConfigError where the file is missing or is something else."""
+    """Return token -> id of a vocab.json.
+
+    Raises:
+        ConfigError: the file is missing or has other content.
+    """
     vocabulary = _read_json(vocab_file, f"--vocab-file {vocab_file}")
     if not vocabulary or not all(
         isinstance(index, int) and index >= 0 for index in vocabulary.values()
@@ -124,48 +173,66 @@ def read_vocabulary(vocab_file: str) -> dict[str, int]:
 
 
 def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    """Raises ConfigError where the file is damaged or of a kind that the library does not know."""
+    """Read a tokenizer.json.
+
+    Raises:
+        ConfigError: the file is damaged, or of a kind that the library does not support.
+    """
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
+    # The library raises no more specific class.
+    except Exception as error:
         raise ConfigError(
             f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
         ) from error
 
 
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
-    """GPT-2's byte-level BPE (https://github.com/openai/gpt-2): special tokens in a text are ordinary text to it."""
+    """Return GPT-2's byte-level BPE (https://github.com/openai/gpt-2).
+
+    It takes special tokens in a text for ordinary text.
+
+    Raises:
+        ConfigError: the files do not make a BPE.
+    """
     try:
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
-    except Exception as error:  # the library raises nothing more precise
+    # The library raises no more specific class.
+    except Exception as error:
         raise ConfigError(
             f"--vocab-file {vocab_file} and --merge-file {merge_file} do not make a BPE: {error}"
         ) from error
+    # GPT-2 adds no space before the first word, and the library does by default.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
+    """Return the tokenizer of --vocab-file and --merge-file."""
     for flag, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if file is None:
             raise ConfigError(
-                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and --merge-file merges.txt."
+                f"GPT2BPETokenizer needs {flag}; give both --vocab-file vocab.json and "
+                "--merge-file merges.txt."
             )
         if not Path(file).is_file():
             raise ConfigError(f"{flag} {file} does not exist or is not a file.")
     assert config.vocab_file is not None, "checked above"
     assert config.merge_file is not None, "checked above"
     vocabulary = read_vocabulary(config.vocab_file)
+    # The library drops a byte whose symbol is not in the vocabulary, without a message.
     lacking = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
     if lacking:
         raise ConfigError(
-            f"--vocab-file {config.vocab_file} lacks {len(lacking)} of the 256 byte symbols ({' '.join(lacking[:8])} ...): text "
-            "with these bytes would lose them. Use a byte-level vocabulary with its whole alphabet."
+            f"--vocab-file {config.vocab_file} lacks {len(lacking)} of the 256 byte symbols "
+            f"({' '.join(lacking[:8])} ...): text with these bytes would lose them. Use a "
+            "byte-level vocabulary with its whole alphabet."
         )
     if END_OF_DOCUMENT not in vocabulary:
         raise ConfigError(
-            f"--vocab-file {config.vocab_file} has no {END_OF_DOCUMENT}, which ends documents; add it as the last entry."
+            f"--vocab-file {config.vocab_file} has no {END_OF_DOCUMENT}, which ends documents; "
+            "add it as the last entry."
         )
     return HFTokenizer(
         build_byte_level_bpe(config.vocab_file, config.merge_file), vocabulary[END_OF_DOCUMENT]
@@ -173,6 +240,7 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
 
 
 def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer of --tokenizer-name-or-path."""
     name = config.tokenizer_name_or_path
     if name is None:
         raise ConfigError("PretrainedFromHF needs --tokenizer-name-or-path FOLDER.")
@@ -182,56 +250,69 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_token(found.parent)
+    # A tokenizer.json may have GPT-2's token without a file that names it.
     if token is None and END_OF_DOCUMENT in vocabulary:
         token = END_OF_DOCUMENT
     if token is None or token not in vocabulary:
         raise ConfigError(
-            f"--tokenizer-name-or-path {name}: no end-of-document token ({token!r} is what its files name); "
-            'name one that is in the vocabulary as "eos_token" in tokenizer_config.json beside tokenizer.json.'
+            f"--tokenizer-name-or-path {name}: no end-of-document token ({token!r} is what its "
+            "files name); "
+            'name one that is in the vocabulary as "eos_token" in tokenizer_config.json beside '
+            "tokenizer.json."
         )
     return HFTokenizer(backend, vocabulary[token])
 
 
 def end_token(folder: Path) -> str | None:
-    """Return the end-of-document token that a folder's files name. Raises ConfigError where they are damaged."""
+    """Return the end-of-document token that a folder's files name, or None.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    # The first file that names a token wins. Some folders have only one of the two.
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             token = _read_json(
                 str(folder / name), f"--tokenizer-name-or-path: {folder / name}"
             ).get("eos_token")
             if token is not None:
+                # The token is a text, or an object with the token's settings.
                 return token["content"] if isinstance(token, dict) else token
     return None
 
 
 def _build_from_transformers(name: str) -> TransformersTokenizer:
+    """Return a tokenizer without tokenizer.json, read by `transformers`."""
     try:
+        # Import it only here, because the package is optional and slow to import.
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
-            f"--tokenizer-name-or-path {name} has no tokenizer.json, and reading it otherwise needs the package transformers: "
-            "pip install transformers."
+            f"--tokenizer-name-or-path {name} has no tokenizer.json, and reading it otherwise "
+            "needs the package transformers: pip install transformers."
         ) from error
     try:
+        # No code of the tokenizer's authors is run, and nothing is downloaded.
         backend = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=True
         )
-    except (
-        Exception
-    ) as error:  # OSError, ValueError, ImportError, KeyError and others, by the kind of damage
+    # The error depends on the damage: OSError, ValueError, ImportError, KeyError and others.
+    except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"--tokenizer-name-or-path {name} cannot be read: {first} "
-            "Give a local folder that holds a tokenizer; nothing is downloaded."
+            f"--tokenizer-name-or-path {name} cannot be read: {first} Give a local folder that "
+            "holds a tokenizer; nothing is downloaded."
         ) from error
     if backend.eos_token_id is None:
         raise ConfigError(
-            f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its tokenizer_config.json."
+            f"--tokenizer-name-or-path {name}: no end-of-document token; name an eos_token in its "
+            "tokenizer_config.json."
         )
     return TransformersTokenizer(backend, backend.eos_token_id)
 
 
 def _read_json(file: str, named: str) -> dict[str, Any]:
+    """Return the JSON object in a file. `named` is the file's name in messages."""
     try:
         content = json.loads(Path(file).read_bytes())
     except (OSError, ValueError, RecursionError) as error:

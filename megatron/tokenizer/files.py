@@ -1,7 +1,8 @@
-"""What makes a tokenizer: the files that its ids come from, digested, so that another one of the
-same size is found.
+"""The files that a tokenizer's ids come from, and their digests.
 
-Invariant: content counts, and no path does; a tokenizer may be moved.
+With the digests, another tokenizer of the same size is recognised.
+
+Invariant: content counts, and no path does. A tokenizer may be moved.
 """
 
 from pathlib import Path
@@ -19,12 +20,14 @@ _TRANSFORMERS_FILES = (
     "spiece.model",
     "added_tokens.json",
 )
-"""Of a folder without tokenizer.json: those that its ids come from."""
+"""Files that the ids come from, in a folder without tokenizer.json."""
 
 
 def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
-    """Return the files that the ids come from, as far as they are on this machine: the part they
-    play -> path."""
+    """Return the files that the ids come from, by the part that each plays.
+
+    Files that are not on this machine are left out.
+    """
     if config.tokenizer_type == "GPT2BPETokenizer":
         given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
         found = {part: Path(name) for part, name in given.items() if name is not None}
@@ -43,20 +46,22 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
 
 
 def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
-    """Return the part that a file plays -> xxh3_128 of its content; of a Hugging Face folder also
-    its end-of-document token.
+    """Return the xxh3_128 of each file's content, by the part that the file plays.
 
-    Empty where no file is given or none is on this machine.
+    For a Hugging Face folder the end-of-document token is included. The result is empty if no file
+    is given or none is on this machine.
 
     Raises:
-        ConfigError: a file that names the end of a document cannot be read. OSError: another one
-            cannot be read.
+        ConfigError: a file that names the end of a document cannot be read.
+        OSError: another file cannot be read.
     """
     files = tokenizer_files(config)
     digests = {
         part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
     }
+    # Two folders may have the same vocabulary and end documents with different tokens.
     if files and config.tokenizer_type != "GPT2BPETokenizer":
+        # All of these files are in one folder, and the token is named by another file there.
         token = end_token(next(iter(files.values())).parent)
         if token is not None:
             digests["end-of-document token"] = str(token)

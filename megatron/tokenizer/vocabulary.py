@@ -1,6 +1,8 @@
-"""The size of the vocabulary: as the tokenizer has it, and padded as the model has it.
+"""The size of the vocabulary, as the tokenizer has it and padded as the model has it.
 
-Invariant: the padded size is divisible by the tensor-parallel size and never smaller than the vocabulary.
+Invariant: the padded size is divisible by the tensor-parallel size and never smaller than the
+vocabulary.
+
 Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
 """
 
@@ -17,6 +19,7 @@ from megatron.tokenizer.build import (
 )
 
 GPT2_VOCAB_SIZE = 50257
+"""Size of GPT-2's vocabulary: 50,000 merges, 256 bytes and the end of a document."""
 
 
 def compute_padded_vocab_size(
@@ -27,30 +30,35 @@ def compute_padded_vocab_size(
 ) -> int:
     """Return the rows of the word embedding.
 
-    They are the next multiple of make_divisible_by x tensor-parallel size, or exactly `pad_to`. As in
-    Megatron-DeepSpeed, `pad_to` must be divisible by make_divisible_by, but not by its product with
-    the tensor-parallel size: equal parts for the ranks are enough.
+    They are the next multiple of make_divisible_by x tensor-parallel size, or exactly `pad_to`. As
+    in Megatron-DeepSpeed, `pad_to` must be divisible by make_divisible_by, but not by its product
+    with the tensor-parallel size. Equal parts for the ranks are enough.
 
     Raises:
-        ConfigError: `pad_to` is smaller than the vocabulary, or does not divide.
+        ConfigError: `pad_to` is smaller than the vocabulary or not divisible, or a size is below 1.
     """
     if vocab_size < 1 or make_divisible_by < 1:
         raise ConfigError(
-            f"vocabulary size {vocab_size} and --make-vocab-size-divisible-by {make_divisible_by} must both be at least 1."
+            f"vocabulary size {vocab_size} and --make-vocab-size-divisible-by {make_divisible_by} "
+            "must both be at least 1."
         )
     if pad_to is None:
         multiple = make_divisible_by * tensor_model_parallel_size
+        # -(-a // b) is the division rounded up, in exact integers.
         return -(-vocab_size // multiple) * multiple
     if pad_to < vocab_size:
         raise ConfigError(
-            f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}. Raise it, or leave it out."
+            f"--pad-vocab-size-to {pad_to} must not be smaller than the vocabulary, {vocab_size}. "
+            "Raise it, or leave it out."
         )
+    # This is the smallest step that satisfies both rules. The messages suggest a multiple of it.
     multiple = math.lcm(make_divisible_by, tensor_model_parallel_size)
     fitting = -(-pad_to // multiple) * multiple
     if pad_to % make_divisible_by:
         raise ConfigError(
             f"--pad-vocab-size-to {pad_to} must be divisible by --make-vocab-size-divisible-by "
-            f"{make_divisible_by}. Use {fitting}, or a --make-vocab-size-divisible-by that divides it."
+            f"{make_divisible_by}. Use {fitting}, or a --make-vocab-size-divisible-by that "
+            "divides it."
         )
     if pad_to % tensor_model_parallel_size:
         raise ConfigError(
@@ -61,10 +69,13 @@ def compute_padded_vocab_size(
 
 
 def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
-    """Number of token ids for planning, and a warning where it had to be guessed; opens local files only.
+    """Return the number of token ids for planning, and a warning if it had to be guessed.
 
-    --vocab-size wins; then the tokenizer's files; then --pad-vocab-size-to as an upper bound, or GPT-2's size.
-    Raises ConfigError where nothing tells the size, or the files that are there cannot be read.
+    Only local files are opened. --vocab-size takes precedence, then the tokenizer's files. Then
+    follows --pad-vocab-size-to as an upper bound, or GPT-2's size.
+
+    Raises:
+        ConfigError: nothing gives the size, or files that exist cannot be read.
     """
     if config.vocab_size is not None:
         if config.vocab_size < 1:
@@ -72,6 +83,7 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         return config.vocab_size, None
     if config.tokenizer_type == "GPT2BPETokenizer":
         if config.vocab_file is not None and Path(config.vocab_file).is_file():
+            # The largest id counts and not the number of entries, because ids may have gaps.
             return 1 + max(read_vocabulary(config.vocab_file).values()), None
         absent = (
             f"--vocab-file {config.vocab_file} is not there"
@@ -80,20 +92,23 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         )
         return (
             GPT2_VOCAB_SIZE,
-            f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says otherwise.",
+            f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says "
+            "otherwise.",
         )
     found = find_tokenizer_json(config.tokenizer_name_or_path)
     if found is not None:
         vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
         return 1 + max(vocabulary.values()), None
     if config.tokenizer_name_or_path is not None and Path(config.tokenizer_name_or_path).is_dir():
+        # Without tokenizer.json only `transformers` can count the ids, which is slower.
         return build_tokenizer(config).vocab_size, None
     if config.pad_vocab_size_to is not None:
         return config.pad_vocab_size_to, (
-            f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: "
-            f"taking --pad-vocab-size-to {config.pad_vocab_size_to} for the size of its vocabulary, which is an upper bound."
+            f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: taking "
+            f"--pad-vocab-size-to {config.pad_vocab_size_to} for the size of its vocabulary, "
+            "which is an upper bound."
         )
     raise ConfigError(
-        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no tokenizer.json on this machine, so the size of the "
-        "vocabulary is unknown; give its folder, or --vocab-size N."
+        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no tokenizer.json on this "
+        "machine, so the size of the vocabulary is unknown; give its folder, or --vocab-size N."
     )

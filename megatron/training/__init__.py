@@ -1,1 +1,1 @@
-"""The loop and what it needs: the state, resuming, evaluation, exits."""
+"""The training loop and what it needs: the state, resuming, evaluation and exits."""

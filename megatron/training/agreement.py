@@ -1,4 +1,8 @@
-"""All ranks must run the same configuration from the same iteration: a rank that differs is named before anything is trained."""
+"""Comparison of the configuration and the start iteration between ranks.
+
+All ranks must run the same configuration from the same iteration. A rank that differs is named
+before anything is trained.
+"""
 
 import json
 
@@ -14,12 +18,18 @@ from megatron.parallel.messages import gather_json
 
 
 def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
-    """
+    """Compare configuration, start iteration, code version and DeepSpeed's settings between ranks.
+
+    All ranks call it together.
+
     Raises:
-        LayoutError: on every rank, naming the first rank that differs from rank 0, its host, and what differs.
+        LayoutError: A rank differs from rank 0. The error is raised on every rank. It names the
+            first such rank, its host, and what differs.
     """
     if mesh.grid.world_size == 1:
         return
+    # A digest is enough to find a difference. Gathering every rank's YAML file here would send
+    # megabytes over the control group in a large job.
     everyone = gather_json(
         [
             compute_config_digest(config),
@@ -31,18 +41,23 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     )
     if all(other == everyone[0] for other in everyone):
         return
+    # Every rank holds the same list of digests, so every rank reaches this second gather or none.
     texts = gather_json(dump_yaml(config), mesh.control)
     rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
     differing = _differences(texts[0], texts[rank])
+    # The digest (index 0) is explained by the differences in the YAML files. The others are not
+    # part of the configuration, so each needs its own line.
     if everyone[rank][1] != everyone[0][1]:
         differing.append(
-            f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do both see the same --load?"
+            f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do "
+            "both see the same --load?"
         )
     if everyone[rank][2] != everyone[0][2]:
         differing.append(f"its version is {everyone[rank][2]}, rank 0's {everyone[0][2]}")
     if everyone[rank][3] != everyone[0][3]:
         differing.append(
-            f"its {config.parallel.deepspeed_config} has {everyone[rank][3]} for DeepSpeed itself, rank 0's {everyone[0][3]}"
+            f"its {config.parallel.deepspeed_config} has {everyone[rank][3]} for DeepSpeed itself, "
+            f"rank 0's {everyone[0][3]}"
         )
     raise LayoutError(
         f"{mesh.names[rank]} differs from rank 0:\n  "
@@ -52,7 +67,11 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
 
 
 def _differences(rank_0: str, other: str) -> list[str]:
-    """Between two configurations that `dump_yaml` wrote, maybe of other versions than this one."""
+    """Return the fields in which two YAML files written by `dump_yaml` differ.
+
+    The other rank may run another version of the code. Its file may then have fields that this
+    rank cannot read.
+    """
     try:
         return list_config_differences(load_yaml(rank_0), load_yaml(other))
     except ConfigError as error:
@@ -60,6 +79,9 @@ def _differences(rank_0: str, other: str) -> list[str]:
 
 
 def _read_deepspeed_settings(config: Config) -> str:
-    """What of DeepSpeed's JSON is no field of the configuration; a file of that name may be another on each machine."""
+    """Return the settings of DeepSpeed's JSON file that are not fields of the configuration.
+
+    They are compared by content, because each machine may have another file of the same name.
+    """
     path = config.parallel.deepspeed_config if config.parallel.deepspeed else None
     return json.dumps(select_passed_on(read_json(path)) if path else {}, sort_keys=True)

@@ -1,10 +1,12 @@
-"""The data files of a run: are they the same on all ranks, and still those that the checkpoint was
-trained on?
+"""Verification of a run's data files, between ranks and against the checkpoint.
 
-Invariants: ranks whose files differ never take a step together; no checkpoint is written once a
-file is known to have changed. A data set is compared three times. Its sampled fingerprint is
-compared between ranks before the first step. So is the digest of its whole .bin where that is
-small. The digest of a large one is computed in the background and compared before the next save.
+Invariants:
+- Ranks whose files differ never take a step together.
+- No checkpoint is written once a file is known to have changed.
+
+A data set is compared three times. Its sampled fingerprint is compared between ranks before the
+first step. If its .bin is small, the digest of all its bytes is compared at that point as well. The
+digest of a large .bin is computed in the background and compared before the next save.
 """
 
 from collections.abc import Callable
@@ -21,16 +23,26 @@ from megatron.errors import DataError, LayoutError, MegatronError
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
-_SAME_FILES = "All ranks must read the same files: copy the right one to that host, or mount one file system on all of them"
+_SAME_FILES = (
+    "All ranks must read the same files: copy the right one to that host, or mount one file system "
+    "on all of them"
+)
 _NEW_RUN = "or start a new run from these weights with --finetune and another --save"
 
 
 def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
-    """Compare tokenizer and split files between ranks, before anything is built of them. `who`
-    names this rank and its host.
+    """Compare the tokenizer's files and the split files between ranks.
+
+    This happens before anything is built from these files. All ranks call it together.
+
+    Args:
+        config: The resolved configuration.
+        ranks: All ranks of the run.
+        who: Name of this rank and its host, for error messages.
 
     Raises:
-        LayoutError: on every rank, naming the first rank whose files differ from rank 0's.
+        LayoutError: A rank's files differ from rank 0's. The error is raised on every rank and
+            names the first such rank.
     """
     files = {f"{part} {path}": path for part, path in tokenizer_files(config.tokenizer).items()}
     data = config.data
@@ -41,11 +53,14 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
     )
     files |= {f"split file {name}": Path(name) for name in named if name is not None}
     facts = {name: _describe_small(path) for name, path in files.items()}
+    # The token is named by a file such as tokenizer_config.json, which may not be among the files
+    # above. Ranks with different tokens would split the data into documents at different places.
     try:
         facts["end-of-document token"] = repr(
             tokenizer_digests(config.tokenizer).get("end-of-document token")
         )
-    except (MegatronError, OSError) as error:  # on one rank only: the others must not wait for it
+    except (MegatronError, OSError) as error:
+        # It may fail on one rank only. Raising here would leave the others waiting in the gather.
         facts["end-of-document token"] = str(error)
     _require_same(ranks.gather({"who": who, "facts": facts}))
 
@@ -58,24 +73,33 @@ def open_same(
 ) -> Sources:
     """Open the data sets on all ranks and compare their sizes and sampled fingerprints.
 
-    `open_sources` runs in a thread and must not communicate: the ranks wait for each other meanwhile.
+    Args:
+        open_sources: Opens the sources of this rank. It runs in a thread and must not communicate,
+            because the main threads of the ranks wait for each other meanwhile.
+        ranks: All ranks of the run.
+        who: Name of this rank and its host, for error messages.
+        say: Prints a line of the log.
 
     Raises:
-        MegatronError: what `open_sources` raised here.
-        DataError: it failed on another rank only.
-        LayoutError: the data of a rank differ from rank 0's.
+        MegatronError: `open_sources` raised it on this rank.
+        DataError: `open_sources` failed on another rank only.
+        LayoutError: The data of a rank differ from rank 0's.
     """
 
     def open_and_describe() -> tuple[Sources | None, dict[str, str], MegatronError | None]:
+        """Return the sources and their facts, or the failure."""
         try:
             sources = open_sources()
         except MegatronError as error:
-            return None, {}, error  # compared below, so that the other ranks name the same reason
+            # It is raised after the gather below, so that the other ranks report the same reason.
+            return None, {}, error
         registry = sources.registry
         facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
         return sources, facts, None
 
     sources, facts, failure = ranks.work(open_and_describe, "opening the data", say)
+    # The failure itself is part of the message. A rank that raised before this gather would leave
+    # the others waiting until the time limit of the process group.
     everyone = ranks.gather(
         {"who": who, "facts": facts, "failure": None if failure is None else str(failure)}
     )
@@ -93,12 +117,17 @@ def open_same(
 
 
 def describe_dataset(registry: DatasetRegistry, prefix: str) -> str:
-    """Return sizes and sampled fingerprint of a data set."""
+    """Return the sizes and the sampled fingerprint of a data set."""
     sizes = [path(prefix).stat().st_size for path in (get_bin_path, get_idx_path)]
-    return f"{sizes[0]} bytes in .bin, {sizes[1]} in .idx, sampled fingerprint {registry.open(prefix).compute_fingerprint()}"
+    return (
+        f"{sizes[0]} bytes in .bin, {sizes[1]} in .idx, sampled "
+        f"fingerprint {registry.open(prefix).compute_fingerprint()}"
+    )
 
 
 def _describe_small(path: Path) -> str:
+    # An unreadable file is a fact like any other. It differs from rank 0's, so it is reported with
+    # the name of the rank instead of as a failed gather.
     try:
         return f"{path.stat().st_size} bytes, xxh3_128 {digest_of_file(path)}"
     except OSError as error:
@@ -106,26 +135,32 @@ def _describe_small(path: Path) -> str:
 
 
 def _require_same(everyone: list[dict[str, Any]]) -> None:
-    """
+    """Raise an error if the facts of any rank differ from rank 0's.
+
     Raises:
-        LayoutError: the facts of a rank are not rank 0's.
+        LayoutError: A fact differs, or exists on one of the two ranks only.
     """
     first = everyone[0]["facts"]
     for other in everyone[1:]:
         found = other["facts"]
+        # Names that only the other rank has are included, because a missing file is a difference.
         for name in [*first, *(name for name in found if name not in first)]:
             there = found.get(name, "absent")
             here = first.get(name, "absent")
             if there != here:
                 raise LayoutError(
-                    f"{other['who']} reads other data than {everyone[0]['who']}: {name}\n  the former: {there}\n"
+                    f"{other['who']} reads other data than {everyone[0]['who']}: {name}\n  the "
+                    f"former: {there}\n"
                     f"  the latter: {here}\n{_SAME_FILES}"
                 )
 
 
 class DataFiles:
-    """Whole-file digests of a run's data sets, each computed by one rank for each copy that there
-    is."""
+    """Digests of all bytes of a run's data sets.
+
+    Ranks on one file system see the same copy of a file, and one of them computes its digest.
+    Replicas on other file systems are verified separately.
+    """
 
     def __init__(
         self,
@@ -135,17 +170,27 @@ class DataFiles:
         who: str,
         say: Callable[[str], None],
     ) -> None:
-        """Start the digests; those of small files are there when this returns. All ranks call it
-        together.
+        """Start the computation of the digests.
+
+        The digests of small files are known when this returns. All ranks call it together.
+
+        Args:
+            registry: The open data sets.
+            state: The state at the start, with the digests that the checkpoint recorded.
+            ranks: All ranks of the run.
+            who: Name of this rank and its host, for error messages.
+            say: Prints a line of the log.
 
         Raises:
-            DataError: a file cannot be read.
+            DataError: A file cannot be read.
         """
         self._library = registry
         self._ranks = ranks
         self._who = who
         self._say = say
         self._digests = ContentDigests(registry.background)
+        # None means that the checkpoint was saved before the digest was known. Such entries are
+        # left out, so that the first digest that is computed becomes the recorded one.
         self._recorded: dict[str, str] = {
             name: digest for name, digest in state.data_digests.items() if digest is not None
         }
@@ -156,16 +201,18 @@ class DataFiles:
             self._request_own()
         except OSError as error:
             problem = f"{who}: a data file cannot be read: {error}"
+        # Raised after the gather, so that no rank waits for one that has already failed.
         for other in ranks.gather(problem):
             if other is not None:
                 raise DataError(other)
 
     def check(self) -> None:
-        """Compare what is known by now with the checkpoint and between copies; all ranks call it
-        together, before a save.
+        """Compare the digests known so far with the checkpoint's and between replicas.
+
+        All ranks call it together, before each save.
 
         Raises:
-            DataError: on every rank; a data set or an index has changed.
+            DataError: A data set or an index has changed. The error is raised on every rank.
         """
         background = self._library.background
         digests = self._digests.known
@@ -183,8 +230,10 @@ class DataFiles:
                 if str(get_bin_path(prefix)) in digests
             ],
         }
+        # `mine` holds a copy of the notes. Without this the next check would print them again.
         self._digests.notes.clear()
         for other in self._ranks.gather(mine):
+            # Every rank handles the same list in the same order, so all of them raise or none does.
             for note in other["notes"]:
                 self._say(f"warning: {other['who']}: {note}")
             for problem in other["problems"]:
@@ -193,24 +242,34 @@ class DataFiles:
                 self._compare(other["who"], fingerprint, path, digest)
 
     def record(self) -> dict[str, str | None]:
-        """Return what the next checkpoint holds: fingerprint -> digest, None where it is not known
-        yet."""
+        """Return the digests for the next checkpoint, by sampled fingerprint.
+
+        A digest is None if it is not known yet.
+        """
         unknown: dict[str, str | None] = {
             data.compute_fingerprint(): None for data in self._library.datasets.values()
         }
         return unknown | self._recorded
 
     def _compare(self, who: str, fingerprint: str, path: str, digest: str) -> None:
+        """Compare one rank's digest with the recorded one.
+
+        Raises:
+            DataError: They differ.
+        """
+        # The first rank that reports a digest sets what all replicas are compared with, unless the
+        # checkpoint recorded one.
         expected = self._recorded.setdefault(fingerprint, digest)
         source = self._source_of.setdefault(fingerprint, f"{path} on {who}")
         if digest != expected:
             raise DataError(
-                f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} is {expected}, although the sampled "
-                f"fingerprint {fingerprint} is the same. A run must go on with the data that it began with. Bring that file "
-                f"back, {_NEW_RUN}"
+                f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "
+                f"is {expected}, although the sampled fingerprint {fingerprint} is the same. A run "
+                f"must go on with the data that it began with. Bring that file back, {_NEW_RUN}"
             )
 
     def _say_what_is_not_compared(self, state: TrainState) -> None:
+        """Warn of data sets whose digest the checkpoint lacks. A run from scratch has none."""
         if not state.data:
             return
         missing = [
@@ -220,15 +279,19 @@ class DataFiles:
         ]
         if missing:
             self._say(
-                f"warning: the checkpoint has no digest of all bytes of {', '.join(missing)}: only the sampled fingerprint was "
-                "compared with it. A later checkpoint will hold the digest"
+                f"warning: the checkpoint has no digest of all bytes of {', '.join(missing)}: only "
+                "the sampled fingerprint was compared with it. A later checkpoint will hold the "
+                "digest"
             )
 
     def _request_own(self) -> None:
-        """Request the digests that this rank is to compute: of each copy of each file, one rank's.
+        """Request the digests that this rank must compute.
 
-        The files of one copy are spread over the ranks that see it.
+        One rank computes the digest of each copy of each file. The files of one copy are spread
+        over the ranks that see it.
         """
+        # `copy` identifies a file on one file system. Equal values on two ranks mean that both read
+        # the same bytes, and a second computation would only load the disk.
         identities = {
             prefix: list(FileIdentity.of(get_bin_path(prefix)).copy)
             for prefix in self._library.datasets

@@ -1,4 +1,4 @@
-"""Evaluation: the same engine, without the backward pass, over the batches that come next in each set."""
+"""Evaluation on the next batches of each validation and test set, without a backward pass."""
 
 from collections.abc import Mapping
 
@@ -10,29 +10,32 @@ from megatron.training.run import Run
 
 
 def evaluate_validation(run: Run) -> None:
-    """Every validation set; reported under the present iteration."""
+    """Evaluate every validation set and report the losses under the current iteration."""
     batch = run.plan.config.batch
     if not run.sources.valid or batch.eval_iters == 0:
         return
     run.reporter.report_validation(run.state, _evaluate(run, run.sources.valid))
+    # Evaluation uses the final batch size even during ramp-up, so that each evaluation covers the
+    # same number of samples.
     run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final
 
 
 def evaluate_test(run: Run) -> None:
-    """Every test set, once, at the end of training."""
+    """Evaluate every test set once, at the end of training."""
     if run.sources.test and run.plan.config.batch.eval_iters > 0:
         run.reporter.report_validation(run.state, _evaluate(run, run.sources.test), test=True)
 
 
 def evaluate_only(run: Run) -> None:
-    """Every validation and test set, and nothing else.
+    """Evaluate every validation and test set without training.
 
     Raises:
-        ConfigError: there is nothing to evaluate.
+        ConfigError: There is nothing to evaluate.
     """
     if run.plan.config.batch.eval_iters == 0 or not (run.sources.valid or run.sources.test):
         raise ConfigError(
-            "--eval-only has nothing to evaluate: give validation data (--split, --valid-weighted-split-paths) and --eval-iters"
+            "--eval-only has nothing to evaluate: give validation data (--split, "
+            "--valid-weighted-split-paths) and --eval-iters"
         )
     evaluate_validation(run)
     evaluate_test(run)
@@ -50,7 +53,11 @@ def _evaluate(run: Run, sources: Mapping[str, GPTValidSource]) -> dict[str, floa
 def compute_mean_loss(
     engine: Engine, source: GPTValidSource, iterations: int, batch_size: int
 ) -> float:
-    """Over the source's next `iterations` batches of `batch_size` samples, always at the full sequence length."""
+    """Return the mean loss over the next `iterations` batches of `batch_size` samples.
+
+    The samples always have the full sequence length, also during curriculum learning. Losses of
+    different iterations can be compared only for this reason.
+    """
     return (
         sum(engine.eval_batch(source.read_batch(batch_size)) for _ in range(iterations))
         / iterations

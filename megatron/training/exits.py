@@ -1,7 +1,7 @@
-"""When to stop: asked once an iteration, decided by all ranks together.
+"""The decision to stop, made once an iteration by all ranks together.
 
-Rank 0 alone looks at the clock and the kill switch, so that ranks whose clocks or file systems differ cannot disagree; a signal to
-any rank counts.
+Only rank 0 reads the clock and looks for the kill switch. Ranks whose clocks or file systems differ
+can therefore not disagree. A signal counts on whichever rank receives it.
 """
 
 import os
@@ -23,11 +23,14 @@ from megatron.observe.log_line import (
 from megatron.parallel.mesh import Mesh
 
 _REPEATED_SECONDS = 10.0
-"""A signal that comes again so soon is the same: Slurm signals a job's tasks, and srun, which passes it on."""
+"""A signal repeated within this time counts as one signal.
+
+Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the tasks again.
+"""
 
 
 class StopReason(IntEnum):
-    """Reasons, the graver the higher."""
+    """Reasons to stop. If several apply, the highest value is reported."""
 
     NO = 0
     INTERVAL = 1
@@ -37,9 +40,10 @@ class StopReason(IntEnum):
 
 
 class Exits:
-    """Watches signals from its construction on."""
+    """Signal handlers and the decision to stop. Signals are caught from construction onwards."""
 
     def __init__(self, config: BatchConfig, mesh: Mesh) -> None:
+        """Install the handlers for SIGTERM and SIGUSR1, and start the clock of the run."""
         self._config = config
         self._mesh = mesh
         self._start = time.monotonic()
@@ -47,39 +51,50 @@ class Exits:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle_signal)
 
+        # The handler only records the signal. Saving here would run in the middle of a collective,
+        # and the other ranks may not have received the signal.
+
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._signalled_at > _REPEATED_SECONDS:
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # a later one ends a process that no longer comes to its next iteration
+            # A later signal gets its default action. It must end a process that hangs and never
+            # reaches its next iteration.
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
 
     def decide(self, before: int, after: int) -> StopReason:
-        """The same answer on all ranks, for a step or jump from iteration `before` to `after`."""
+        """Return the reason to stop after a step or jump from iteration `before` to `after`.
+
+        All ranks call it together and get the same answer.
+        """
         mine = StopReason.SIGNAL if self._signal else StopReason.NO
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
         if self._mesh.grid.world_size == 1:
             return StopReason(mine)
+        # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
+        # wait for work that is queued on the device.
         agreed = torch.tensor([int(mine)])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
         return StopReason(int(agreed.item()))
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
+        """Return the reason that rank 0 alone can see: kill switch, duration or interval."""
         config = self._config
         if config.kill_switch_path and Path(config.kill_switch_path).exists():
             return StopReason.KILL_SWITCH
         minutes = config.exit_duration_in_mins
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
             return StopReason.DURATION
+        # A skipped range is one jump over several iterations. It may pass a multiple of the
+        # interval without ending on it.
         if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
             return StopReason.INTERVAL
         return StopReason.NO
 
     def format_stop_line(self, reason: StopReason, iteration: int) -> str:
-        """What the log says of it."""
+        """Return the log line for a stop."""
         if reason == StopReason.KILL_SWITCH:
             return format_kill_switch_line(str(self._config.kill_switch_path))
         if reason == StopReason.DURATION:

@@ -1,4 +1,7 @@
-"""The training loop. It reads top to bottom; nothing happens in an iteration that is not written here."""
+"""The training loop.
+
+It reads from top to bottom. Nothing happens in an iteration that is not written here.
+"""
 
 import time
 
@@ -19,25 +22,30 @@ from megatron.training.run import Run
 from megatron.training.state import TrainState
 
 _PAUSE_SECONDS = 5.0
-"""Between two attempts to save the end of a run."""
+"""Seconds between two attempts to save at the end of a run."""
 
 
 def train(run: Run) -> StopReason:
-    """Train until the end or until a reason to stop, which is returned; saves when due and at the end.
+    """Train until the end, or until there is a reason to stop. Save when due and at the end.
+
+    Returns:
+        The reason to stop. `StopReason.NO` means that training is complete.
 
     Raises:
-        TrainingError: too many iterations in a row were not finite, copies of a parameter are not
-            equal any more, or a number that a save would store is not finite.
-        CheckpointError: a checkpoint could not be written.
+        TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
+            or a number to be stored is not finite.
+        CheckpointError: A checkpoint could not be written.
     """
     plan, state, first = run.plan, run.state, run.state.iteration
     try:
         stop, evaluated_at = train_until_stop(run)
+        # If no iteration was trained, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
     except TrainingError:
         if run.saver is not None:
-            run.saver.complete()  # what is being written was checked before
+            # The checkpoint in flight was verified before the error, so it is worth completing.
+            run.saver.complete()
         raise
     if stop != StopReason.NO:
         run.reporter.say(run.exits.format_stop_line(stop, state.iteration))
@@ -45,27 +53,33 @@ def train(run: Run) -> StopReason:
             run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
         return stop
     if evaluated_at != state.iteration:
-        evaluate_validation(
-            run
-        )  # after the save: a run that goes on from here later is not moved by it
+        # This runs after the save, so the counters that it advances are not in the last checkpoint.
+        # A run that is continued later with more iterations is therefore not changed by it.
+        evaluate_validation(run)
     evaluate_test(run)
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
     return stop
 
 
 def train_until_stop(run: Run) -> tuple[StopReason, int]:
-    """Iterate, and save when due. Return the reason to stop, and the last iteration that was
-    evaluated (-1: none).
+    """Iterate and save when due, until the end or a reason to stop.
+
+    Returns:
+        The reason to stop, and the last iteration that was evaluated (-1 if there was none).
 
     Raises:
-        As `train`.
+        TrainingError: See `train`.
+        CheckpointError: See `train`.
     """
     plan, state = run.plan, run.state
     stop, evaluated_at = StopReason.NO, -1
+    # A start in the past makes the difference below the time over all launches of the run.
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
     while stop == StopReason.NO and not is_finished(plan, state):
         before = state.iteration
+        # A skipped range counts as one step of the loop, but passes several iterations. Everything
+        # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
         if skipped is not None:
             skip_range(run, skipped)
@@ -73,6 +87,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
             train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
         check_finite(plan, state)
+        # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
         if skipped is None and is_due(
             plan.config.parallel.check_invariants_interval, before, state.iteration
         ):
@@ -80,13 +95,18 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
             evaluated_at = state.iteration
+        # The decision comes before the save, but does not prevent it. `train` saves the last
+        # iteration if it was not due here.
         stop = run.exits.decide(before, state.iteration)
         save_when_due(run, before)
     return stop, evaluated_at
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:
-    """The run's end: by iterations or samples (both are iterations to the plan), or by tokens, whichever comes first."""
+    """Return whether the run is at its end, by iterations, samples or tokens.
+
+    Whichever comes first ends the run. The plan has converted samples to iterations already.
+    """
     tokens = plan.config.batch.train_tokens
     return state.iteration >= plan.train_iters or (
         tokens is not None and state.consumed_tokens >= tokens
@@ -94,20 +114,26 @@ def is_finished(plan: Plan, state: TrainState) -> bool:
 
 
 def is_due(interval: int | None, before: int, after: int) -> bool:
-    """A multiple of `interval` lies in (before, after]: a skipped range is one jump over several iterations."""
+    """Return whether a multiple of `interval` lies in (before, after].
+
+    A skipped range is one jump over several iterations, so `after` alone is not enough.
+    """
     return bool(interval) and after // interval > before // interval  # type: ignore[operator]
 
 
 def train_iteration(run: Run) -> None:
-    """One global batch: data, step, counters, report."""
+    """Train one global batch, update the counters and report the step."""
     plan, state, timers = run.plan, run.state, run.timers
     start = time.perf_counter()
+    # Size and length depend on the counters before this step. They must be read before `advance`.
     seq_length = plan.get_seq_length(state.iteration + 1)
     batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
     with timers(DATA_WAIT):
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
+    # This is the rate that the step uses. The reported rate, below, is the one after the step, as
+    # in Megatron.
     learning_rate = state.compute_learning_rate(plan.lr_schedule)
     result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
     state.advance(batch_size, batch_size * seq_length)
@@ -132,9 +158,13 @@ def train_iteration(run: Run) -> None:
 def count_step(
     plan: Plan, state: TrainState, result: StepResult, batch_size: int, seq_length: int
 ) -> None:
-    """What a step's outcome does to the counters."""
+    """Update the counters with the outcome of a step.
+
+    A step that was not applied does not move the learning rate. Its samples stay consumed.
+    """
     tokens = batch_size * seq_length
     layers, _ = count_forward_flops_per_token(plan.shape, seq_length)
+    # A backward pass costs twice the forward pass, so both together are a factor of 3.
     state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
@@ -144,16 +174,22 @@ def count_step(
 
 
 def skip_range(run: Run, skipped: tuple[int, int]) -> None:
-    """Jump to the end of a range: its batches are dropped, its iterations, samples and tokens go by, the learning rate does not."""
+    """Jump to the end of a range of iterations.
+
+    The batches of the range are dropped. Its iterations, samples and tokens are counted, and the
+    learning rate does not advance.
+    """
     plan, state = run.plan, run.state
     assert run.sources.train is not None, "the plan has train samples"
     first, last = skipped
     if first < state.iteration + 1:
         run.reporter.say(
-            f"iterations {first} to {state.iteration} of the range {first}-{last} had been trained before this start and stay "
-            "trained; roll back to before them to undo that"
+            f"iterations {first} to {state.iteration} of the range {first}-{last} had been trained "
+            "before this start and stay trained; roll back to before them to undo that"
         )
     before = state.iteration
+    # Each iteration is counted separately, because the batch size and the sequence length may
+    # change within the range.
     while state.iteration < last and not is_finished(plan, state):
         batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
         seq_length = plan.get_seq_length(state.iteration + 1)
@@ -164,32 +200,38 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
 
 
 def check_finite(plan: Plan, state: TrainState) -> None:
-    """
+    """Raise an error if too many iterations in a row were dropped.
+
+    Going on would use up the allocation without training anything.
+
     Raises:
-        TrainingError: so many iterations in a row were dropped that going on only burns the allocation.
+        TrainingError: The number reached --max-nan-iterations.
     """
     limit = plan.config.batch.max_nan_iterations
     if state.nan_iterations_in_a_row >= limit:
         precision = plan.config.precision
+        # A static loss scale never decreases. If it is too high, every step overflows.
         static = (
-            f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is static, or give a lower one"
+            f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is "
+            "static, or give a lower one"
             if precision.fp16 and precision.loss_scale is not None
             else ""
         )
         raise TrainingError(
-            f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is not finite; none of them was "
-            "trained on. Roll back to an earlier checkpoint, and skip the data with --skip-train-iteration-range or lower --lr"
-            f"{static}"
+            f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is "
+            "not finite; none of them was trained on. Roll back to an earlier checkpoint, and skip "
+            f"the data with --skip-train-iteration-range or lower --lr{static}"
         )
 
 
 def check_invariants(run: Run) -> None:
-    """Compare what ranks hold alike, unless --check-invariants-interval 0 turns that off or this
-    iteration was checked already.
+    """Verify that replicas on different ranks are equal.
+
+    Nothing is done if --check-invariants-interval is 0, or if this iteration was verified already.
 
     Raises:
-        TrainingError: it differs, and --sync-tp-duplicated-parameters was not given or cannot
-            repair it.
+        TrainingError: Replicas differ, and --sync-tp-duplicated-parameters was not given or cannot
+            repair them.
     """
     parallel, iteration = run.plan.config.parallel, run.state.iteration
     if not parallel.check_invariants_interval or run.checked_at == iteration:
@@ -205,14 +247,18 @@ def check_invariants(run: Run) -> None:
 
 
 def save_when_due(run: Run, before: int) -> None:
-    """Go on with a save that is being written in the background, and begin one where it is time.
+    """Advance a save in the background, and start a new one when it is due.
 
     Raises:
-        As `begin_save`.
+        TrainingError: See `begin_save`.
+        DataError: See `begin_save`.
+        CheckpointError: See `begin_save`.
     """
     saver = run.saver
     if saver is None:
         return
+    # Ranks agree in `poll` on how far the save is. It must therefore run on every rank in every
+    # iteration, also when no save is due.
     saver.poll()
     if saver.is_due(before, run.state.iteration):
         begin_save(run, saver)
@@ -222,16 +268,24 @@ def save_when_due(run: Run, before: int) -> None:
 
 
 def save_at_end(run: Run) -> None:
-    """The last iteration is safe when this returns; there is no later chance, so a failure is tried again at once.
+    """Save the last iteration, and return when the checkpoint is complete.
+
+    There is no later chance. A save that failed is therefore repeated until it succeeds or too many
+    have failed.
 
     Raises:
-        As `begin_save`.
+        TrainingError: See `begin_save`.
+        DataError: See `begin_save`.
+        CheckpointError: See `begin_save`.
     """
     saver = run.saver
     if saver is None:
+        # Without a save, this is the only place where a changed data file would be noticed.
         run.data_files.check()
         return
     saver.end_of_run()
+    # A save in flight may already be the one of the last iteration. If it fails, the loop below
+    # starts another one.
     with run.timers(SAVE):
         saver.complete()
     while saver.saved_iteration != run.state.iteration:
@@ -243,20 +297,20 @@ def save_at_end(run: Run) -> None:
 
 
 def begin_save(run: Run, saver: Saver) -> None:
-    """Hand the state as it is now to the saver.
+    """Pass the current state to the saver.
 
-    Copies are compared first: only the first rank's copy is stored, so a later start could not find
-    that it was wrong.
+    Replicas are compared first. Only the first rank's replica is stored, so a later start could not
+    detect that it was wrong.
 
     Raises:
-        TrainingError: copies differ, or a number that would be stored is not finite; nothing was
-            written.
-        DataError: a file of the data, or an index, has changed since the start.
-        CheckpointError: too many saves in a row have failed.
+        TrainingError: Replicas differ, or a number to be stored is not finite. Nothing was written.
+        DataError: A data file or an index has changed since the start.
+        CheckpointError: Too many saves in a row have failed.
     """
     plan, state = run.plan, run.state
     check_invariants(run)
-    run.data_files.check()  # what was trained on files that changed is not saved
+    # Weights that were trained on files that changed must not become a checkpoint.
+    run.data_files.check()
     state.data = run.sources.state()
     state.data_digests = run.data_files.record()
     with_optimizer = plan.config.checkpoint.save_optim
@@ -268,6 +322,8 @@ def begin_save(run: Run, saver: Saver) -> None:
         version=get_code_version(),
         layout=str(run.mesh.grid),
     )
+    # Charts and emissions are flushed with each save, so that a killed run loses at most what lies
+    # after its last checkpoint.
     run.reporter.flush()
     with run.timers(SAVE):
         saver.begin(contents, run.engine.shards(optimizer=with_optimizer))

@@ -1,6 +1,7 @@
-"""No rank outlives its launcher: a killed torchrun must not leave processes behind that hold the devices. Linux only.
+"""Protection against processes that outlive their launcher. Linux only.
 
-Imports nothing slow, so that it can be called first of all.
+Ranks of a killed torchrun must end, because they would keep the devices allocated. The
+module imports nothing slow, so that it can be called before all other imports.
 """
 
 import ctypes
@@ -8,31 +9,35 @@ import os
 import signal
 from pathlib import Path
 
+# From <linux/prctl.h>. The ctypes module has no name for it.
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when torchrun ends, and end it now if torchrun has gone already.
+    """Have the kernel end this process when torchrun ends.
 
-    Only under torchrun: a run that was started from a shell outlives it, if the user wants that.
+    If torchrun has ended already, the process is killed immediately. This applies only under
+    torchrun. A run started from a shell may outlive that shell if the user wants it to.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     try:
         libc = ctypes.CDLL(None, use_errno=True)
     except OSError:
+        # Without a C library to call there is no protection, but training is still possible.
         return
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1 and not _is_launcher(
-            Path("/proc/1/cmdline")
-        ):  # it died before the line above
+        # If torchrun ended before the call of prctl, its death sends no signal any more. The
+        # process was then adopted by process 1.
+        if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_launcher(command: Path) -> bool:
-    """In a container torchrun itself may be process 1."""
+    """Return whether a command line is torchrun's. In a container, torchrun may be process 1."""
     try:
         return b"torch" in command.read_bytes() or b"python" in command.read_bytes()
     except OSError:
+        # If the command line cannot be read, killing a healthy rank would be the worse error.
         return True

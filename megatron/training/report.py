@@ -1,4 +1,7 @@
-"""What a run tells while it trains: log line, TensorBoard, metrics file, emissions. Rank 0 speaks; the other ranks stay silent."""
+"""Reports of a run while it trains: log line, TensorBoard, metrics file and emissions.
+
+Only rank 0 reports. The methods do nothing on the other ranks.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +44,9 @@ class _Interval:
         model_flops: float,
         seconds: float,
     ) -> None:
+        """Add one iteration to the totals."""
+        # The loss of a step that was not applied may be nan. One such value would make the mean
+        # over the interval useless.
         self.iterations += 1
         self.applied += result.applied
         self.nan += result.is_nan
@@ -54,20 +60,31 @@ class _Interval:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One iteration as the loop saw it."""
+    """One iteration as the training loop measured it."""
 
     result: StepResult
     batch_size: int
     seq_length: int
     learning_rate: float
-    """After it."""
+    """Learning rate after the iteration."""
     seconds: float
+    """Wall time of the iteration in seconds."""
     phase_seconds: dict[str, float]
+    """Seconds of each phase of the iteration."""
     params_norm: float | None
 
 
 class Reporter:
+    """All outputs of a run. It gives each of them the same numbers."""
+
     def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
+        """Open the outputs that the configuration asks for, on rank 0 only.
+
+        Args:
+            plan: The resolved plan.
+            mesh: The ranks of the run.
+            device_name: Name of the device, from which its peak is looked up for MFU.
+        """
         logging = plan.config.logging
         self._plan = plan
         self._is_rank_zero = mesh.rank == 0
@@ -80,9 +97,11 @@ class Reporter:
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
         self._peak = logging.peak_tflops_per_device or find_peak_tflops(device_name)
+        # Other ranks must not open the files. Two writers would corrupt them.
         if self._is_rank_zero:
             self._tensorboard = TensorBoard(logging, say=self.say)
             save = plan.config.checkpoint.save
+            # By default the metrics are stored with the checkpoints that they belong to.
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             self._metrics = MetricsFile(path, say=self.say) if path else None
             self._emissions = Emissions(
@@ -90,7 +109,7 @@ class Reporter:
             )
 
     def describe_conventions(self) -> list[tuple[str, str, str]]:
-        """How TFLOPs and MFU are counted, for the table at start."""
+        """Return the row of the start table for the definitions of TFLOPs and MFU."""
         recompute = self._plan.config.recompute.recomputed_part
         counted = "forward, backward and recomputation" if recompute else "forward and backward"
         peak = (
@@ -107,37 +126,49 @@ class Reporter:
         ]
 
     def say(self, line: str) -> None:
-        """A line of the log, above the progress bar."""
+        """Print a line of the log above the progress bar."""
         if self._is_rank_zero:
             self._bar.say(line)
 
     def start(self, iteration: int) -> None:
-        """Training goes on behind `iteration`."""
+        """Start the reports of a run that continues after `iteration`."""
         self._bar.update(iteration)
         if self._metrics is not None:
             self._metrics.start(iteration)
 
     def report_pipeline_schedule(self, batch_size: int) -> None:
-        """Before a step of `batch_size` samples: says which schedule runs and how long ranks stand idle, once for each."""
+        """Print the pipeline schedule of a step of `batch_size` samples, and how long ranks idle.
+
+        Each schedule is printed once, when the run first uses it or changes to it.
+        """
         schedule = self._plan.choose_pipeline_schedule(batch_size)
         if self._plan.pipeline_size > 1 and schedule.name != self._pipeline_schedule:
             self._pipeline_schedule = schedule.name
             self.say(schedule.describe(batch_size))
 
     def jump(self, iterations: int) -> None:
-        """So many iterations were skipped."""
+        """Move the progress bar over iterations that were skipped."""
         self._bar.update(iterations)
 
     def report_step(self, state: TrainState, step: StepRecord) -> None:
-        """One iteration is done; `state` is the one after it. Writes the log line when it is due."""
+        """Report one iteration, and print the log line when it is due.
+
+        Args:
+            state: The state after the iteration.
+            step: The measurements of the iteration.
+        """
         if not self._is_rank_zero:
             return
         config = self._plan.config
         recompute = config.recompute.recomputed_part
+        # TFLOPs count what the devices computed, and MFU only what the model needs. Recomputation
+        # is the difference between the two.
         flops = count_iteration_flops(
             self._plan.shape, step.batch_size, step.seq_length, recompute=recompute
         )
         model_flops = count_iteration_flops(self._plan.shape, step.batch_size, step.seq_length)
+        # TensorBoard and the metrics file get single iterations. The log line gets the mean over
+        # the iterations since the last one.
         one = _Interval()
         for interval in (one, self._interval):
             tokens = step.batch_size * step.seq_length
@@ -160,6 +191,8 @@ class Reporter:
             self._interval = _Interval()
 
     def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
+        """Build the report of an interval that ends with `step`."""
+        # The lower limit of the time prevents a division by zero where the clock is too coarse.
         rates = compute_throughput(
             samples=interval.samples,
             tokens=interval.tokens,
@@ -183,11 +216,13 @@ class Reporter:
             mfu=rates.mfu,
             skipped_iterations=interval.iterations - interval.applied,
             nan_iterations=interval.nan,
+            # Only applied steps have a loss that counts. With none, the field is left out.
             lm_loss=interval.loss_sum / interval.applied if interval.applied else None,
             grad_norm=step.result.grad_norm,
             loss_scale=step.result.loss_scale,
             num_zeros=step.result.num_zeros,
             params_norm=step.params_norm,
+            # Without a curriculum the log line must not have this field, as in Megatron.
             curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
@@ -196,7 +231,10 @@ class Reporter:
     def report_validation(
         self, state: TrainState, losses: dict[str, float], *, test: bool = False
     ) -> None:
-        """One evaluation of every set; in TensorBoard a single validation set needs no name, a test set has its own."""
+        """Report the losses of one evaluation, by name of the set.
+
+        In TensorBoard a single validation set needs no name. A test set always has its own.
+        """
         at = Axes(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -213,13 +251,14 @@ class Reporter:
                 self._metrics.write_validation(state.iteration, loss, name)
 
     def flush(self) -> None:
-        """Make what was told durable: with each save."""
+        """Write all buffered output to disk. This is called with each save."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
         if self._emissions is not None:
             self._emissions.flush()
 
     def close(self) -> None:
+        """Close all outputs."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._metrics is not None:

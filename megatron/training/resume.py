@@ -1,4 +1,7 @@
-"""Where a run starts: afresh, or exactly where a checkpoint left it; and what of the command line may differ from it."""
+"""The starting point of a run: from scratch, or exactly where a checkpoint ended.
+
+This module also decides which differences between the command line and the checkpoint are allowed.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -25,27 +28,31 @@ from megatron.training.state import TrainState
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done, and from where."""
+    """The plan of a run and its starting point."""
 
     plan: Plan
     state: TrainState
     checkpoint: Checkpoint | None
     notes: list[str]
-    """Warnings."""
+    """Warnings to print at the start."""
 
 
 def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
-    """The plan for going on from a checkpoint, or for a fresh start.
+    """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
 
     Raises:
-        ConfigError: all that is wrong with the configuration; or it contradicts the checkpoint. CheckpointError: its state is not
-            complete; or there is none, and --eval-only needs one.
+        ConfigError: The configuration is wrong, or it contradicts the checkpoint. The message lists
+            everything that is wrong with the configuration.
+        CheckpointError: The checkpoint's state is incomplete, or --eval-only has no checkpoint.
     """
     if loaded.config.batch.eval_only and checkpoint is None:
         raise CheckpointError(
-            f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to evaluate"
+            f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to "
+            "evaluate"
         )
     state = build_starting_state(checkpoint, loaded.config)
+    # The order matters. The unit of the thresholds and the curriculum change the configuration
+    # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
     plan = resolve(
@@ -73,14 +80,19 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
 
 
 def select_checkpoint_config(config: Config) -> CheckpointConfig:
-    """What is asked of checkpoints; an evaluation writes nothing, so it may look at any."""
+    """Return the checkpoint settings. An evaluation saves nothing, so --save is left out for it.
+
+    Without --save, the checkpoint to evaluate may be any, also one of another run.
+    """
     return replace(config.checkpoint, save=None) if config.batch.eval_only else config.checkpoint
 
 
 def check_runnable(plan: Plan) -> None:
-    """
+    """Raise an error if the plan cannot be run on this machine.
+
     Raises:
-        ConfigError: the plan has errors, lacks what training needs, or asks for what the engine does not do.
+        ConfigError: The plan has errors, lacks what training needs, or asks for something that the
+            engine does not support.
     """
     plan.raise_on_errors()
     refuse_unsupported(plan)
@@ -93,6 +105,7 @@ def check_runnable(plan: Plan) -> None:
         raise ConfigError(
             "there is no data to train on: give --data-path or --train-weighted-split-paths"
         )
+    # A kill switch left over from the last stop would end the run after its first iteration.
     switch = config.batch.kill_switch_path
     if switch and Path(switch).exists():
         raise ConfigError(
@@ -101,10 +114,10 @@ def check_runnable(plan: Plan) -> None:
 
 
 def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
-    """The counters to start from; a fine-tuning run starts at zero.
+    """Return the counters to start from. A fine-tuning run starts at zero.
 
     Raises:
-        CheckpointError: the checkpoint's state is not complete.
+        CheckpointError: The checkpoint's state is incomplete.
     """
     if checkpoint is None or config.checkpoint.finetune:
         return TrainState()
@@ -112,11 +125,16 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
 
 
 def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
-    """Settle whose learning-rate schedule holds on resume; the plan with it, and what to say of it.
+    """Decide which learning-rate schedule applies on resume.
+
+    Returns:
+        The plan with that schedule, and the warnings to print.
 
     Raises:
-        ConfigError: they differ and no flag says which one holds; names every difference and both flags.
+        ConfigError: The schedules differ and no flag decides between them. The message names every
+            difference and both flags.
     """
+    # A state without a schedule is that of a new run, or of fine-tuning.
     if not state.lr_schedule:
         return plan, []
     optimizer = plan.config.optimizer
@@ -133,23 +151,28 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     raise ConfigError(
         "the learning-rate schedule differs from the checkpoint's:\n  "
         + "\n  ".join(differing)
-        + "\ngive --override-lr-scheduler to go on with this command line's, or --use-checkpoint-lr-scheduler with the checkpoint's"
+        + "\ngive --override-lr-scheduler to go on with this command line's, or "
+        "--use-checkpoint-lr-scheduler with the checkpoint's"
     )
 
 
 def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
-    """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint was trained so.
+    """Read bare thresholds of --step-batch-size-schedule as samples if the checkpoint did so.
 
-    Returns the configuration with the unit spelled out, and what to report. A schedule that is not
-    the checkpoint's stays as it is: the plan refuses its bare thresholds.
+    A schedule that differs from the checkpoint's is not changed. The plan rejects its bare
+    thresholds.
+
+    Returns:
+        The configuration with the unit spelled out, and the warnings to print.
 
     Raises:
-        CheckpointError: the checkpoint's configuration is damaged.
+        CheckpointError: The checkpoint's configuration is damaged.
     """
     asked = config.batch.step_batch_size_schedule
     if asked is None or checkpoint is None or config.checkpoint.finetune:
         return config, []
     spelled = bare_thresholds_as_samples(asked)
+    # Every threshold has a unit already, so there is nothing to decide.
     if spelled == step_entries(asked):
         return config, []
     saved = checkpoint.read_config().batch.step_batch_size_schedule
@@ -164,22 +187,29 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple
 
 
 def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Config, list[str]]:
-    """Settle whose curriculum holds on resume, by the same flags as the learning rate's schedule; the configuration with it, and
-    what to say of it. Only lengths that are still to come count: a curriculum that is over need not be given any more.
+    """Decide which curriculum applies on resume, by the same flags as the learning-rate schedule.
+
+    Only the lengths that are still to come are compared. A curriculum that is over need not be
+    given any more.
+
+    Returns:
+        The configuration with that curriculum, and the warnings to print.
 
     Raises:
-        ConfigError: they differ and no flag says which one holds.
-        CheckpointError: the checkpoint's configuration is damaged.
+        ConfigError: The curricula differ and no flag decides between them.
+        CheckpointError: The checkpoint's configuration is damaged.
     """
     if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
         return config, []
+    # The next iteration is the first one whose length still matters.
     saved, first = checkpoint.read_config(), checkpoint.iteration + 1
     here, there = _list_coming_lengths(config, first), _list_coming_lengths(saved, first)
     if here == there:
         return config, []
     differing = (
-        f"{build_curriculum(config) or 'none'} here, {build_curriculum(saved) or 'none'} in the checkpoint; iteration {first} has "
-        f"sequences of {here[0][1] or config.model.seq_length} tokens here and of {there[0][1] or saved.model.seq_length} there"
+        f"{build_curriculum(config) or 'none'} here, {build_curriculum(saved) or 'none'} in the "
+        f"checkpoint; iteration {first} has sequences of {here[0][1] or config.model.seq_length} "
+        f"tokens here and of {there[0][1] or saved.model.seq_length} there"
     )
     if config.optimizer.override_lr_scheduler:
         return config, [f"--override-lr-scheduler changes the curriculum: {differing}"]
@@ -188,13 +218,17 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
             f"--use-checkpoint-lr-scheduler keeps the checkpoint's: {differing}"
         ]
     raise ConfigError(
-        f"the curriculum differs from the checkpoint's: {differing}; give --override-lr-scheduler to go on with this command "
-        "line's schedules, or --use-checkpoint-lr-scheduler with the checkpoint's"
+        f"the curriculum differs from the checkpoint's: {differing}; give --override-lr-scheduler "
+        "to go on with this command line's schedules, or --use-checkpoint-lr-scheduler with the "
+        "checkpoint's"
     )
 
 
 def _list_coming_lengths(config: Config, first: int) -> list[tuple[int, int | None]]:
-    """(iteration, length from it on); None is the full length, whatever --seq-length is."""
+    """Return pairs of an iteration and the sequence length from that iteration on.
+
+    None is the full length. A changed --seq-length alone is therefore no difference here.
+    """
     curriculum = build_curriculum(config)
     if curriculum is None:
         return [(first, None)]
@@ -205,8 +239,16 @@ def _list_coming_lengths(config: Config, first: int) -> list[tuple[int, int | No
 
 
 def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
-    """The command line's ranges hold where it gives any, else the checkpoint's; the plan with them, and what to say of it."""
+    """Decide which ranges of iterations are skipped after a resume.
+
+    The command line's ranges apply if it gives any, and the checkpoint's otherwise.
+
+    Returns:
+        The plan with these ranges, and the warnings to print.
+    """
+    # JSON has no tuples, so the checkpoint's ranges are lists.
     saved = tuple((first, last) for first, last in state.skip_ranges)
+    # Ranges that lie in the past do not matter any more, so they cause no warning.
     ahead = [f"{first}-{last}" for first, last in saved if last > state.iteration]
     if not ahead or plan.skip_ranges == saved:
         return plan, []
@@ -218,11 +260,15 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
 
 
 def check_tokenizer(config: Config, state: TrainState) -> list[str]:
-    """Compare the tokenizer's files with those of the checkpoint, by content; return what could not be compared.
+    """Compare the contents of the tokenizer's files with those of the checkpoint.
+
+    Returns:
+        Warnings about what could not be compared.
 
     Raises:
-        ConfigError: they differ; or a file cannot be read.
+        ConfigError: The files differ, or one cannot be read.
     """
+    # A run from scratch and fine-tuning start at iteration 0. Both may choose their tokenizer.
     if state.iteration == 0:
         return []
     try:
@@ -233,16 +279,20 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
     if not there:
         return (
             [
-                "the checkpoint has no digests of the tokenizer's files, so they were not compared with it"
+                "the checkpoint has no digests of the tokenizer's files, so they were not compared "
+                "with it"
             ]
             if here
             else []
         )
     if not here:
         return [
-            "no file of the tokenizer is given or found, so it was not compared with the checkpoint's"
+            "no file of the tokenizer is given or found, so it was not compared with the "
+            "checkpoint's"
         ]
     paths = tokenizer_files(config.tokenizer)
+    # Only parts that both sides have can be compared. A machine that trains from prepared data may
+    # lack some of the files.
     common = [part for part in there if part in here]
     differing = [
         f"{part} {paths.get(part, '')} is {here[part]}, the checkpoint's is {there[part]}".replace(
@@ -255,10 +305,12 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         differing = [f"it consists of {', '.join(here)}, the checkpoint's of {', '.join(there)}"]
     if differing:
         raise ConfigError(
-            "the tokenizer is not the one that the checkpoint was trained with (xxh3_128 of the files):\n  "
+            "the tokenizer is not the one that the checkpoint was trained with (xxh3_128 of the "
+            "files):\n  "
             + "\n  ".join(differing)
-            + "\nA run keeps its tokenizer, because its data consists of that tokenizer's ids. Give the original files, under any "
-            "path; or start a new run from these weights with --finetune and another --save"
+            + "\nA run keeps its tokenizer, because its data consists of that tokenizer's ids. "
+            "Give the original files, under any path; or start a new run from these weights with "
+            "--finetune and another --save"
         )
     missing = [part for part in there if part not in here]
     return (
@@ -271,17 +323,20 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
 def load_engine(
     engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
 ) -> str | None:
-    """Fill the engine from a checkpoint of any layout, on all ranks together.
+    """Load a checkpoint of any layout into the engine, on all ranks together.
 
-    Returns what is damaged in the checkpoint, the same on all ranks, or None where nothing is.
+    Returns:
+        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
 
     Raises:
-        CheckpointError: it does not fit, or has no optimizer state although that is wanted.
+        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
+            needed.
     """
     with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
     if with_optimizer and checkpoint.optimizer is None:
         raise CheckpointError(
-            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to go on with fresh moments"
+            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
+            "go on with fresh moments"
         )
     chunks = engine.shards(optimizer=with_optimizer)
 
@@ -292,16 +347,21 @@ def load_engine(
             return damage
         return None
 
+    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
+    # an error would otherwise train on weights that the others do not have.
     damage = ranks.work(read, f"loading {checkpoint.folder}", say)
     damaged = agree_on_damage(checkpoint, damage, ranks)
     if damaged is None:
+        # Checked after the digests, because a damaged file may hold any number. Weights that are
+        # not finite in a valid file cannot be trained further.
         refuse_not_finite(checkpoint, describe_not_finite(chunks), ranks)
         engine.finish_load(checkpoint.optimizer if with_optimizer else None)
     return damaged
 
 
 def record_for_resume(state: TrainState, plan: Plan) -> None:
-    """Put into the state what a resume will be compared with."""
+    """Store in the state what a resume will be compared with."""
     state.lr_schedule = asdict(plan.lr_schedule)
     state.skip_ranges = [list(r) for r in plan.skip_ranges]
+    # If the files are not on this machine, the checkpoint's digests are kept for later resumes.
     state.tokenizer = tokenizer_digests(plan.config.tokenizer) or state.tokenizer

@@ -1,4 +1,4 @@
-"""Everything that training touches, in one object that is passed, never fetched."""
+"""Everything that training uses, in one object that is passed as an argument."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,8 @@ from megatron.training.state import TrainState
 
 @dataclass
 class Run:
+    """The parts of a run after its start. There are no globals besides it."""
+
     plan: Plan
     mesh: Mesh
     engine: Engine
@@ -26,7 +28,9 @@ class Run:
     timers: Timers
     exits: Exits
     saver: Saver | None
-    """None: nothing is saved."""
+    """None if nothing is saved."""
     checked_at: int | None = None
-    """The iteration after which copies of parameters were last compared, and equal; None before the
-    first time."""
+    """The last iteration after which replicas of parameters were found equal.
+
+    None until the first check.
+    """

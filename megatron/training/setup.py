@@ -1,4 +1,4 @@
-"""From the plan to a `Run`, and out of the process again."""
+"""Construction of a `Run` from the configuration, and the ways to end the process."""
 
 import contextlib
 import gc
@@ -60,8 +60,10 @@ from megatron.training.state import TrainState
 
 
 def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
-    """Start the process group, where there is more than one rank, and cut it into the plan's grid."""
+    """Start the process group if there are several ranks, and build the plan's grid of ranks."""
     parallel = plan.config.parallel
+    # The device is set before the process group starts. NCCL would otherwise use device 0 on every
+    # rank of the host.
     device = choose_device(world.local_rank)
     if world.size > 1:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -80,9 +82,13 @@ def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
 
 
 def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
-    """While this is entered, a collective that fails ends the run with the names of the ranks that are missing."""
+    """Return a context in which lost ranks are named.
+
+    A collective that fails within it ends the run with the names of the ranks that are missing.
+    """
     if mesh.control is None:
         return contextlib.nullcontext()
+    # PyTorch has no public way to get the store of the default process group.
     store = dist.distributed_c10d._get_default_store()
     return RollCall(
         store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes)
@@ -90,33 +96,40 @@ def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManage
 
 
 def build_ranks(mesh: Mesh) -> Ranks:
-    """Those that write and read checkpoints together."""
+    """Return the ranks that write and read checkpoints together."""
     return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
 def make_printer(mesh: Mesh) -> Callable[[str], None]:
-    """Prints on rank 0, before there is a reporter."""
+    """Return a function that prints on rank 0. It is used before the reporter exists."""
     return (lambda line: print(line, flush=True)) if mesh.rank == 0 else (lambda line: None)
 
 
 @contextlib.contextmanager
 def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
-    """Be the only writer of `--save` while this is entered; rank 0 holds the lease, the others None.
+    """Be the only writer of `--save` within this context.
+
+    Rank 0 holds the lease. The other ranks get None.
 
     Raises:
-        CheckpointError: on every rank; the folder cannot be written, or another run lives in it.
+        CheckpointError: The folder cannot be written, or another run uses it. The error is raised
+            on every rank.
     """
     if config.checkpoint.save is None or config.batch.eval_only:
         yield None
         return
     root = Path(config.checkpoint.save)
 
+    # The failure is returned and not raised, because all ranks must reach the gather below.
     def acquire() -> tuple[Lease | None, str | None, Exception | None]:
+        """Return the lease, what went wrong, and the error."""
         lease = None
         try:
             if mesh.rank == 0:
                 check_writable(root)
                 lease = Lease.acquire(root, make_printer(mesh))
+                # The marker lets a restarted launch recognise the folder as its own while there is
+                # no checkpoint yet.
                 if not list_run_leftovers(root):
                     mark_started(root)
         except CheckpointError as error:
@@ -127,6 +140,7 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
 
     ranks = build_ranks(mesh)
     lease, problem, cause = ranks.work(acquire, f"taking over {root}", make_printer(mesh))
+    # Only rank 0 can fail here. Its message is raised on every rank, so that none waits for it.
     problem = ranks.gather(problem)[0]
     if problem is not None:
         raise CheckpointError(problem) from cause
@@ -138,17 +152,26 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
 
 
 def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
-    """Afresh, or from the checkpoint that rank 0 finds; where that turns out to be damaged, from the one before it.
+    """Start a run from scratch, or from the checkpoint that rank 0 finds.
+
+    If that checkpoint turns out to be damaged, the run starts from the one before it.
 
     Raises:
-        CheckpointError: there is none to go on from, or it does not fit. ConfigError: see `resolve_job`. LayoutError: ranks disagree.
+        CheckpointError: There is no checkpoint to continue from, or it does not fit.
+        ConfigError: See `resolve_job`.
+        LayoutError: Ranks disagree.
     """
     config, ranks, say = loaded.config, build_ranks(mesh), make_printer(mesh)
-    exits = Exits(config.batch, mesh)  # first, so that a signal while building is not lost
+    # The handlers come first, so that a signal during the construction is not lost.
+    exits = Exits(config.batch, mesh)
     timers = Timers(mesh.device)
+    # The mesh is built before the timers, so the collectives get their timer here.
     mesh.tensor_parallel.comm_timer = lambda: timers(COMMUNICATION)
+    # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
+    # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
+    # `agree_on_start` does not return a checkpoint that is listed there.
     while True:
         start = agree_on_start(
             select_checkpoint_config(config), ranks, damage, holds_lease=own, say=say
@@ -168,15 +191,16 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
             return build_run(job, mesh, engine, exits, timers, lease)
         assert job.checkpoint is not None
         damage[job.checkpoint.iteration] = wrong
+        # The next engine needs as much memory. Reference cycles would keep this one allocated.
         del engine
-        gc.collect()  # before the next one takes as much memory
+        gc.collect()
 
 
 def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
-    """The one that was asked for.
+    """Build the engine that the configuration asks for.
 
     Raises:
-        ConfigError: DeepSpeed was, and is not installed.
+        ConfigError: The configuration asks for DeepSpeed, and it is not installed.
     """
 
     def load() -> Callable[[Plan, Mesh, Timers], Engine]:
@@ -188,7 +212,8 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
 
         return NativeEngine
 
-    # Each is seconds of imports, and minutes where many ranks read them from a slow file system.
+    # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
+    # the ranks that are done from running into the time limit of a collective.
     make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh))
     return make(plan, mesh, timers)
 
@@ -196,17 +221,20 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
 def build_run(
     job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None
 ) -> Run:
-    """Data, reporter and saver around an engine that has its weights; prints the table of what is in use.
+    """Build data, reporter and saver around an engine that has its weights.
+
+    This also prints the table of what is in use.
 
     Raises:
-        DataError: the corpus is missing, damaged, too small, or of another vocabulary.
-        TrainingError: copies of a parameter are not equal.
+        DataError: The data are missing, damaged, too small, or of another vocabulary.
+        TrainingError: Replicas of a parameter differ.
     """
     plan, state, config = job.plan, job.state, job.plan.config
     ranks, say = build_ranks(mesh), make_printer(mesh)
     sources = open_data(plan, mesh, state, say)
     data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
-    data_files.check()  # before anything is trained on a small file that has changed
+    # Digests of small files are known by now. A changed file must be found before the first step.
+    data_files.check()
     reporter = Reporter(plan, mesh, device_name=get_device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
@@ -216,12 +244,15 @@ def build_run(
     ]
     saver = None
     if config.checkpoint.save is not None and not config.batch.eval_only:
+        # A lineage continues only in the folder that it was read from. A run that loads from one
+        # folder and saves to another starts a new lineage.
         lineage = (
             read_lineage(job.checkpoint.manifest)
             if job.checkpoint is not None and config.checkpoint.resumes_itself
             else ()
         )
         saver = build_saver(config.checkpoint, mesh, reporter, lease, lineage)
+        # The optimizer must not change tensors that the saver is still copying.
         engine.pre_update_hook = saver.wait_for_copy
         rows.append(
             ("checkpoints", *saver.describe(engine.shards(optimizer=config.checkpoint.save_optim)))
@@ -235,17 +266,19 @@ def build_run(
         reporter.say(format_no_checkpoint_line(config.checkpoint.load))
     for note in sources.take_notes():
         reporter.say(note)
+    # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
     run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
     check_invariants(run)
-    timers.take()  # what building took is no iteration's
+    # The time of the construction must not be counted in the first iteration.
+    timers.take()
     return run
 
 
 def build_saver(
     config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, lineage: Lineage
 ) -> Saver:
-    """That tells of its checkpoints by the reporter."""
+    """Build the saver. It reports its checkpoints through the reporter."""
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
@@ -259,12 +292,20 @@ def build_saver(
 def open_data(
     plan: Plan, mesh: Mesh, state: TrainState, say: Callable[[str], None] = lambda line: None
 ) -> Sources:
-    """Open the sources at the state's position, with the same data on all ranks, and build their indices.
+    """Open the data at the state's position, and build the indices.
 
-    `say` takes what must be known while an index is built.
+    All ranks are checked to read the same data.
+
+    Args:
+        plan: The resolved plan.
+        mesh: The ranks of the run.
+        state: The counters and the position in the data.
+        say: Prints lines that must appear while an index is still being built.
 
     Raises:
-        DataError: see `build_run`. LayoutError: ranks read different data. CheckpointError: the state contradicts itself.
+        DataError: See `build_run`.
+        LayoutError: Ranks read different data.
+        CheckpointError: The state contradicts itself.
     """
     config, batch = plan.config, plan.config.batch
     valid_samples, test_samples = count_evaluation_samples(
@@ -272,6 +313,7 @@ def open_data(
     )
 
     def build() -> Sources:
+        """Build the sources of this rank's slice of the batch, without communication."""
         return build_sources(
             config.data,
             seq_length=config.model.seq_length,
@@ -294,27 +336,34 @@ def open_data(
     sources = open_same(build, ranks, mesh.describe(), say)
     if state.data:
         sources.load(state.data)
+        # The position is stored twice, in the counters and in the source's state. Going on with two
+        # different values would silently repeat or drop samples.
         position = (
             sources.train.consumed_samples if sources.train is not None else state.consumed_samples
         )
         if position != state.consumed_samples:
             raise CheckpointError(
-                f"the checkpoint counts {state.consumed_samples} consumed samples and its data stand at {position}; it is damaged: "
-                "go back to an earlier one"
+                f"the checkpoint counts {state.consumed_samples} consumed samples and its data "
+                f"stand at {position}; it is damaged: go back to an earlier one"
             )
+    # Indices are built after the comparison, because building them takes long and is wasted if the
+    # files are wrong.
     ranks.work(sources.prepare, "building the data's indices", say)
     return sources
 
 
 def build_document_rules(config: Config) -> DocumentRules | None:
-    """What is asked about documents; None where they are not regarded, so that no tokenizer is needed."""
+    """Return the rules for documents, or None if document boundaries are ignored.
+
+    No tokenizer is built in the latter case, so none is needed.
+    """
     if not needs_documents(config.data):
         return None
     return DocumentRules.from_config(config.data, build_tokenizer(config.tokenizer).eod)
 
 
 def get_device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Return the product name of a device."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -323,7 +372,7 @@ def get_device_name(device: torch.device) -> str:
 
 
 def describe_devices(mesh: Mesh) -> tuple[str, str]:
-    """For the table at start."""
+    """Return choice and reason of the row "device" in the start table."""
     grid = mesh.grid
     layout = str(grid) if grid.world_size > 1 else "one process"
     backend = f", {mesh.backend}" if mesh.backend else ""
@@ -331,37 +380,47 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
 
 
 def describe_index_helpers() -> tuple[str, str]:
-    """For the table at start."""
+    """Return choice and reason of the row "index helpers" in the start table."""
+    # The description has the form "name (reason)".
     name, _, why = describe_implementation().partition(" (")
     return name, why.removesuffix(")") or "built with this installation"
 
 
 def leave_with_error(error: MegatronError) -> NoReturn:
-    """Print one clear message and end the process at once: ranks that wait for this one in a collective must not wait long."""
+    """Print one clear message and end the process immediately.
+
+    Ranks that wait for this one in a collective must not wait long.
+    """
     if isinstance(error, LostRanksError):
         leave_without(error)
     rank = int(os.environ.get("RANK", "0"))
     prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
     message = f"{prefix}{type(error).__name__}: {error}"
-    report_error(error, message)  # before the wait, in which the launcher may end this process
+    # Reported before the wait below, because the launcher may end this process during the wait.
+    report_error(error, message)
     if rank > 0:
-        # Most errors are every rank's. Rank 0 tells; if it is the same error, the launcher ends this process meanwhile.
+        # Most errors occur on every rank, and rank 0 prints its message first. If the error is the
+        # same here, the launcher ends this process during the wait and it is printed only once.
         time.sleep(3)
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if rank == 0 and FOLDER_VARIABLE in os.environ:
-        time.sleep(
-            1
-        )  # srun ends all ranks when this one ends: let the others write their reports first
-    # Not sys.exit: tearing down a process group whose other ranks are busy can hang.
+        # srun ends all ranks when this one ends. The others need the time to write their reports.
+        time.sleep(1)
+    # sys.exit would destroy the process group. That can hang if other ranks are in a collective.
     os._exit(2)
 
 
 def report_error(error: BaseException, message: str) -> None:
-    """Write the error where the launcher looks for it: torchrun in a file of each rank, the array task in a folder of all."""
+    """Write the error to the file in which the launcher looks for it.
+
+    torchrun reads one file for each rank. The array task reads one folder for all ranks.
+    """
     path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
     try:
         if path:
+            # The format is that of torch.distributed.elastic, which prints this message in its
+            # summary of the failure.
             record = {
                 "message": message,
                 "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))},
@@ -370,6 +429,7 @@ def report_error(error: BaseException, message: str) -> None:
         if folder:
             write_report(Path(folder), build_report(error))
     except OSError as trouble:
+        # The error itself is still printed. A full disk must not replace it by another one.
         print(
             f"warning: the error could not be reported to the launcher: {trouble}",
             file=sys.stderr,
@@ -378,14 +438,17 @@ def report_error(error: BaseException, message: str) -> None:
 
 
 def leave_without(error: LostRanksError) -> NoReturn:
-    """End after ranks were lost. Exit code 1: no flag is wrong, and the same command may succeed."""
+    """End the process after ranks were lost.
+
+    The exit code is 1, because no flag is wrong and the same command may succeed.
+    """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    # Not reported to the launcher: a report means an error that a person must correct.
+    # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST)
 
 
 def leave() -> None:
-    """The end of a run that went well, all ranks together."""
+    """End a run that succeeded, on all ranks together."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
-"""What changes while a run trains, all of it, and all of it in every checkpoint.
+"""Everything that changes while a run trains. All of it is stored in every checkpoint.
 
-Counters differ on purpose: a step that is dropped or skipped consumes its samples but does not move the learning rate.
+The counters differ from each other on purpose. A step that is dropped or skipped consumes its
+samples, but does not move the learning rate.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -16,63 +17,76 @@ _ADDED_LATER = {APPLIED_STEPS, "data_digests", "tokenizer"}
 
 @dataclass
 class TrainState:
+    """The counters and records of a run. Weights and moments are the engine's.
+
+    The names of the fields are keys on disk, so they must not change.
+    """
+
     iteration: int = 0
     consumed_samples: int = 0
-    """Position in the data; with `consumed_tokens` it drives batch-size ramp-up and the end."""
+    """Position in the data. With `consumed_tokens` it drives batch-size ramp-up and the end."""
     consumed_tokens: int = 0
     lr_samples: int = 0
-    """Samples of applied steps only: the learning rate's clock."""
+    """Samples of applied steps only. The learning rate is a function of them."""
     lr_tokens: int = 0
     warmup_tokens: int = 0
     """`lr_tokens` at the end of warm-up, for decay by tokens."""
     consumed_valid_samples: int = 0
     nan_iterations_in_a_row: int = 0
     applied_steps: int = 0
-    """Steps that changed the weights; 0 at a checkpoint of format 2, which does not say."""
+    """Steps that changed the weights. It is 0 after a checkpoint of format 2, which lacks it."""
     elapsed_seconds: float = 0.0
-    """Time in training over all launches."""
+    """Time in training over all launches, in seconds."""
     gigaflops_without_embeddings: float = 0.0
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     skip_ranges: list[list[int]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
-    """The training source's state: position and segments."""
+    """State of the training source: its position and its segments."""
     data_digests: dict[str, str | None] = field(default_factory=dict)
-    """Sampled fingerprint of a data set -> xxh3_128 of its whole .bin; None where it was not computed yet."""
+    """Sampled fingerprint of a data set -> xxh3_128 of all bytes of its .bin.
+
+    A value is None if the digest was not known at the time of the save.
+    """
     tokenizer: dict[str, str] = field(default_factory=dict)
-    """Part that a file plays in the tokenizer -> xxh3_128 of its content."""
+    """Role of a file in the tokenizer -> xxh3_128 of its content."""
 
     def advance(self, samples: int, tokens: int) -> None:
-        """One iteration went by, whatever became of it."""
+        """Count one iteration, whether its step was applied, dropped or skipped."""
         self.iteration += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
 
     def advance_lr(self, schedule: LRSchedule, samples: int, tokens: int) -> None:
-        """Its step was applied."""
+        """Count one applied step, which moves the learning rate."""
         self.applied_steps += 1
         self.lr_samples += samples
         self.lr_tokens += tokens
+        # The token count at the end of warm-up must be recorded when the run passes that point. The
+        # counters of a later state do not determine it.
         self.warmup_tokens = schedule.compute_warmup_tokens(
             self.lr_samples, self.lr_tokens, self.warmup_tokens
         )
 
     def compute_learning_rate(self, schedule: LRSchedule) -> float:
-        """The rate that the next step will use."""
+        """Return the learning rate that the next step will use."""
         return schedule.get_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the state as a dictionary for the checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """
+        """Restore the state from a checkpoint's dictionary. Unknown keys are ignored.
+
         Raises:
-            CheckpointError: counters are missing: the run could not be continued exactly.
+            CheckpointError: Counters are missing, so the run could not be continued exactly.
         """
         names = {f.name for f in fields(cls)}
         missing = sorted(names - _ADDED_LATER - values.keys())
         if missing:
             raise CheckpointError(
-                f"the checkpoint's state lacks {', '.join(missing)}; it was written by another version"
+                f"the checkpoint's state lacks {', '.join(missing)}; it was written by another "
+                "version"
             )
         return cls(**{name: value for name, value in values.items() if name in names})

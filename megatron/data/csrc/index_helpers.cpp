@@ -1,10 +1,17 @@
-// The three loops of the data path that Python is too slow for: where each sample begins, which data set of a mixture gives
-// the next sample, and copying a batch's tokens out of the memory-mapped corpus.
+// The three loops of the data path that are too slow in Python:
 //
-// Invariant: byte for byte the results of index_numpy.py. Compile with -ffp-contract=off, or the mixture may differ in ties.
-// All outputs are allocated by the caller (they may be memory-mapped files); the GIL is released while a loop runs.
-// Inputs are memory-mapped files that may decay or change at any time. Every index that is read from them is checked before
-// it is used, and std::runtime_error (Python's RuntimeError) says which one is out of range.
+// - sample_index computes where each sample begins.
+// - blending_indices chooses which data set of a mixture gives the next sample.
+// - gather_tokens copies the tokens of a batch out of the memory-mapped corpus.
+//
+// Invariant: the results equal those of index_numpy.py byte for byte. Compile with
+// -ffp-contract=off. Fused multiply-add rounds once instead of twice, and could decide a tie of a
+// mixture differently.
+//
+// The caller allocates all outputs, which may be memory-mapped files. The GIL is released while a
+// loop runs. Inputs are memory-mapped files, which may be damaged or change at any time. Every
+// index that is read from them is therefore checked before it is used. std::runtime_error (Python's
+// RuntimeError) names the one that is out of range.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -21,7 +28,8 @@ namespace py = pybind11;
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
-// The arrays inside an .idx file follow a header of 34 bytes, so they are not aligned.
+// Load one value with memcpy. The arrays of an .idx file follow a header of 34 bytes, so they are
+// not aligned, and a plain access would be undefined behaviour.
 template <typename T>
 static inline T load(const T* base, int64_t index) {
     T value;
@@ -43,7 +51,8 @@ static inline int64_t checked(int64_t index, int64_t count, const char* name) {
     return index;
 }
 
-// out[k] = (index into doc_idx, offset in that document) at which sample k begins; neighbours share one token.
+// Fill in out[k] = (index into doc_idx, offset in that document) at which sample k begins.
+// Neighbouring samples share one token.
 template <typename Doc, typename Out>
 static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx, int64_t seq_length, Array<Out>& out) {
     require(sizes.ndim() == 1 && doc_idx.ndim() == 1, "sizes and doc_idx must have one dimension");
@@ -62,6 +71,7 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
     row[0] = 0;
     row[1] = 0;
     for (int64_t sample = 1; sample <= num_samples; ++sample) {
+        // A sample has seq_length + 1 tokens. Its last one is the first one of the next sample.
         int64_t remaining = seq_length + 1;
         while (remaining != 0) {
             if (document >= num_documents) fail("the documents end before the last sample");
@@ -69,6 +79,8 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
             if (size < offset) fail("document " + std::to_string(documents[document]) + " has size " + std::to_string(size));
             const int64_t length = size - offset;
             remaining -= length;
+            // The sample ends in this document if it has at least as many tokens as remain. Then
+            // `remaining` is 0 or negative. Move the offset to the last token of the sample.
             if (remaining <= 0) {
                 offset += remaining + length - 1;
                 remaining = 0;
@@ -82,7 +94,7 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
     }
 }
 
-// At step k the data set whose share of max(k, 1) samples lags most behind its weight gives its next sample.
+// Choose at each step k the data set whose share of max(k, 1) samples lags most behind its weight.
 template <typename Which>
 static void blending_indices(const Array<double>& weights, Array<Which>& dataset_index, Array<int64_t>& dataset_sample_index) {
     require(weights.ndim() == 1 && weights.shape(0) >= 1, "a mixture needs at least one weight");
@@ -105,6 +117,7 @@ static void blending_indices(const Array<double>& weights, Array<Which>& dataset
         double largest = weight[0] * wanted - static_cast<double>(given[0]);
         for (int64_t i = 1; i < num_datasets; ++i) {
             const double lag = weight[i] * wanted - static_cast<double>(given[i]);
+            // Strictly greater: the first data set wins a tie, as with NumPy's argmax.
             if (lag > largest) {
                 largest = lag;
                 chosen = i;
@@ -115,7 +128,8 @@ static void blending_indices(const Array<double>& weights, Array<Which>& dataset
     }
 }
 
-// out[rows[k], :] = the tokens that begin at starts[k] = (index into doc_idx, offset) and run over document borders.
+// Copy to out[rows[k], :] the tokens that begin at starts[k] = (index into doc_idx, offset). Where
+// a document ends, the sample continues in the next one of doc_idx.
 template <typename Token, typename Doc>
 static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& pointers, const Array<int32_t>& sizes,
                           const Array<Doc>& doc_idx, const Array<int64_t>& starts, const Array<int64_t>& rows, Array<int64_t>& out) {
@@ -149,10 +163,11 @@ static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& poin
             if (index >= num_documents) fail("a sample reaches past the last document");
             const int64_t document = checked(documents[checked(index, num_documents, "place in doc_idx")], num_sizes, "document");
             const int64_t size = load(size_of, document);
-            // A size is an int32 and offset lies within it, so that none of these sums can overflow.
+            // A size is an int32, and the offset lies within it. None of these sums can overflow.
             if (offset < 0 || offset > size) {
                 fail("offset " + std::to_string(offset) + " is outside document " + std::to_string(document));
             }
+            // Pointers are in bytes.
             const int64_t begin = load(pointer_of, document) / static_cast<int64_t>(sizeof(Token));
             if (begin < 0 || begin > num_tokens - size) {
                 fail("document " + std::to_string(document) + " lies outside the tokens");
@@ -162,13 +177,15 @@ static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& poin
             if (part > end - to) part = end - to;
             for (int64_t i = 0; i < part; ++i) to[i] = static_cast<int64_t>(from[i]);
             to += part;
+            // The sample continues at the first token of the next document.
             ++index;
             offset = 0;
         }
     }
 }
 
-// No argument is converted: an implicit copy of a memory-mapped array would cost its size in memory, and lose the output.
+// Arguments are not converted. An implicit copy of a memory-mapped array would need as much memory
+// as the file. An output that is copied would never reach the caller.
 template <typename Token, typename Doc>
 static void define_gather(py::module_& module) {
     module.def("gather_tokens", &gather_tokens<Token, Doc>, py::arg("tokens").noconvert(), py::arg("pointers").noconvert(),
@@ -198,7 +215,8 @@ static void define_blending(py::module_& module) {
 
 PYBIND11_MODULE(_index_helpers, module) {
     module.doc() = "Sample index, blending indices and token gathering; see index_helpers.py.";
-    module.attr("REVISION") = 2;  // index_helpers.py refuses an older build; raise both together
+    // index_helpers.py refuses an older build. Raise both numbers together.
+    module.attr("REVISION") = 2;
     define_for_documents<int32_t>(module);
     define_for_documents<int64_t>(module);
     define_blending<uint8_t>(module);
