@@ -1,4 +1,6 @@
-"""Builds the C++ extension of the data path. It is optional: without a compiler the install succeeds and NumPy does the work.
+"""Build the optional C++ extension of the data path.
+
+Without a compiler the install succeeds and NumPy does the work.
 
 All metadata is in pyproject.toml.
 """
@@ -7,7 +9,7 @@ from setuptools import Extension, setup
 
 
 def extensions() -> list[Extension]:
-    """The extension, or nothing where pybind11 is absent."""
+    """Return the extension, or nothing if pybind11 is not installed."""
     try:
         from pybind11.setup_helpers import Pybind11Extension
     except ImportError as error:
@@ -26,7 +28,7 @@ def extensions() -> list[Extension]:
 
 
 def build_command() -> dict[str, type]:
-    """build_ext that reports a missing or failing compiler in one line and goes on."""
+    """Return a build_ext that reports a missing or failing compiler in one line and continues."""
     from setuptools.command.build_ext import build_ext
 
     class OptionalBuild(build_ext):

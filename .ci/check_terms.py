@@ -26,12 +26,12 @@ WORDS = {
 """Word -> what to write instead."""
 
 REPLACED = {
-    "LineageEntry": "LineageEntry",
-    "ConfigWithOrigin": "ConfigWithOrigin",
-    "TensorShard": "TensorShard",
-    "Lineage": "Lineage",
-    "DropoutKey": "DropoutKey",
-    "shard_dim": "shard_dim",
+    "Ancestor": "LineageEntry",
+    "Asked": "ConfigWithOrigin",
+    "Chunk": "TensorShard",
+    "Course": "Lineage",
+    "Moment": "DropoutKey",
+    "cut_dim": "shard_dim",
 }
 """Class or attribute that was renamed -> its present name."""
 

@@ -12,7 +12,9 @@ def get_code_version() -> str:
     # Git's files are read here. Running `git` would fork a process that has threads and open
     # devices, and such a fork can deadlock.
     commit = _read_commit(Path(__file__).resolve().parents[1] / ".git")
-    return f"{__version__}+g{commit[:10]}" if commit else __version__
+    if commit:
+        return f"{__version__}+g{commit[:10]}"
+    return __version__
 
 
 def _read_commit(git: Path) -> str | None:
@@ -28,7 +30,10 @@ def _read_commit(git: Path) -> str | None:
         name = head.removeprefix("ref:").strip()
         # A work tree has its own HEAD, and most branches are in the common directory.
         common = git / "commondir"
-        root = (git / common.read_text().strip()).resolve() if common.is_file() else git
+        if common.is_file():
+            root = (git / common.read_text().strip()).resolve()
+        else:
+            root = git
         for folder in (git, root):
             if (folder / name).is_file():
                 return (folder / name).read_text().strip()

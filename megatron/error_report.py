@@ -58,7 +58,10 @@ class ErrorReport:
 
     def describe(self) -> str:
         """Return one line for people."""
-        prefix = f"rank {self.rank} on {self.host}: " if self.rank > 0 else ""
+        if self.rank > 0:
+            prefix = f"rank {self.rank} on {self.host}: "
+        else:
+            prefix = ""
         return f"{prefix}{self.kind}: {self.message}"
 
 
@@ -84,16 +87,20 @@ def host_io_error(error: BaseException) -> int | None:
 
     None if there is no such error, or if it cannot be a fault of this host alone.
     """
-    faults = (
-        _DEVICE_OR_MOUNT if isinstance(error, CheckpointError) else _DEVICE_OR_MOUNT | _LOCAL_DISK
-    )
+    if isinstance(error, CheckpointError):
+        faults = _DEVICE_OR_MOUNT
+    else:
+        faults = _DEVICE_OR_MOUNT | _LOCAL_DISK
     # The chain of causes is the one that a traceback prints. An error raised `from None` hides its
     # context on purpose.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in faults:
             return cause.errno
-        context = None if cause.__suppress_context__ else cause.__context__
+        if cause.__suppress_context__:
+            context = None
+        else:
+            context = cause.__context__
         cause = cause.__cause__ or context
     return None
 
@@ -121,9 +128,10 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
     unreadable: list[str] = []
     for path in sorted(folder.iterdir()):
         try:
-            report = (
-                ErrorReport(**json.loads(path.read_bytes())) if path.suffix == ".json" else None
-            )
+            if path.suffix == ".json":
+                report = ErrorReport(**json.loads(path.read_bytes()))
+            else:
+                report = None
         # One bad file must not hide the others. TypeError means other fields than ErrorReport has.
         except (OSError, ValueError, TypeError):
             report = None

@@ -42,7 +42,9 @@ class LaunchScript:
     @property
     def world_size(self) -> int | None:
         """Number of processes, one for each device of each node. None if it is not given."""
-        return None if self.devices_per_node is None else (self.nodes or 1) * self.devices_per_node
+        if self.devices_per_node is None:
+            return None
+        return (self.nodes or 1) * self.devices_per_node
 
 
 def read_launch_script(path: Path) -> LaunchScript:
@@ -79,7 +81,8 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
     Without a training script, all words are arguments.
     """
     script = next((i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)), -1)
-    launcher, arguments = list(words[: max(0, script)]), tuple(words[script + 1 :])
+    launcher = list(words[: max(0, script)])
+    arguments = tuple(words[script + 1 :])
     unresolved = {
         first or second for word in arguments for first, second, *_ in VARIABLE.findall(word)
     }
@@ -101,10 +104,8 @@ def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
     devices = _parse_last_number(options.get("gpus-per-node"))
     if devices is None and "gpu" in options.get("gres", ""):
         devices = _parse_last_number(options["gres"])
-    tasks, each = (
-        _parse_last_number(options.get("ntasks-per-node")),
-        _parse_last_number(options.get("gpus-per-task")),
-    )
+    tasks = _parse_last_number(options.get("ntasks-per-node"))
+    each = _parse_last_number(options.get("gpus-per-task"))
     if devices is None and tasks is not None and each is not None:
         devices = tasks * each
     if devices is None and tasks is not None and tasks > 1:
@@ -116,7 +117,9 @@ def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
 def _parse_last_number(text: str | None) -> int | None:
     """Return 8 for '8', 'gpu:8', 'gpu:a100:8' and '4-8', and None for anything else."""
     match = re.search(r"(?:^|[:-])(\d+)$", text or "")
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def _read_launcher_option(words: list[str], name: str) -> int | None:
@@ -186,10 +189,15 @@ class _Shell:
         # The shell joins continuation lines before it looks at quotes and operators.
         text = text.replace("\\\n", " ")
         start = i = 0
-        quote, depth, heredoc = "", 0, ""
+        quote = ""
+        depth = 0
+        heredoc = ""
         while i <= len(text):
             # A newline after the end closes the last statement.
-            char = text[i] if i < len(text) else "\n"
+            if i < len(text):
+                char = text[i]
+            else:
+                char = "\n"
             if quote:
                 if char == "\\" and quote == '"':
                     i += 1
@@ -290,7 +298,8 @@ class _Shell:
             if match[0].startswith("\\"):
                 # A backslash makes the next character literal, so "\$VAR" is no variable.
                 return match[0][1:]
-            name, default = match[1] or match[2], match[4]
+            name = match[1] or match[2]
+            default = match[4]
             return self.variables.get(name, match[0] if default is None else default)
 
         return re.sub(r"\\[\s\S]|" + VARIABLE.pattern, get_value, text)
@@ -298,13 +307,18 @@ class _Shell:
 
 def _find_end_of_word(text: str) -> int:
     """Return the index of the first blank or operator outside quotes, backticks and $( )."""
-    i, quote, depth = 0, "", 0
+    i = 0
+    quote = ""
+    depth = 0
     while i < len(text):
         char = text[i]
         if char == "\\" and quote != "'":
             i += 1
         elif quote:
-            quote = "" if char == quote else quote
+            if char == quote:
+                quote = ""
+            else:
+                quote = quote
         elif char in "'\"`":
             quote = char
         elif char == "(":

@@ -137,11 +137,9 @@ class Plan:
 
         Evaluation always uses the full length.
         """
-        return (
-            self.config.model.seq_length
-            if self.curriculum is None
-            else self.curriculum.get_seq_length(iteration)
-        )
+        if self.curriculum is None:
+            return self.config.model.seq_length
+        return self.curriculum.get_seq_length(iteration)
 
     def forecast(self) -> Forecast:
         """Return a forecast of counters and learning rate for a run without interruptions."""
@@ -188,10 +186,8 @@ def resolve(
     errors, warnings = check_rules(asked, origin or {})
     report = PlanReport(clamp_sizes(ConfigWithOrigin(asked, origin or {})), errors, warnings)
     config = report.config
-    tensor, pipeline = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
+    tensor = config.parallel.tensor_model_parallel_size
+    pipeline = config.parallel.pipeline_model_parallel_size
 
     grid_fits = check_grid(world_size, report)
     # At least 1, so that the numbers below exist even if the grid does not fit.
@@ -200,9 +196,10 @@ def resolve(
     # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
     # vocabulary size of 0 means that it could not be determined.
     vocab_size = report.attempt(lambda: _find_vocab_size(report), 0)
-    padded = (
-        report.attempt(lambda: _pad_vocab_size(config, vocab_size), vocab_size) if vocab_size else 0
-    )
+    if vocab_size:
+        padded = report.attempt(lambda: _pad_vocab_size(config, vocab_size), vocab_size)
+    else:
+        padded = 0
     shape = ModelShape(config.model, vocab_size, padded)
     check_tensor_parallel(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
@@ -273,7 +270,8 @@ def _find_vocab_size(report: PlanReport) -> int:
 def _pad_vocab_size(config: Config, vocab_size: int) -> int:
     """Return the size of the vocabulary with its padding."""
     # Every tensor-parallel rank must get the same number of rows.
-    tokenizer, tensor = config.tokenizer, config.parallel.tensor_model_parallel_size
+    tokenizer = config.tokenizer
+    tensor = config.parallel.tensor_model_parallel_size
     return compute_padded_vocab_size(
         vocab_size, tokenizer.make_vocab_size_divisible_by, tensor, tokenizer.pad_vocab_size_to
     )
@@ -335,11 +333,10 @@ def build_curriculum(config: Config) -> Curriculum | None:
     """
     asked = config.curriculum
     style = asked.curriculum_schedule_type
-    longest = (
-        config.model.seq_length
-        if asked.curriculum_max_difficulty is None
-        else asked.curriculum_max_difficulty
-    )
+    if asked.curriculum_max_difficulty is None:
+        longest = config.model.seq_length
+    else:
+        longest = asked.curriculum_max_difficulty
     # This style lists its lengths. The others compute them from minimum, maximum and steps.
     if style == "fixed_discrete" and asked.curriculum_difficulties:
         lengths = asked.curriculum_difficulties
@@ -379,7 +376,8 @@ def _find_train_end(
 
     Both are counted from the run's current position.
     """
-    batch, seq_length = report.config.batch, report.config.model.seq_length
+    batch = report.config.batch
+    seq_length = report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
         # A run that is resumed at or after its end has no iteration left.
@@ -406,22 +404,25 @@ def _build_lr_schedule(
 
     An iteration counts as `global_batch_size` samples, the final size, as in Megatron-LM.
     """
-    optimizer, batch = config.optimizer, config.batch
+    optimizer = config.optimizer
+    batch = config.batch
 
     def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
-        return (
-            samples
-            if samples is not None
-            else None
-            if iterations is None
-            else iterations * global_batch_size
-        )
+        if samples is not None:
+            return samples
+        return None if iterations is None else iterations * global_batch_size
 
     # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
-    whole = train_samples if batch.train_samples is not None else train_iters * global_batch_size
+    if batch.train_samples is not None:
+        whole = train_samples
+    else:
+        whole = train_iters * global_batch_size
     decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
     # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
-    decay = max(1, whole) if decay is None else decay
+    if decay is None:
+        decay = max(1, whole)
+    else:
+        decay = decay
     # --lr-warmup-samples 0 is the same as leaving it out.
     warmup: float = (
         convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0

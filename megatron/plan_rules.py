@@ -111,7 +111,8 @@ def format_alternatives(options: Sequence[object]) -> str:
 def check_grid(world_size: int, report: PlanReport) -> bool:
     """Return whether tensor x pipeline parallel size divides the number of processes."""
     parallel = report.config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
     asked = (
         f"{report.describe('parallel.tensor_model_parallel_size')} "
         f"x {report.describe('parallel.pipeline_model_parallel_size')}"
@@ -134,8 +135,11 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
     Each rank must get complete heads, complete query groups, and equal parts of the MLP and of a
     sharded sequence.
     """
-    model, tensor = report.config.model, report.config.parallel.tensor_model_parallel_size
-    heads, groups, ffn = model.num_attention_heads, shape.query_groups, shape.ffn_hidden_size
+    model = report.config.model
+    tensor = report.config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads
+    groups = shape.query_groups
+    ffn = shape.ffn_hidden_size
     possible = [n for n in range(1, groups + 1) if heads % n == groups % n == ffn % n == 0]
     for name, number in (
         ("num_attention_heads", heads),
@@ -185,7 +189,8 @@ def check_batch_sizes(
     config = report.config
     # Every data-parallel rank must get the same number of complete microbatches.
     share = config.batch.micro_batch_size * data_parallel_size
-    seq_length, start = config.model.seq_length, consumed_samples or 0
+    seq_length = config.model.seq_length
+    start = consumed_samples or 0
     sizes = list(schedule.iterate_upcoming(start, start * seq_length, seq_length))
     bad = [size for size in sizes if size % share]
     if not bad:
@@ -201,11 +206,10 @@ def check_batch_sizes(
         fits = format_alternatives([n for n in (low, low + share) if n > 0])
         report.errors.append(f"{report.describe('batch.global_batch_size')} {rule}; use {fits}.")
         return
-    name = (
-        "batch.rampup_batch_size"
-        if config.batch.rampup_batch_size
-        else "batch.step_batch_size_schedule"
-    )
+    if config.batch.rampup_batch_size:
+        name = "batch.rampup_batch_size"
+    else:
+        name = "batch.step_batch_size_schedule"
     # One message about the first size is enough. A ramp-up may have hundreds of sizes.
     first = f"{report.describe(name)}: batch size {bad[0]} {rule}"
     if resumed:
@@ -303,13 +307,15 @@ def _warn_of_curriculum_end(
         tokens: Tokens still to come.
         report: Receives the findings.
     """
-    batch, full = report.config.batch, report.config.model.seq_length
+    batch = report.config.batch
+    full = report.config.model.seq_length
     # The number of iterations until the tokens are reached depends on the lengths in between.
     end = curriculum.find_iteration_reaching(tokens, batch_size, ahead[0], ahead[-1])
     if end is None:
-        length_flag = (
-            "batch.train_samples" if batch.train_samples is not None else "batch.train_iters"
-        )
+        if batch.train_samples is not None:
+            length_flag = "batch.train_samples"
+        else:
+            length_flag = "batch.train_iters"
         report.warnings.append(
             f"curriculum learning: {report.describe(length_flag)} ends the run "
             f"before {report.describe('batch.train_tokens')}, since short sequences make fewer "
@@ -326,8 +332,10 @@ def _warn_of_curriculum_end(
 def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
     """Warn of shapes that can be trained but are likely slow or a mistake."""
     model = report.config.model
-    h, layers = model.hidden_size, model.num_layers
-    head, width = shape.head_dim, report.describe("model.hidden_size")
+    h = model.hidden_size
+    layers = model.num_layers
+    head = shape.head_dim
+    width = report.describe("model.hidden_size")
     if head % HEAD_DIM_MULTIPLE:
         report.warnings.append(
             f"head size {head} (--kv-channels, or {width} "
@@ -401,9 +409,10 @@ def warn_of_pipeline(
     # ZeRO stage 1 communicates once a step. Higher stages do so for every microbatch, and there are
     # many in a pipeline.
     if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
-        what = (
-            "gathers the parameters anew" if parallel.zero_stage == 3 else "reduces the gradients"
-        )
+        if parallel.zero_stage == 3:
+            what = "gathers the parameters anew"
+        else:
+            what = "reduces the gradients"
         report.warnings.append(
             f"{report.describe('parallel.zero_stage')} "
             f"with {report.describe('parallel.pipeline_model_parallel_size')} {what} for every "
@@ -423,20 +432,21 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
     idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > IDLE_WORTH_SAYING]
     if idle:
         (first, schedule), (final, last) = idle[0], by_size[-1]
-        later = (
-            f", and for {100 * last.bubble:.0f} % at batch size {final}" if final != first else ""
-        )
-        advice = (
-            "; larger batches, smaller micro-batches or fewer stages shorten that"
-            if last.bubble > IDLE_WORTH_SAYING
-            else ""
-        )
+        if final != first:
+            later = f", and for {100 * last.bubble:.0f} % at batch size {final}"
+        else:
+            later = ""
+        if last.bubble > IDLE_WORTH_SAYING:
+            advice = "; larger batches, smaller micro-batches or fewer stages shorten that"
+        else:
+            advice = ""
         report.warnings.append(f"{schedule.describe(first)}{later}{advice}.")
     # Looped BFS is chosen where interleaved 1F1B is impossible. Its memory may exceed the device's.
     broken = [(size, schedule) for size, schedule in by_size if schedule.name == "looped BFS"]
     if broken:
         size, schedule = broken[0]
-        ranks, rounds = schedule.ranks, schedule.microbatches // schedule.ranks
+        ranks = schedule.ranks
+        rounds = schedule.microbatches // schedule.ranks
         report.warnings.append(
             f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')}: "
             f"the {schedule.microbatches} microbatches of batch size {size} do not divide "
@@ -448,9 +458,13 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
 
 def warn_of_files(report: PlanReport) -> None:
     """Warn of files that are not on this machine. Only the training machine needs them."""
-    parallel, data = report.config.parallel, report.config.data
+    parallel = report.config.parallel
+    data = report.config.data
     # With several data sets the list alternates between weight and prefix.
-    prefixes = data.data_path[1::2] if len(data.data_path) > 1 else data.data_path
+    if len(data.data_path) > 1:
+        prefixes = data.data_path[1::2]
+    else:
+        prefixes = data.data_path
     for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():
             report.warnings.append(

@@ -29,7 +29,9 @@ class _EnduringOutput(io.RawIOBase):
             name: Its name, for messages.
             other: The descriptor on which a failure is reported.
         """
-        self._descriptor, self._name, self._other = descriptor, name, other
+        self._descriptor = descriptor
+        self._name = name
+        self._other = other
         self._error: OSError | None = None
         """The error of the last attempt. None if it succeeded."""
         self._lost_lines = 0
@@ -55,7 +57,8 @@ class _EnduringOutput(io.RawIOBase):
         try:
             if self._error is not None:
                 self._write_all(self._account(self._error))
-                self._error, self._lost_lines = None, 0
+                self._error = None
+                self._lost_lines = 0
             self._write_all(block)
         except OSError as error:
             first = self._error is None
@@ -68,7 +71,10 @@ class _EnduringOutput(io.RawIOBase):
     def _account(self, error: OSError) -> bytes:
         """Return the line that reports how many lines were lost."""
         # Without this, the report would continue a line that was written in part.
-        end_of_line = "\n" if self._torn else ""
+        if self._torn:
+            end_of_line = "\n"
+        else:
+            end_of_line = ""
         lost = (
             f"warning: {self._lost_lines} lines of {self._name} were lost before this one "
             f"({error.strerror})"
@@ -111,7 +117,8 @@ def protect_standard_streams() -> None:
     """
     # If the other stream is not replaced, its usual descriptor number is used for the report. A
     # failure there is ignored.
-    output, error = _descriptor(sys.stdout), _descriptor(sys.stderr)
+    output = _descriptor(sys.stdout)
+    error = _descriptor(sys.stderr)
     if output is not None:
         sys.stdout = _protected(
             sys.stdout, _EnduringOutput(output, "standard output", 2 if error is None else error)

@@ -67,11 +67,10 @@ def build_page() -> str:
             ("refused", "refused", "flags | why, and the way out"),
         ):
             rows = [row for row in table if row.kind == kind]
-            cells = (
-                _list_renamed(rows, underscores)
-                if kind == "renamed"
-                else _group_by_reason(rows, underscores)
-            )
+            if kind == "renamed":
+                cells = _list_renamed(rows, underscores)
+            else:
+                cells = _group_by_reason(rows, underscores)
             lines += ["", f"### {system}: {title}", "", *_format_table(head, cells)]
     return "\n".join(lines) + "\n"
 
@@ -79,7 +78,10 @@ def build_page() -> str:
 def _describe_group(cls: type) -> str:
     """Return the first paragraph of the docstring of a group's module."""
     module = inspect.getmodule(cls)
-    text = ast.get_docstring(ast.parse(inspect.getsource(module))) if module else None
+    if module:
+        text = ast.get_docstring(ast.parse(inspect.getsource(module)))
+    else:
+        text = None
     return " ".join((text or "").partition("\n\n")[0].split())
 
 
@@ -93,24 +95,36 @@ def _format_value(field: Field) -> str:
     if field.is_bool:
         return ""
     looks = format_help_line(field)[0].replace("|{", " or ").strip("{}").replace(",", ", ")
-    return f"{looks} in {RANGES[field.dotted]}" if field.dotted in RANGES else looks
+    if field.dotted in RANGES:
+        return f"{looks} in {RANGES[field.dotted]}"
+    return looks
 
 
 def _format_default(field: Field) -> str:
     if field.is_bool:
-        return "on" if field.default else "off"
+        if field.default:
+            return "on"
+        return "off"
     if field.required:
         return "required"
     # None means that the value follows from others, and a table cell with None would mislead.
     if field.default is None or field.default == ():
         return ""
-    return f"`{field.default:.10g}`" if isinstance(field.default, float) else f"`{field.default}`"
+    if isinstance(field.default, float):
+        return f"`{field.default:.10g}`"
+    return f"`{field.default}`"
 
 
 def _list_renamed(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
     for row in rows:
-        values = "" if row.only or not row.arity else " ..."
-        note = f"needs `{all_fields()[row.needs].flag}`: {row.reason}" if row.needs else row.reason
+        if row.only or not row.arity:
+            values = ""
+        else:
+            values = " ..."
+        if row.needs:
+            note = f"needs `{all_fields()[row.needs].flag}`: {row.reason}"
+        else:
+            note = row.reason
         yield [_format_foreign_flag(row, underscores), f"`{' '.join(row.to)}{values}`", note]
 
 
@@ -127,11 +141,17 @@ def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
 
 
 def _format_foreign_flag(row: Row, underscores: bool) -> str:
-    flag = "--" + row.flag[2:].replace("-", "_") if underscores else row.flag
+    if underscores:
+        flag = "--" + row.flag[2:].replace("-", "_")
+    else:
+        flag = row.flag
     # A row without values is the fallback for a flag that also has rows for single values.
     if not row.only and any(other.only for other in compat_rows(row.flag)):
         return f"`{flag}` with other values"
-    joined = "=" if underscores else " "
+    if underscores:
+        joined = "="
+    else:
+        joined = " "
     values = [value or "''" for value in row.only] or ["..."] * bool(row.arity)
     return " or ".join(f"`{flag}{joined}{value}`" for value in values) or f"`{flag}`"
 

@@ -105,11 +105,10 @@ def sync(given: HubSync) -> int:
     )
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
-        outcome = (
-            FolderSync(request, hub, patience, say=say, warn=warn).run()
-            if given.patterns
-            else SyncResult()
-        )
+        if given.patterns:
+            outcome = FolderSync(request, hub, patience, say=say, warn=warn).run()
+        else:
+            outcome = SyncResult()
         if given.checkpoints is not None:
             # Checkpoints are large, so they come after the logs that people watch.
             outcome.left_out += push_checkpoints(
@@ -123,14 +122,15 @@ def sync(given: HubSync) -> int:
                 warn=warn,
             )
     if not given.dry_run:
-        sent = (
-            f"{outcome.added} sent ({format_size(outcome.added_bytes)}), {outcome.deleted} deleted"
-            if outcome.commits
-            else "all there"
-        )
+        if outcome.commits:
+            sent = f"{outcome.added} sent ({format_size(outcome.added_bytes)}), {outcome.deleted} deleted"
+        else:
+            sent = "all there"
         say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
     # Files that were left out are a success for the others, and cron should report them anyway.
-    return 1 if outcome.left_out else 0
+    if outcome.left_out:
+        return 1
+    return 0
 
 
 def try_sync(given: HubSync) -> int:

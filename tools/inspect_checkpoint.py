@@ -96,7 +96,10 @@ def main(argv: list[str] | None = None) -> int:
                 "for one at a time"
             )
         folder, root = find_checkpoint(Path(given.path), given.iteration)
-        other = None if given.compare is None else find_checkpoint(Path(given.compare), None)[0]
+        if given.compare is None:
+            other = None
+        else:
+            other = find_checkpoint(Path(given.compare), None)[0]
         with (
             # A run that is active may remove or replace a checkpoint while it is read. Without this
             # guard such a change would be reported as damage.
@@ -106,9 +109,10 @@ def main(argv: list[str] | None = None) -> int:
             report = build_report(given, folder, root, other)
     except (MegatronError, OSError) as error:
         # Damage is found at the first file that is read. `--verify` reads all files.
-        message = (
-            f"{error}; --verify lists all damage" if isinstance(error, DamagedError) else str(error)
-        )
+        if isinstance(error, DamagedError):
+            message = f"{error}; --verify lists all damage"
+        else:
+            message = str(error)
         if given.json:
             print(json.dumps({"error": message}, indent=1))
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
@@ -139,7 +143,10 @@ def build_report(
         # Verification opens the files itself. `open_folder` would raise at the first damage, and
         # the report must list all of it.
         checked = verify(folder)
-        code = 1 if checked.damage or checked.not_finite else 0
+        if checked.damage or checked.not_finite:
+            code = 1
+        else:
+            code = 0
         return InspectionReport(
             {"path": str(folder), **asdict(checked)}, format_verification(folder, checked), code
         )
@@ -219,7 +226,8 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         DamagedError: The index is missing or altered.
     """
     with add_folder_to_errors(checkpoint.folder):
-        manifest, tensors = checkpoint.manifest, checkpoint.read_index().tensors
+        manifest = checkpoint.manifest
+        tensors = checkpoint.read_index().tensors
     # Keys are `kind/name`, where kind is `weight`, `exp_avg` or `exp_avg_sq`.
     kinds: Counter[str] = Counter()
     for key, tensor in tensors.items():
@@ -246,7 +254,10 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     # The configuration does not hold the vocabulary size. The stored embedding [v, h] does, without
     # padding.
     embedding = tensors.get("weight/embedding.word.weight")
-    vocab_size = embedding["shape"][0] if embedding else 0
+    if embedding:
+        vocab_size = embedding["shape"][0]
+    else:
+        vocab_size = 0
     # Unset fields get their defaults from the shape, so that the report shows the sizes in use.
     shape = ModelShape(config.model, vocab_size, vocab_size)
     # These fields may be unset in the configuration. The model has them in any case.
@@ -264,14 +275,16 @@ def _compute_learning_rate(manifest: Manifest) -> float | None:
         state = TrainState.from_json(manifest.state)
     except CheckpointError:
         return None
-    return (
-        state.compute_learning_rate(LRSchedule(**state.lr_schedule)) if state.lr_schedule else None
-    )
+    if state.lr_schedule:
+        return state.compute_learning_rate(LRSchedule(**state.lr_schedule))
+    return None
 
 
 def format_overview(found: Mapping[str, Any]) -> list[str]:
     """Format the result of `summarise_checkpoint` for people."""
-    state, optimizer, rate = found["state"], found["optimizer"], found["learning_rate"]
+    state = found["state"]
+    optimizer = found["optimizer"]
+    rate = found["learning_rate"]
     clock = (
         f"clock at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens "
         "of applied steps"
@@ -344,10 +357,13 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
             (None, None) if pointer is None else (pointer.iteration, pointer.contradiction)
         )
     except CheckpointError as error:
-        pointed, remark = None, str(error)
+        pointed = None
+        remark = str(error)
     checkpoints = []
     for iteration in list_saved_iterations(root):
-        folder, size, problem = find_stored_folder(root, iteration), None, None
+        folder = find_stored_folder(root, iteration)
+        size = None
+        problem = None
         try:
             size = read_manifest(folder).bytes
         except CheckpointError as error:
@@ -357,7 +373,9 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
             problem = str(error)
         marks = {"pointed_to": iteration == pointed, "shown": folder == shown, "problem": problem}
         checkpoints.append({"name": folder.name, "iteration": iteration, "bytes": size, **marks})
-    finished, holder, lease = {entry["name"] for entry in checkpoints}, read_holder(root), None
+    finished = {entry["name"] for entry in checkpoints}
+    holder = read_holder(root)
+    lease = None
     if holder is not None:
         # Clocks of hosts differ, so the heartbeat may lie in the future by this host's clock.
         sign = {"silent_seconds": max(0.0, get_heartbeat_age(root)), "alive": is_alive(holder)}
@@ -393,7 +411,10 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
     if folder["remark"]:
         rows.append(("pointers", folder["remark"]))
     for entry in folder["checkpoints"]:
-        size = format_gigabytes(entry["bytes"]) if entry["problem"] is None else entry["problem"]
+        if entry["problem"] is None:
+            size = format_gigabytes(entry["bytes"])
+        else:
+            size = entry["problem"]
         marks = [
             mark
             for mark, holds in (("shown here", entry["shown"]), ("pointed to", entry["pointed_to"]))
@@ -405,7 +426,8 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
         (f"  {name}", "being written or removed, or left by one that was cut off")
         for name in folder["unfinished"]
     ]
-    lease, alive = folder["lease"], {True: "alive", False: "gone", None: "on another host"}
+    lease = folder["lease"]
+    alive = {True: "alive", False: "gone", None: "on another host"}
     if lease is None:
         rows.append(("lease", "held by nobody"))
     else:
@@ -432,11 +454,10 @@ def format_statistics(rows: Sequence[TensorStatistics]) -> list[str]:
         for r in rows
     ]
     bad = sum(bool(row.nan or row.inf) for row in rows)
-    summary = (
-        f"{bad} of {len(rows)} tensors hold numbers that are not finite"
-        if bad
-        else "all numbers are finite"
-    )
+    if bad:
+        summary = f"{bad} of {len(rows)} tensors hold numbers that are not finite"
+    else:
+        summary = "all numbers are finite"
     return [*align_columns([head, *table], left=3), "", summary]
 
 
@@ -505,15 +526,21 @@ def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 def format_gigabytes(size: int) -> str:
     """Format a size in GB, or in bytes if it is small."""
-    return f"{size / 1e9:,.3f} GB" if size >= 1e6 else f"{size:,} bytes"
+    if size >= 1e6:
+        return f"{size / 1e9:,.3f} GB"
+    return f"{size:,} bytes"
 
 
 def _count(state: Mapping[str, Any], name: str) -> str:
-    return f"{state[name]:,}" if name in state else "?"
+    if name in state:
+        return f"{state[name]:,}"
+    return "?"
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.4g}"
 
 
 if __name__ == "__main__":

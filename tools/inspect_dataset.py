@@ -42,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # Without tokenizer flags the tool checks only what the files themselves show.
         named = given.tokenizer != TokenizerFlags()
-        tokenizer = build_tokenizer(given.tokenizer.make_config()) if named else None
+        if named:
+            tokenizer = build_tokenizer(given.tokenizer.make_config())
+        else:
+            tokenizer = None
         found = inspect_dataset(
             given.prefix,
             tokenizer.vocab_size if tokenizer else None,
@@ -56,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(json.dumps(asdict(found), indent=1) if given.json else report(found))
     # A suspicion that may be harmless must not stop a pipeline of scripts.
-    return 1 if given.strict and any(problem.sure for problem in found.problems) else 0
+    if given.strict and any(problem.sure for problem in found.problems):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
             write(options.report, report)
 
     def give_up() -> None:
-        said = last[-1].format_line() if last else "nothing was found out"
+        if last:
+            said = last[-1].format_line()
+        else:
+            said = "nothing was found out"
         print(f"{said}; not done after {options.seconds:g} s", flush=True)
         # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
         # process.
@@ -61,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report.format_line(), flush=True)
-    return 1 if report.failures or report.all_reduce_failure else 0
+    if report.failures or report.all_reduce_failure:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

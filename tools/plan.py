@@ -93,8 +93,12 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(options: PlanArguments, training: list[str]) -> int:
     source = read_source(training)
     loaded = load_config(list(source.arguments), prog="plan.py")
-    parallel, warnings = loaded.config.parallel, [*source.warnings, *loaded.warnings]
-    world_size = options.world_size if options.world_size is not None else source.world_size
+    parallel = loaded.config.parallel
+    warnings = [*source.warnings, *loaded.warnings]
+    if options.world_size is not None:
+        world_size = options.world_size
+    else:
+        world_size = source.world_size
     if world_size is None:
         world_size = max(
             1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -125,7 +129,9 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         print(json.dumps(build_json(plan, at, warnings), indent=1))
     else:
         print("\n".join(format_plan(plan, at, warnings)))
-    return 2 if plan.errors else 0
+    if plan.errors:
+        return 2
+    return 0
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -134,7 +140,10 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     Arguments are recognised by name. Everything after '--' belongs to the training command.
     """
     # tyro would refuse the training flags, so each word is assigned here.
-    end = argv.index("--") if "--" in argv else len(argv)
+    if "--" in argv:
+        end = argv.index("--")
+    else:
+        end = len(argv)
     own: list[str] = []
     training: list[str] = []
     words = argv[:end]
@@ -146,7 +155,10 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
         elif name in ("--world-size", "--consumed-samples"):
             # The value is attached with '=', or it is the next word.
             own += [word] if "=" in word else [word, *words[:1]]
-            words = words if "=" in word else words[1:]
+            if "=" in word:
+                words = words
+            else:
+                words = words[1:]
         elif name == "--at":
             values = word.partition("=")[2].replace(",", " ").split()
             # `--at` takes any number of values. The first word that is no number ends them.
@@ -164,7 +176,10 @@ def read_source(training: list[str]) -> CommandSource:
     Raises:
         ConfigError: The file cannot be read or has no training command.
     """
-    first = Path(training[0]) if training and not training[0].startswith("-") else None
+    if training and not training[0].startswith("-"):
+        first = Path(training[0])
+    else:
+        first = None
     if first is not None and first.suffix in (".yaml", ".yml"):
         return CommandSource(("--config", *training), None)
     # Anything that is no file with a known suffix is part of the training command itself.
@@ -176,7 +191,10 @@ def read_source(training: list[str]) -> CommandSource:
 def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSource:
     # Variables without a value stay as text, so the user must see which they are.
     unset = ", ".join(f"${name}" for name in command.unresolved)
-    warnings = (f"left as written, for nothing here sets them: {unset}.",) if unset else ()
+    if unset:
+        warnings = (f"left as written, for nothing here sets them: {unset}.",)
+    else:
+        warnings = ()
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
@@ -247,7 +265,8 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     configured. The other entries estimate them with everything kept, and with all layers
     recomputed.
     """
-    share, config = get_recomputed_share(plan), plan.config
+    share = get_recomputed_share(plan)
+    config = plan.config
     ranks = range(plan.pipeline_size)
     parts = [_compute_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
     # The first pipeline ranks hold more microbatches in flight, and the last one holds the logits.
@@ -299,7 +318,8 @@ def estimate_activations(
     It counts all microbatches in flight, one layer being recomputed, and the logits. Layers that
     are recomputed keep only their input.
     """
-    parallel, micro = plan.config.parallel, plan.config.batch.micro_batch_size
+    parallel = plan.config.parallel
+    micro = plan.config.batch.micro_batch_size
     # A plan with errors may have a size of 0 here as well.
     tensor = max(1, parallel.tensor_model_parallel_size)
     sharing = {
@@ -342,7 +362,8 @@ def compute_flops(plan: Plan) -> dict[str, int]:
 
     megatron/model/flops.py describes the two conventions.
     """
-    shape, recompute = plan.shape, get_recomputed_share(plan)
+    shape = plan.shape
+    recompute = get_recomputed_share(plan)
     per_token = flops.count_model_flops_per_token(shape)
     return {
         "model_per_token": per_token,
@@ -387,7 +408,8 @@ def _format_row(label: str, text: str) -> str:
 
 
 def _format_model(plan: Plan) -> list[str]:
-    parallel, fullest = plan.config.parallel, max(plan.stage_parameters)
+    parallel = plan.config.parallel
+    fullest = max(plan.stage_parameters)
     return [
         _format_row(
             "parameters",
@@ -419,11 +441,10 @@ def _format_pipeline(plan: Plan) -> list[str]:
     """Format the stages of the pipeline. Return no line for a single stage."""
     if plan.pipeline_size == 1:
         return []
-    each = (
-        f", in {plan.stages_per_rank} virtual stages on each rank"
-        if plan.stages_per_rank > 1
-        else ""
-    )
+    if plan.stages_per_rank > 1:
+        each = f", in {plan.stages_per_rank} virtual stages on each rank"
+    else:
+        each = ""
     millions = (f"{parameters / 1e6:,.1f}" for parameters in plan.stage_parameters)
     rows = [
         _format_row("layers by stage", _collapse_runs(map(str, plan.layers_per_stage)) + each),
@@ -442,7 +463,8 @@ def _collapse_runs(texts: Iterable[str]) -> str:
 
 
 def _format_training(plan: Plan) -> list[str]:
-    batch, seq_length = plan.config.batch, plan.config.model.seq_length
+    batch = plan.config.batch
+    seq_length = plan.config.model.seq_length
     share = batch.micro_batch_size * plan.data_parallel_size
     sizes = [
         f"{size} ({size / share:g})" for size in plan.batch_size.iterate_upcoming(0, 0, seq_length)
@@ -470,9 +492,10 @@ def _format_training(plan: Plan) -> list[str]:
             )
         )
     lr = plan.lr_schedule
-    end = (
-        f"{lr.decay_steps:,} samples" if lr.decay_tokens is None else f"{lr.decay_tokens:,} tokens"
-    )
+    if lr.decay_tokens is None:
+        end = f"{lr.decay_steps:,} samples"
+    else:
+        end = f"{lr.decay_tokens:,} tokens"
     lines.append(
         _format_row(
             "learning rate",
@@ -486,15 +509,15 @@ def _format_training(plan: Plan) -> list[str]:
 def _format_memory(plan: Plan) -> list[str]:
     memory_bytes = estimate_memory(plan)
     # The figures of a rank are those of the rank that needs most.
-    where = (
-        f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
-        if plan.pipeline_size > 1
-        else ""
-    )
+    if plan.pipeline_size > 1:
+        where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
+    else:
+        where = ""
     rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
     lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
-        model, rank = memory_bytes["model"][part] / 1e9, memory_bytes["rank"][part] / 1e9
+        model = memory_bytes["model"][part] / 1e9
+        rank = memory_bytes["rank"][part] / 1e9
         lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
     configured, kept, scores, again = (
         memory_bytes[key] / 1e9
@@ -520,12 +543,18 @@ def _format_memory(plan: Plan) -> list[str]:
 
 
 def _format_layer_share(share: Fraction) -> str:
-    return "all layers" if share == 1 else f"{share} of the layers"
+    if share == 1:
+        return "all layers"
+    return f"{share} of the layers"
 
 
 def _format_flops(plan: Plan) -> list[str]:
-    counts, share = compute_flops(plan), get_recomputed_share(plan)
-    recomputation = f"{_format_layer_share(share)} recomputed" if share else "no recomputation"
+    counts = compute_flops(plan)
+    share = get_recomputed_share(plan)
+    if share:
+        recomputation = f"{_format_layer_share(share)} recomputed"
+    else:
+        recomputation = "no recomputation"
     return [
         _format_row(
             "FLOPs a token",

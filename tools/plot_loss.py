@@ -76,7 +76,10 @@ def read_curves(source: Path) -> Curves:
             f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or "
             "its log"
         )
-    curves = _read_metrics_curves(source) if source.suffix == ".jsonl" else _read_log_curves(source)
+    if source.suffix == ".jsonl":
+        curves = _read_metrics_curves(source)
+    else:
+        curves = _read_log_curves(source)
     # An empty picture would look like a run that has not started.
     if not curves.train[0] and not curves.validation:
         raise DataError(
@@ -113,7 +116,10 @@ def insert_gaps(iterations: list[int], values: list[float]) -> Points:
     """
     steps = [later - earlier for earlier, later in pairwise(iterations)]
     # Logs have one line per --log-interval, so the usual distance is found from the data.
-    usual = Counter(steps).most_common(1)[0][0] if steps else 1
+    if steps:
+        usual = Counter(steps).most_common(1)[0][0]
+    else:
+        usual = 1
     found: Points = ([], [])
     for iteration, value, step in zip(iterations, values, [usual, *steps], strict=True):
         if step > usual:

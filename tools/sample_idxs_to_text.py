@@ -59,8 +59,14 @@ class SampleRange:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the text that `argv` (default: the command line) asks for and return the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    end = words.index("--") if "--" in words else len(words)
+    if argv is None:
+        words = sys.argv[1:]
+    else:
+        words = argv
+    if "--" in words:
+        end = words.index("--")
+    else:
+        end = len(words)
     options = tyro.cli(
         SampleArguments, args=words[:end], prog="sample_idxs_to_text.py", description=__doc__
     )

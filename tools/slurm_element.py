@@ -62,7 +62,10 @@ class SlurmElementArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the array task and return the exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        words = sys.argv[1:]
+    else:
+        words = argv
     # Everything after '--' is the training command. tyro would refuse its flags.
     own, command = (
         (words[: words.index("--")], words[words.index("--") + 1 :])

@@ -53,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     # Slurm may not answer. Then there is nothing to report about the jobs, only the trouble.
-    pulses = [] if found.pulse is None else [found.pulse]
+    if found.pulse is None:
+        pulses = []
+    else:
+        pulses = [found.pulse]
     told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=pulses)
     return told.report(found.troubles, alert=bool(found.alerts))
 

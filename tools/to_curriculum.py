@@ -80,8 +80,14 @@ class CurriculumChange:
 
 def main(argv: list[str] | None = None) -> int:
     """Print what changes for `argv` (default: the command line) and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else _find_first_file(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    else:
+        argv = argv
+    if "--" in argv:
+        end = argv.index("--")
+    else:
+        end = _find_first_file(argv)
     options = tyro.cli(
         CurriculumArguments, args=argv[:end], prog="to_curriculum.py", description=__doc__
     )
@@ -129,7 +135,10 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
     Raises:
         ConfigError: The command line cannot be read, has errors, or gives no batch size.
     """
-    first = Path(words[0]) if words and not words[0].startswith("-") else None
+    if words and not words[0].startswith("-"):
+        first = Path(words[0])
+    else:
+        first = None
     if first is not None and first.suffix in (".yaml", ".yml"):
         arguments = ["--config", *words]
     elif first is not None and first.suffix in (".slurm", ".sh", ".sbatch", ".bash"):
@@ -137,7 +146,8 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
     else:
         arguments = list(parse_command(words).arguments)
     loaded = load_config(arguments, prog="to_curriculum.py")
-    batch, parallel = loaded.config.batch, loaded.config.parallel
+    batch = loaded.config.batch
+    parallel = loaded.config.parallel
     # Without this flag the batch size follows from the number of processes, and all arithmetic here
     # depends on it.
     if batch.global_batch_size is None and batch.step_batch_size_schedule is None:
@@ -168,11 +178,9 @@ def convert_to_curriculum(
             curriculum.
     """
     old = ConfigWithOrigin(plan.config, origin)
-    batch, optimizer, seq_length = (
-        plan.config.batch,
-        plan.config.optimizer,
-        plan.config.model.seq_length,
-    )
+    batch = plan.config.batch
+    optimizer = plan.config.optimizer
+    seq_length = plan.config.model.seq_length
     if optimizer.lr_decay_style == "WSD":
         raise ConfigError(
             "--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use "
@@ -249,11 +257,10 @@ def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
     higher.
     """
     curriculum = resolve(new, plan.world_size).curriculum
-    needed = (
-        curriculum.find_iteration_reaching(tokens, plan.batch_size.final, 1, NO_END)
-        if curriculum is not None
-        else None
-    )
+    if curriculum is not None:
+        needed = curriculum.find_iteration_reaching(tokens, plan.batch_size.final, 1, NO_END)
+    else:
+        needed = None
     batch = plan.config.batch
     if batch.train_samples is not None:
         return {
@@ -266,7 +273,9 @@ def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
 
 def format_flags(change: CurriculumChange) -> list[str]:
     """List the flags to remove, to change and to add, each with its present origin."""
-    out, changed, put_in = [], [], []
+    out = []
+    changed = []
+    put_in = []
     for dotted, value in change.values.items():
         before = change.old[dotted]
         # An unchanged field needs no line. The step is printed anyway, because the user must know
@@ -317,7 +326,8 @@ def list_consequences(old: Plan, new: Plan) -> list[str]:
     assert new.curriculum is not None, "the new command line has one"
     assert new.config.batch.train_tokens is not None, "it was worked out"
     assert new.curriculum.total_curriculum_step is not None, "it is linear"
-    batch, tokens = new.batch_size.final, new.config.batch.train_tokens
+    batch = new.batch_size.final
+    tokens = new.config.batch.train_tokens
     end = new.curriculum.find_iteration_reaching(tokens, batch, 1, NO_END) or 0
     stages = list(new.curriculum.iterate_stages(1, new.curriculum.total_curriculum_step))
     # Mean number of iterations that one length lasts.
@@ -348,7 +358,8 @@ def _describe_warmup(old: Plan, new: Plan) -> list[str]:
     A warm-up in samples takes far fewer steps without a ramp-up, and fewer tokens with short
     sequences.
     """
-    samples, batch = old.lr_schedule.warmup_steps, new.batch_size.final
+    samples = old.lr_schedule.warmup_steps
+    batch = new.batch_size.final
     if samples <= 0:
         return []
     steps = math.ceil(samples / batch)

@@ -29,11 +29,10 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    short = (
-        ""
-        if size == vocab_size
-        else f", fewer than {vocab_size}: the text has no more pairs to merge"
-    )
+    if size == vocab_size:
+        short = ""
+    else:
+        short = f", fewer than {vocab_size}: the text has no more pairs to merge"
     print(f"{vocab} and {merges}: {size} ids{short}")
     return 0
 

@@ -123,7 +123,8 @@ def _open_tensors(
     with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
         def read(key: str) -> Tensor:
-            tensor, stored = torch.empty(index.tensors[key]["shape"]), index.tensors[key]["boxes"]
+            tensor = torch.empty(index.tensors[key]["shape"])
+            stored = index.tensors[key]["boxes"]
             # The slice is the complete tensor, whatever slices are stored.
             with add_folder_to_errors(checkpoint.folder):
                 reader.read_into(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)), stored, key)
@@ -180,7 +181,10 @@ def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
     """
     kind, _, name = key.partition("/")
     squares = total = 0.0
-    low, high, count, nans = math.inf, -math.inf, 0, 0
+    low = math.inf
+    high = -math.inf
+    count = 0
+    nans = 0
     for piece in tensor.reshape(-1).split(_PIECE):
         nans += int(piece.isnan().sum())
         # In fp32, the sum of the squares of a large tensor loses small elements or overflows.
@@ -188,7 +192,8 @@ def compute_tensor_statistics(key: str, tensor: Tensor) -> TensorStatistics:
         if finite.numel():
             squares += float(finite.square().sum())
             total += float(finite.sum())
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+            low = min(low, float(finite.min()))
+            high = max(high, float(finite.max()))
             count += finite.numel()
     least, most, mean = (low, high, total / count) if count else (None, None, None)
     # Each element is finite, NaN or infinite, so the third count follows from the others.
@@ -205,7 +210,8 @@ def compare(a: Checkpoint, b: Checkpoint) -> CheckpointComparison:
         DamagedError: If a tensor is damaged.
         CheckpointError: If a configuration has fields that this version does not know.
     """
-    config, state = list_config_differences(a.read_config(), b.read_config()), _compare_states(a, b)
+    config = list_config_differences(a.read_config(), b.read_config())
+    state = _compare_states(a, b)
     # Tensors are compared one by one, so that two checkpoints larger than the memory can be
     # compared.
     with _open_tensors(a) as (here, read), _open_tensors(b) as (there, read_other):
@@ -234,24 +240,35 @@ def compute_difference(key: str, a: Tensor, b: Tensor) -> TensorDifference:
         a: The first tensor.
         b: The second tensor.
     """
-    different, largest, squares, of_a, of_b = 0, 0.0, 0.0, 0.0, 0.0
+    different = 0
+    largest = 0.0
+    squares = 0.0
+    of_a = 0.0
+    of_b = 0.0
     for x, y in zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True):
         # As integers, a NaN equals itself and -0.0 differs from 0.0.
         unequal = x.view(torch.int32) != y.view(torch.int32)
         different += int(unequal.sum())
         # After the comparison of the bits, which needs the fp32 values.
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         of_a += float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
         of_b += float(y.nan_to_num(0.0, 0.0, 0.0).square().sum())
         if unequal.any():
             # Only elements with different bits. Two equal infinities would give NaN.
             distance = (x - y)[unequal].abs()
-            largest = max(largest, float(distance.max())) if distance.isfinite().all() else math.nan
+            if distance.isfinite().all():
+                largest = max(largest, float(distance.max()))
+            else:
+                largest = math.nan
             squares += float(distance.square().sum())
     # The larger norm, so that the result does not depend on the order of the two. If `squares` is
     # 0, both norms may be 0 as well.
     norm = math.sqrt(max(of_a, of_b))
-    relative = math.nan if math.isnan(largest) else math.sqrt(squares) / norm if squares else 0.0
+    if math.isnan(largest):
+        relative = math.nan
+    else:
+        relative = math.sqrt(squares) / norm if squares else 0.0
     return TensorDifference(key, different == 0, different, largest, relative)
 
 

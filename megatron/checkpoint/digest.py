@@ -37,8 +37,10 @@ class Digester:
 
     def __init__(self) -> None:
         """Create the digester of an empty file."""
-        self._whole, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
-        self._bytes, self._in_block = 0, 0
+        self._whole = xxhash.xxh3_128()
+        self._block = xxhash.xxh3_64()
+        self._bytes = 0
+        self._in_block = 0
         self._blocks: list[str] = []
 
     def update(self, data: bytes | memoryview) -> None:

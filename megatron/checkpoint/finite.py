@@ -60,7 +60,9 @@ def gather_not_finite(mine: Sequence[str], ranks: Ranks) -> list[str]:
     # One line more than is shown, so that "and more" is right even if only this rank has lines.
     everyone = ranks.gather([f"{here}: {line}" for line in mine[: _SHOWN + 1]])
     found = [line for lines in everyone for line in lines]
-    return found if len(found) <= _SHOWN else [*found[:_SHOWN], "and more"]
+    if len(found) <= _SHOWN:
+        return found
+    return [*found[:_SHOWN], "and more"]
 
 
 def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks) -> None:

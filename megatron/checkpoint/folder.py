@@ -42,7 +42,9 @@ def parse_iteration(name: str) -> int | None:
     # No leading zeros and at most 15 digits. So each iteration has one name, and `re.ASCII` keeps
     # out other scripts' digits, which `int` would accept.
     match = re.fullmatch(r"global_step(0|[1-9]\d{0,14})", name, re.ASCII)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def find_stored_folder(root: Path, iteration: int) -> Path:
@@ -53,7 +55,9 @@ def find_stored_folder(root: Path, iteration: int) -> Path:
     """
     folder = step_folder(root, iteration)
     replaced = _add_suffix(folder, REPLACED)
-    return replaced if not folder.exists() and (replaced / MANIFEST).is_file() else folder
+    if not folder.exists() and (replaced / MANIFEST).is_file():
+        return replaced
+    return folder
 
 
 def list_saved_iterations(root: Path) -> list[int]:
@@ -106,9 +110,13 @@ def read_pointer(root: Path) -> Pointer | None:
         CheckpointError: If the deciding pointer holds anything else, or names a checkpoint that
             does not exist.
     """
-    latest, number = root / LATEST, root / LATEST_ITERATION
+    latest = root / LATEST
+    number = root / LATEST_ITERATION
     by_number = _read_pointer_text(number)
-    number_iteration = None if by_number is None else parse_iteration(f"global_step{by_number}")
+    if by_number is None:
+        number_iteration = None
+    else:
+        number_iteration = parse_iteration(f"global_step{by_number}")
     text = _read_pointer_text(latest)
     pointer, iteration = (
         (latest, parse_iteration(text)) if text is not None else (number, number_iteration)
@@ -117,7 +125,10 @@ def read_pointer(root: Path) -> Pointer | None:
         return None
     there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
     if iteration is None:
-        held = text if text is not None else by_number
+        if text is not None:
+            held = text
+        else:
+            held = by_number
         raise CheckpointError(
             f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are "
             f"there: {there}"
@@ -142,7 +153,9 @@ def _read_pointer_text(path: Path) -> str | None:
         raise CheckpointError(
             f"{path} is a folder; it must be a file that names a checkpoint: remove it"
         )
-    return path.read_text(errors="replace").strip() if path.is_file() else None
+    if path.is_file():
+        return path.read_text(errors="replace").strip()
+    return None
 
 
 def read_pointed_iteration(root: Path) -> int | None:
@@ -152,7 +165,9 @@ def read_pointed_iteration(root: Path) -> int | None:
         CheckpointError: See `read_pointer`.
     """
     pointer = read_pointer(root)
-    return None if pointer is None else pointer.iteration
+    if pointer is None:
+        return None
+    return pointer.iteration
 
 
 def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, int]:
@@ -168,7 +183,10 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
     named = parse_iteration(path.name)
     if named is not None and iteration is None:
         return path.parent, named
-    iteration = read_pointed_iteration(path) if iteration is None else iteration
+    if iteration is None:
+        iteration = read_pointed_iteration(path)
+    else:
+        iteration = iteration
     if iteration is None:
         there = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
         raise CheckpointError(
@@ -288,7 +306,8 @@ def remove(folder: Path) -> None:
     # A `.replaced` folder is renamed as well. Otherwise `remove_interrupted_leftovers` could give
     # the rest of it the name of a checkpoint.
     if not folder.name.endswith((UNFINISHED, DELETING)):
-        going, number = _add_suffix(folder, DELETING), 1
+        going = _add_suffix(folder, DELETING)
+        number = 1
         # The name may be taken by a folder that could not be removed earlier.
         while going.exists():
             number += 1
@@ -307,7 +326,8 @@ def set_aside(root: Path, iteration: int) -> Path:
         OSError: If it cannot be renamed.
     """
     folder = find_stored_folder(root, iteration)
-    aside, number = _add_suffix(step_folder(root, iteration), DAMAGED), 1
+    aside = _add_suffix(step_folder(root, iteration), DAMAGED)
+    number = 1
     # A checkpoint of this iteration may have been damaged before.
     while aside.exists():
         number += 1

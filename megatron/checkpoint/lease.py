@@ -50,7 +50,10 @@ class LeaseHolder:
 
     def describe(self) -> str:
         """Return process, host and job for messages."""
-        job = f", job {self.job}" if self.job else ""
+        if self.job:
+            job = f", job {self.job}"
+        else:
+            job = ""
         return f"process {self.pid} on {self.host}{job}"
 
 
@@ -92,7 +95,9 @@ def _read_start_time(pid: int) -> str | None:
         # parentheses. Only what follows the last one can be split. Field 0 is then the state
         # and field 19 the start time, see proc(5).
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
+        if fields[0] in "ZX":
+            return None
+        return fields[19]
     except (OSError, IndexError):
         return None
 
@@ -102,7 +107,8 @@ class Lease:
 
     def __init__(self, path: Path, holder: LeaseHolder) -> None:
         """Start the heartbeat of a lease whose file was created. Use `acquire` instead."""
-        self._path, self._holder = path, holder
+        self._path = path
+        self._holder = holder
         self.lost: str | None = None
         """Message that another run has taken the folder over. None while the lease is held."""
         self.busy = False
@@ -125,7 +131,8 @@ class Lease:
             CheckpointError: If another run writes to the folder.
             OSError: If the folder cannot be written.
         """
-        path, me = root / FILE, _make_own_holder()
+        path = root / FILE
+        me = _make_own_holder()
         # A loop, because several runs may try to take over the same folder. Only creating the file
         # decides which of them gets it.
         while not _create(path, me):
@@ -234,7 +241,8 @@ def _create(path: Path, holder: LeaseHolder) -> bool:
     """
     # The complete text is written under another name and linked. So no reader sees a part of it,
     # and the link fails if the file exists. A rename would replace another run's file.
-    fresh, text = path.with_name(f"{path.name}.{holder.token}"), json.dumps(asdict(holder)) + "\n"
+    fresh = path.with_name(f"{path.name}.{holder.token}")
+    text = json.dumps(asdict(holder)) + "\n"
     try:
         fresh.write_text(text)
         try:
@@ -260,14 +268,19 @@ def _read(path: Path) -> LeaseHolder | None:
     """
     try:
         record = json.loads(path.read_text())
-        holder = LeaseHolder(**record) if isinstance(record, Mapping) else None
+        if isinstance(record, Mapping):
+            holder = LeaseHolder(**record)
+        else:
+            holder = None
         # A dataclass does not check types. A number instead of a text would fail later, in the
         # comparison of processes.
         right = holder is not None and all(
             isinstance(getattr(holder, field.name), field.type)  # type: ignore[arg-type]
             for field in fields(LeaseHolder)
         )
-        return holder if right else None
+        if right:
+            return holder
+        return None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
@@ -286,7 +299,8 @@ def _is_alive(other: LeaseHolder, me: LeaseHolder) -> bool | None:
 
 def _watch_heartbeat(path: Path, other: LeaseHolder) -> bool:
     """Return whether the holder shows a heartbeat within STALE_SECONDS."""
-    end, first = time.monotonic() + STALE_SECONDS, _read_change_time(path)
+    end = time.monotonic() + STALE_SECONDS
+    first = _read_change_time(path)
     while time.monotonic() < end:
         time.sleep(min(1.0, STALE_SECONDS / 10))
         holder = _read(path)

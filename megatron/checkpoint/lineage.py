@@ -94,7 +94,9 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
         if digest != digest_of_text(json.dumps(record)) or record["iteration"] != iteration:
             return None
         lineage = tuple(LineageEntry(*entry) for entry in record["course"])
-        return lineage if all(is_count(entry.iteration) for entry in lineage) else None
+        if all(is_count(entry.iteration) for entry in lineage):
+            return lineage
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -170,11 +170,10 @@ def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
         before, now = (_resolve_field(config, field.name) for config in (saved, asked))
         if before != now and field.name not in _FREE_TO_CHANGE:
             flag = "--" + field.name.replace("_", "-")
-            hint = (
-                "; a norm added in mid-run begins untrained: start a new run for it"
-                if field.name == "embed_layernorm"
-                else ""
-            )
+            if field.name == "embed_layernorm":
+                hint = "; a norm added in mid-run begins untrained: start a new run for it"
+            else:
+                hint = ""
             differences.append(f"{flag} is {before} in it, and {now} here{hint}")
     return differences
 

@@ -28,7 +28,9 @@ _READABLE = (2, FORMAT)
 """The oldest and the newest format that can be read."""
 APPLIED_STEPS = "applied_steps"
 """Key of `Manifest.state` that retention reads."""
-MANIFEST, INDEX, CONFIG = "manifest.json", "index.json", "config.yaml"
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -99,18 +101,18 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
     """
     try:
         record = json.loads(text)
-        found, digest = record.get("format"), record.pop("digest", None)
+        found = record.get("format")
+        digest = record.pop("digest", None)
     except (ValueError, AttributeError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     agrees = digest == _digest_of(record)
     # The number is only believed if the digest agrees, or if there is none, because every readable
     # format has one. Otherwise a flipped bit may have changed it, which is damage.
     if isinstance(found, int) and found not in _READABLE and (agrees or digest is None):
-        way_out = (
-            "update this installation"
-            if found > FORMAT
-            else "load it with the version that wrote it"
-        )
+        if found > FORMAT:
+            way_out = "update this installation"
+        else:
+            way_out = "load it with the version that wrote it"
         raise CheckpointError(
             f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
             f"{way_out}"
@@ -135,7 +137,8 @@ def _check_names(record: Mapping[str, Any]) -> None:
         DamagedError: If a file's name is not plain, or an iteration is not a number.
     """
     # `Manifest(**record)` checks no types, so later code relies on these checks.
-    files, course = record.get("files"), record.get("course")
+    files = record.get("files")
+    course = record.get("course")
     if not isinstance(files, dict) or not isinstance(course, list):
         raise DamagedError(
             f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST

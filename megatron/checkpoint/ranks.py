@@ -35,9 +35,10 @@ class Work:
         self._act = act
         self.result: Any = None
         self.error: BaseException | None = None
-        self._thread = (
-            threading.Thread(target=self._run, name="save", daemon=True) if in_thread else None
-        )
+        if in_thread:
+            self._thread = threading.Thread(target=self._run, name="save", daemon=True)
+        else:
+            self._thread = None
         # A daemon thread does not keep the process alive when a file system hangs.
         if self._thread is None:
             self._run()
@@ -154,7 +155,10 @@ class Ranks:
                 continue
             reported = seconds
             names = ", ".join(self.names[rank] for rank in busy[:_SHOWN])
-            more = f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else ""
+            if len(busy) > _SHOWN:
+                more = f" and {len(busy) - _SHOWN} more"
+            else:
+                more = ""
             if seconds >= PATIENCE_SECONDS:
                 raise CheckpointError(
                     f"{what} has taken {seconds:.0f} s, the longest that ranks wait for each "

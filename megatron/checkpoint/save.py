@@ -159,8 +159,12 @@ class Saver:
             saved: Called with each iteration whose checkpoint is safe.
             lineage: The checkpoints in `root` that the run came through so far.
         """
-        self._root, self._config = root, config or CheckpointConfig()
-        self._ranks, self._lease, self._say, self._saved = ranks or Ranks(), lease, say, saved
+        self._root = root
+        self._config = config or CheckpointConfig()
+        self._ranks = ranks or Ranks()
+        self._lease = lease
+        self._say = say
+        self._saved = saved
         self._save: _PendingSave | None = None
         self._buffers: dict[str, Tensor] = {}
         self._failures = 0
@@ -194,14 +198,19 @@ class Saver:
             lambda: free_bytes(self._root), f"looking at {self._root}", self._say
         )
         room = int(free // (size + SMALL_FILES))
-        how = (
-            "written while training goes on"
-            if self._config.async_save
-            else "training waits for them"
-        )
+        if self._config.async_save:
+            how = "written while training goes on"
+        else:
+            how = "training waits for them"
         keep = self._config.keep_latest_checkpoints
-        kept = "all are kept" if keep is None else f"the newest {keep} are kept"
-        enough = "" if room > 0 else "; THERE IS NO ROOM: saves will fail"
+        if keep is None:
+            kept = "all are kept"
+        else:
+            kept = f"the newest {keep} are kept"
+        if room > 0:
+            enough = ""
+        else:
+            enough = "; THERE IS NO ROOM: saves will fail"
         return (
             f"{format_gigabytes(size)} each",
             f"{how}, {kept}; {format_gigabytes(free)} free, for {room} of them{enough}",
@@ -218,11 +227,9 @@ class Saver:
 
         A jump over several iterations (skipped data) counts each iteration that it passes.
         """
-        interval, named, kept = (
-            self._config.save_interval,
-            self._config.save_at,
-            self._config.keep_every,
-        )
+        interval = self._config.save_interval
+        named = self._config.save_at
+        kept = self._config.keep_every
         passed = any(before < at <= after for at in named)
         if passed or (kept is not None and after // kept > before // kept):
             # It stays set until a checkpoint is safe. If this save fails, the next one that
@@ -292,9 +299,12 @@ class Saver:
         self._wait_for(prepared, contents)
         if self._gather_outcome(prepared, contents, fresh) is None:
             return
-        copied, ready, copy = threading.Event(), _record_event(own), self._config.async_save
+        copied = threading.Event()
+        ready = _record_event(own)
+        copy = self._config.async_save
         work = Work(lambda: self._write(fresh, own, copied, ready, copy=copy), in_thread=True)
-        keep, self._keep = self._keep, False
+        keep = self._keep
+        self._keep = False
         phases: list[Callable[[list[WrittenFile]], Any]] = [
             lambda parts: self._finish(fresh, contents, parts, keep=keep)
         ]
@@ -329,7 +339,9 @@ class Saver:
 
     def _last(self) -> str:
         """Return the name of the newest checkpoint of this lineage, for messages."""
-        return f"global_step{self._lineage[-1].iteration}" if self._lineage else "there is none"
+        if self._lineage:
+            return f"global_step{self._lineage[-1].iteration}"
+        return "there is none"
 
     def _set(self, save: _PendingSave | None) -> None:
         self._save = save
@@ -460,7 +472,10 @@ class Saver:
         """
         self._failures += 1
         allowed = self._config.max_save_failures
-        last = f"it is {self._last()}" if self._lineage else "there is none"
+        if self._lineage:
+            last = f"it is {self._last()}"
+        else:
+            last = "there is none"
         head = (
             f"saving iteration {iteration} to {self._root} failed "
             f"({self._failures} of {allowed} in a row):"
@@ -474,7 +489,10 @@ class Saver:
                 "Make room or mend the file system, and start again with the same command"
             ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
-        again = "at once" if self._ending else f"after iteration {self._retry_at}"
+        if self._ending:
+            again = "at once"
+        else:
+            again = f"after iteration {self._retry_at}"
         self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
 
     # The phases follow. Each runs in its own thread and returns JSON, which `gather` can send.
@@ -626,7 +644,8 @@ class Saver:
             OSError: If `latest` does not name the checkpoint.
             CheckpointError: If another run took the folder over.
         """
-        iteration, lineage = manifest.iteration, read_lineage(manifest)
+        iteration = manifest.iteration
+        lineage = read_lineage(manifest)
         # Set before the first rename, so that no error below can lose track of the checkpoint.
         self._unpointed = manifest
         # The order of the writes below matters. The pointers move last. Otherwise a kill could

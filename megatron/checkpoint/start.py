@@ -47,7 +47,9 @@ class StartPoint:
     @property
     def iteration(self) -> int | None:
         """Iteration of the checkpoint. None if the run starts from scratch."""
-        return None if self.checkpoint is None else self.checkpoint.iteration
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.iteration
 
     def to_json(self) -> dict[str, Any]:
         """Return the start point as JSON for the other ranks."""
@@ -114,8 +116,13 @@ def find_start(
 
 def _read_pointed(config: CheckpointConfig) -> int | None:
     """Return the iteration that the pointers of `--load` name. None if there is no pointer."""
-    pointer = None if config.load is None else read_pointer(Path(config.load))
-    return None if pointer is None else pointer.iteration
+    if config.load is None:
+        pointer = None
+    else:
+        pointer = read_pointer(Path(config.load))
+    if pointer is None:
+        return None
+    return pointer.iteration
 
 
 def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
@@ -155,7 +162,10 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
     if pointer is None:
         _refuse_to_start_over(config, root, saved)
         return StartPoint(None)
-    notes = () if pointer.contradiction is None else (f"{root}: {pointer.contradiction}",)
+    if pointer.contradiction is None:
+        notes = ()
+    else:
+        notes = (f"{root}: {pointer.contradiction}",)
     # Damaged checkpoints of an earlier attempt were renamed meanwhile, so the loop below does not
     # meet them. They are still part of the report.
     damaged = [
@@ -250,17 +260,19 @@ def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]
         CheckpointError: If a checkpoint is required, or the folder has traces of a run.
     """
     if config.require_load or config.finetune:
-        flag = "--require-load" if config.require_load else "--finetune"
+        if config.require_load:
+            flag = "--require-load"
+        else:
+            flag = "--finetune"
         raise CheckpointError(f"{flag}: {root / LATEST} is not there, so there is nothing to load")
     found = list_run_leftovers(root)
     # A run that ended before its first checkpoint left traces, too. The marker shows that nothing
     # is lost, so the same command starts again without a flag.
     if found and not config.allow_fresh_start and not (has_no_checkpoint_yet(root) and not saved):
-        point = (
-            f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or "
-            if saved
-            else ""
-        )
+        if saved:
+            point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or "
+        else:
+            point = ""
         raise CheckpointError(
             f"{root} holds traces of a run "
             f"({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
@@ -284,12 +296,14 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         return
     saved = list_saved_iterations(Path(config.save))
     if saved:
-        leave_out = ", without --finetune," if config.finetune else ""
-        why = (
-            "--finetune would begin at iteration 0 over it"
-            if config.resumes_itself
-            else "--load does not lead there"
-        )
+        if config.finetune:
+            leave_out = ", without --finetune,"
+        else:
+            leave_out = ""
+        if config.resumes_itself:
+            why = "--finetune would begin at iteration 0 over it"
+        else:
+            why = "--load does not lead there"
         raise CheckpointError(
             f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) "
             f"and {why}; "
@@ -391,7 +405,10 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
         CheckpointError: On every rank, if rank 0 finds the file intact or cannot read it. The fault
             is then in one host and not in the checkpoint, so no checkpoint may be given up for it.
     """
-    mine_as_json = None if mine is None else [ranks.rank, str(mine), mine.file]
+    if mine is None:
+        mine_as_json = None
+    else:
+        mine_as_json = [ranks.rank, str(mine), mine.file]
     found = [damage for damage in ranks.gather(mine_as_json) if damage is not None]
     if not found:
         return None

@@ -107,7 +107,9 @@ def intersect(a: TensorSlice, b: TensorSlice) -> TensorSlice | None:
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
     shape = tuple(h - w for w, h in zip(low, high, strict=True))
-    return (low, shape) if all(n > 0 for n in shape) else None
+    if all(n > 0 for n in shape):
+        return (low, shape)
+    return None
 
 
 def compute_slices(part: TensorSlice, of: TensorSlice) -> tuple[slice, ...]:
@@ -125,7 +127,8 @@ class TensorReader:
             folder: Folder of the checkpoint.
             digests: File -> its digest.
         """
-        self._folder, self._digests = folder, digests
+        self._folder = folder
+        self._digests = digests
         self._descriptors: dict[str, int] = {}
         self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         """(File, number of the block) -> its bytes. The least recently used block is first."""
@@ -165,7 +168,8 @@ class TensorReader:
             part = intersect(box, source)
             if part is None:
                 continue
-            into, wanted = target[compute_slices(part, box)], compute_slices(part, source)
+            into = target[compute_slices(part, box)]
+            wanted = compute_slices(part, source)
             # If complete rows are needed, they are one run of bytes in the file and in memory. The
             # bytes then go into `target` without an intermediate tensor.
             if part[1][1:] == source[1][1:] and into.is_contiguous():
@@ -189,9 +193,11 @@ class TensorReader:
         Each value begins at a multiple of 4 bytes, and the size of a block is a multiple of 4. So
         no value lies in two blocks.
         """
-        end, at = begin + _ITEM * target.numel(), 0
+        end = begin + _ITEM * target.numel()
+        at = 0
         for number in range(begin // BLOCK, -(-end // BLOCK)):
-            low, high = max(begin - number * BLOCK, 0), min(end - number * BLOCK, BLOCK)
+            low = max(begin - number * BLOCK, 0)
+            high = min(end - number * BLOCK, BLOCK)
             values = torch.frombuffer(self._read_block(file, number)[low:high], dtype=torch.float32)
             target[at : at + len(values)].copy_(values)
             at += len(values)
@@ -205,15 +211,15 @@ class TensorReader:
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return memoryview(self._blocks[key])
-        path, digest = self._folder / file, self._digests[file]
+        path = self._folder / file
+        digest = self._digests[file]
         size = min(BLOCK, digest.bytes - number * BLOCK)
         # The buffer of the oldest block is used again. A new allocation of 4 MiB for each block
         # would have to be cleared each time.
-        buffer = (
-            self._blocks.popitem(last=False)[1]
-            if len(self._blocks) >= _KEPT_BLOCKS
-            else bytearray(BLOCK)
-        )
+        if len(self._blocks) >= _KEPT_BLOCKS:
+            buffer = self._blocks.popitem(last=False)[1]
+        else:
+            buffer = bytearray(BLOCK)
         view = memoryview(buffer)[: max(size, 0)]
         try:
             if file not in self._descriptors:
@@ -270,7 +276,8 @@ def _iterate_runs(
     if not shape:
         yield 0, (), (), ()
         return
-    row, rows = math.prod(shape[1:]), part[0]
+    row = math.prod(shape[1:])
+    rows = part[0]
     # One row does not fit into a block, so each row is divided along the next dimension.
     if row * _ITEM > BLOCK and len(shape) > 1:
         for index in range(rows.start, rows.stop):

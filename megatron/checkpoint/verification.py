@@ -95,7 +95,8 @@ def verify(folder: Path) -> Verification:
     except DamagedError as error:
         damaged = Damage(error.file, f"{error}; nothing else can be checked without it")
         return Verification(None, 0, 0, 0, (damaged,), ())
-    damage, notes = [], []
+    damage = []
+    notes = []
     # A folder of another name is accepted, because a copy of a checkpoint may have any.
     if parse_iteration(folder.name) not in (None, manifest.iteration):
         damage.append(
@@ -242,7 +243,9 @@ def _read_identity(folder: Path) -> tuple[int, int] | None:
 def _read_index_if_valid(folder: Path, manifest: Manifest) -> TensorIndex | None:
     """Return the index, or None if it is damaged. `check_file` reports the damage."""
     try:
-        return read_index(folder, manifest) if INDEX in manifest.files else None
+        if INDEX in manifest.files:
+            return read_index(folder, manifest)
+        return None
     except CheckpointError:
         return None
 
@@ -265,8 +268,10 @@ def check_file(
         progress: Called with the number of bytes of each block.
         look_at: Called with (name, position, bytes) of each block.
     """
-    size, xxh128 = manifest.files[name]["bytes"], manifest.files[name]["xxh128"]
-    digester, missing = Digester(), False
+    size = manifest.files[name]["bytes"]
+    xxh128 = manifest.files[name]["xxh128"]
+    digester = Digester()
+    missing = False
     try:
         # Buffered, because an unbuffered read may return less than a block before the end. The
         # positions might then not be multiples of 4 bytes.
@@ -334,8 +339,13 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
             for begin, size in spans
         ):
             keys.append(key)
-    more = f" and {len(keys) - _SHOWN_TENSORS} more" if len(keys) > _SHOWN_TENSORS else ""
-    return f"; concerns {', '.join(keys[:_SHOWN_TENSORS])}{more}" if keys else ""
+    if len(keys) > _SHOWN_TENSORS:
+        more = f" and {len(keys) - _SHOWN_TENSORS} more"
+    else:
+        more = ""
+    if keys:
+        return f"; concerns {', '.join(keys[:_SHOWN_TENSORS])}{more}"
+    return ""
 
 
 def check_tiling(index: TensorIndex) -> Iterator[Damage]:
@@ -404,7 +414,10 @@ def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
         kind, _, name = key.partition("/")
         shapes.setdefault(name, {})[kind] = tensor["shape"]
     # With the fp32 weight, Adam's two moments make up the optimizer's state.
-    wanted = {"weight"} if manifest.optimizer is None else {"weight", "exp_avg", "exp_avg_sq"}
+    if manifest.optimizer is None:
+        wanted = {"weight"}
+    else:
+        wanted = {"weight", "exp_avg", "exp_avg_sq"}
     for name, kinds in shapes.items():
         for kind in sorted(wanted - kinds.keys()):
             yield Damage(INDEX, f"{kind}/{name} is not in it")

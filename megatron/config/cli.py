@@ -98,7 +98,9 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
 
 
 def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:
-    return given[dotted].value if dotted in given else None
+    if dotted in given:
+        return given[dotted].value
+    return None
 
 
 def load_yaml(text: str) -> Config:

@@ -23,7 +23,8 @@ def list_config_differences(a: Config, b: Config) -> list[str]:
 
     The value in `a` comes first. The list is empty if the digests are equal.
     """
-    left, right = flatten(a), flatten(b)
+    left = flatten(a)
+    right = flatten(b)
     # Compare as JSON, as the digest does. There nan equals itself, and 1 differs from 1.0.
     shown = {
         dotted: (json.dumps(left[dotted]), json.dumps(right[dotted]))

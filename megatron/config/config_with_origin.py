@@ -43,10 +43,15 @@ class ConfigWithOrigin:
         return flatten(self.config)
 
     def _describe_field(self, dotted: str) -> str:
-        field, value, origin = all_fields()[dotted], self[dotted], self.origin.get(dotted, "")
+        field = all_fields()[dotted]
+        value = self[dotted]
+        origin = self.origin.get(dotted, "")
         # A value that came from a flag needs no origin, because the message shows that flag
         # already.
-        note = f" ({origin})" if origin and not origin.startswith("-") else ""
+        if origin and not origin.startswith("-"):
+            note = f" ({origin})"
+        else:
+            note = ""
         # A boolean that is off is spelled --no-x. The message then shows what the user can type.
         if isinstance(value, bool):
             return (field.flag if value else field.negative_flag) + note

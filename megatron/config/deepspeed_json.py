@@ -181,7 +181,9 @@ def read_accumulation_steps(content: Mapping[str, Any]) -> int | None:
     `merge_json` must have found no error in it.
     """
     steps = content.get(STEPS, "auto")
-    return None if steps == "auto" else int(steps)
+    if steps == "auto":
+        return None
+    return int(steps)
 
 
 def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -340,7 +342,10 @@ def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
         return ValueWithOrigin(None, origin)
     if isinstance(value, list) != (field.arity == "*"):
         raise ValueError(f"must be {field.expected}")
-    items = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        items = value
+    else:
+        items = [value]
     # Field.convert reads text, as on the command line. Python's str(True) would be "True".
     return ValueWithOrigin(
         field.convert(
@@ -353,7 +358,10 @@ def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
 def _format_field(dotted: str, item: ValueWithOrigin) -> str:
     """Return flag, value and origin of a field that the JSON contradicts."""
     field = all_fields()[dotted]
-    note = "" if item.origin.startswith("-") else f" ({item.origin})"
+    if item.origin.startswith("-"):
+        note = ""
+    else:
+        note = f" ({item.origin})"
     if isinstance(item.value, bool):
         return (field.flag if item.value else field.negative_flag) + note
     return (
@@ -365,9 +373,13 @@ def _format_field(dotted: str, item: ValueWithOrigin) -> str:
 def _format_value(value: Any) -> str:
     """Return a value as JSON of at most 80 characters."""
     shown = json.dumps(value)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+    if len(shown) <= 80:
+        return shown
+    return f"{shown[:77]}..."
 
 
 def _format_key(key: str) -> str:
     """Return a key, in quotes if spaces or unusual letters could be overlooked."""
-    return key if re.fullmatch(r"[\w.-]+", key, re.ASCII) else json.dumps(key)
+    if re.fullmatch(r"[\w.-]+", key, re.ASCII):
+        return key
+    return json.dumps(key)

@@ -376,8 +376,6 @@ def suggest_fix(key: str) -> str:
         return WAYS_OUT[key]
     if close or elsewhere:
         return f"perhaps you meant {' or '.join(close or elsewhere)}"
-    return (
-        "see --optimizer and the flags beside it"
-        if key.startswith("optimizer.")
-        else "leave it out"
-    )
+    if key.startswith("optimizer."):
+        return "see --optimizer and the flags beside it"
+    return "leave it out"

@@ -82,7 +82,9 @@ class Field:
         """Number of values that the flag takes: 0 for booleans, '*' for one or more."""
         if self.is_bool:
             return 0
-        return self.spec.nargs if isinstance(self.spec.nargs, int) else "*"
+        if isinstance(self.spec.nargs, int):
+            return self.spec.nargs
+        return "*"
 
     @property
     def expected(self) -> str:
@@ -94,11 +96,9 @@ class Field:
                 f"{self.arity} values, each {_describe_type(typing.get_args(self.annotation)[0])}"
             )
         if self.arity == "*":
-            return (
-                "a list of text"
-                if typing.get_args(self.annotation)[0] is str
-                else "a list of whole numbers"
-            )
+            if typing.get_args(self.annotation)[0] is str:
+                return "a list of text"
+            return "a list of whole numbers"
         return _describe_type(self.annotation)
 
     def convert(self, texts: Sequence[str]) -> typing.Any:
@@ -134,7 +134,8 @@ def all_fields() -> dict[str, Field]:
     """Return every field by its dotted name, in the order of declaration."""
     table = {}
     for group, cls in list_groups().items():
-        docs, types_ = _read_attribute_docs(cls), typing.get_type_hints(cls)
+        docs = _read_attribute_docs(cls)
+        types_ = typing.get_type_hints(cls)
         for item in dataclasses.fields(cls):
             table[f"{group}.{item.name}"] = _make_field(
                 f"{group}.{item.name}", types_[item.name], item, docs.get(item.name, "")
@@ -204,11 +205,10 @@ def _make_field(
     dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.Any]", doc: str
 ) -> Field:
     """Build the `Field` of one dataclass field from its type hint."""
-    options = (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union)
-        else (hint,)
-    )
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        options = typing.get_args(hint)
+    else:
+        options = (hint,)
     optional = type(None) in options
     # A union of one type is that type itself, so `int | None` becomes `int` and `int | str | None`
     # becomes `int | str`.

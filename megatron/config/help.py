@@ -63,7 +63,10 @@ def _add_help(field: Field) -> Any:
     For a boolean that is on, --help shows the flag that turns it off.
     """
     metavar, text, hint = format_help_line(field)
-    annotation = field.annotation | None if field.optional else field.annotation
+    if field.optional:
+        annotation = field.annotation | None
+    else:
+        annotation = field.annotation
     return Annotated[
         annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)
     ]
@@ -75,17 +78,24 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
     A part is empty if there is nothing to show.
     """
     many = field.arity == "*" and ("INT ..." if field.annotation == tuple[int, ...] else "STR ...")
-    metavar = "" if field.is_bool else many or field.spec.metavar
+    if field.is_bool:
+        metavar = ""
+    else:
+        metavar = many or field.spec.metavar
     if field.required:
         hint = "(required)"
     elif field.default is None or field.default == ():
         hint = ""
     else:
-        shown = (
-            ("on" if field.default else "off") if field.is_bool else shlex.quote(str(field.default))
-        )
+        if field.is_bool:
+            shown = "on" if field.default else "off"
+        else:
+            shown = shlex.quote(str(field.default))
         hint = f"(default: {shown})"
     # For a boolean that is on, the flag shown is --no-x. The text describes what happens when it is
     # on.
-    doc = f"Turns off: {field.doc}" if field.is_bool and field.default else field.doc
+    if field.is_bool and field.default:
+        doc = f"Turns off: {field.doc}"
+    else:
+        doc = field.doc
     return metavar, doc, hint

@@ -43,7 +43,11 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
             line.errors.append(_describe_stray(token, before))
             continue
         typed, equals, attached = token.partition("=")
-        flag, values = _normalise_flag(typed), [attached] if equals else []
+        flag = _normalise_flag(typed)
+        if equals:
+            values = [attached]
+        else:
+            values = []
         if flag in ("-h", "--help"):
             line.help = True
             continue
@@ -109,14 +113,20 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
     if row.kind == "harmless":
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
         return
-    passed = [] if row.only else values
+    if row.only:
+        passed = []
+    else:
+        passed = values
     # The value is "false" here. Each boolean that the flag maps to gets it, and the row's fixed
     # values do not apply.
     if row.arity == 0 and passed:
         flags = [[flag, *passed] for flag, *_ in flags]
     else:
         flags[-1] += passed
-    note = f": {row.reason}" if row.reason and not row.needs else ""
+    if row.reason and not row.needs:
+        note = f": {row.reason}"
+    else:
+        note = ""
     line.warnings.append(
         f"{shown} is read as {' '.join(word for words in flags for word in words)}{note}."
     )
@@ -156,7 +166,9 @@ def _strip_quotes(value: str) -> str:
     A script that keeps its flags in a variable passes `'type:embedding'` with the quotes.
     """
     quoted = len(value) > 2 and value[0] == value[-1] and value[0] in "'\""
-    return value[1:-1] if quoted else value
+    if quoted:
+        return value[1:-1]
+    return value
 
 
 def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
@@ -167,7 +179,9 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
     """
     if field.is_bool:
         on = field.convert(values or ["true"])
-        return on if flag == field.flag else not on
+        if flag == field.flag:
+            return on
+        return not on
     if not values:
         raise ValueError(
             "needs at least one value"
@@ -176,7 +190,9 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
         )
     if values == ["None"] and (field.optional or field.arity == "*"):
         # The word None unsets a value. A list has the empty tuple instead.
-        return None if field.optional else ()
+        if field.optional:
+            return None
+        return ()
     return field.convert(values)
 
 
@@ -189,7 +205,9 @@ def _get_arity(flag: str) -> Arity:
         return found[0].arity
     # An unknown flag takes all values that follow it, so that they are not reported as errors of
     # their own.
-    return list_known_flags()[flag].arity if flag in list_known_flags() else "*"
+    if flag in list_known_flags():
+        return list_known_flags()[flag].arity
+    return "*"
 
 
 def _take(tokens: "deque[str]", arity: Arity, taken: int) -> list[str]:
@@ -215,12 +233,14 @@ def _normalise_flag(typed: str) -> str:
 
 def _describe_stray(token: str, before: list[str]) -> str:
     """Return the message for a value that follows no flag or exceeds a flag's number of values."""
-    after = f" after {' '.join(before)}" if before else ""
-    attach = (
-        f"; write {before[0]}={token}"
-        if len(before) == 1 and token.lower() in ("true", "false")
-        else ""
-    )
+    if before:
+        after = f" after {' '.join(before)}"
+    else:
+        after = ""
+    if len(before) == 1 and token.lower() in ("true", "false"):
+        attach = f"; write {before[0]}={token}"
+    else:
+        attach = ""
     return f"'{token}'{after} belongs to no flag{attach}."
 
 
@@ -228,6 +248,11 @@ def _suggest_flag(flag: str) -> str:
     """Return the end of a message about an unknown flag."""
     known = list(list_known_flags())
     # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
-    begun = [name for name in known if name.startswith(flag)] if len(flag) > 4 else []
+    if len(flag) > 4:
+        begun = [name for name in known if name.startswith(flag)]
+    else:
+        begun = []
     close = begun[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
-    return f"; perhaps you meant {' or '.join(close)}." if close else "; --help lists all flags."
+    if close:
+        return f"; perhaps you meant {' or '.join(close)}."
+    return "; --help lists all flags."

@@ -66,14 +66,20 @@ def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
     for dotted, value in settings.list_values().items():
         # A tuple with an entry in RANGES is checked number by number. Tuples without one have rules
         # of their own.
-        several = value if isinstance(value, tuple) and dotted in RANGES else (value,)
+        if isinstance(value, tuple) and dotted in RANGES:
+            several = value
+        else:
+            several = (value,)
         numbers = [
             number
             for number in several
             # bool is a subclass of int, so it must be left out explicitly.
             if isinstance(number, int | float) and not isinstance(number, bool)
         ]
-        default = "[1, inf)" if all_fields()[dotted].annotation is int else "(-inf, inf)"
+        if all_fields()[dotted].annotation is int:
+            default = "[1, inf)"
+        else:
+            default = "(-inf, inf)"
         interval = RANGES.get(dotted, default)
         if not all(_is_inside(number, interval) for number in numbers):
             yield f"{settings.describe(dotted)} must be {_describe_interval(interval)}."
@@ -81,8 +87,14 @@ def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
 
 def _is_inside(value: float, interval: str) -> bool:
     low, high = _parse_bounds(interval)
-    above = value >= low if interval.startswith("[") else value > low
-    below = value <= high if interval.endswith("]") else value < high
+    if interval.startswith("["):
+        above = value >= low
+    else:
+        above = value > low
+    if interval.endswith("]"):
+        below = value <= high
+    else:
+        below = value < high
     # All comparisons with nan are false, so nan is in no interval.
     return above and below
 
@@ -90,12 +102,17 @@ def _is_inside(value: float, interval: str) -> bool:
 def _describe_interval(interval: str) -> str:
     low, high = _parse_bounds(interval)
     if math.isfinite(high):
-        lower = "at least" if interval.startswith("[") else "above"
+        if interval.startswith("["):
+            lower = "at least"
+        else:
+            lower = "above"
         return (
             f"{lower} {low:.10g} and {'at most' if interval.endswith(']') else 'below'} {high:.10g}"
         )
     if math.isfinite(low):
-        return f"at least {low:g}" if interval.startswith("[") else f"above {low:g}, and finite"
+        if interval.startswith("["):
+            return f"at least {low:g}"
+        return f"above {low:g}, and finite"
     return "finite"
 
 

@@ -31,4 +31,6 @@ class RecomputeConfig:
             ValueError: `checkpoint_fraction` is not a number or a fraction.
             ZeroDivisionError: its denominator is 0.
         """
-        return Fraction(self.checkpoint_fraction) if self.checkpoint_activations else Fraction(0)
+        if self.checkpoint_activations:
+            return Fraction(self.checkpoint_fraction)
+        return Fraction(0)

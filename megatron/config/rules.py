@@ -194,11 +194,10 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
         or not 0 < model.rotary_percent <= 1
     ):
         return
-    head = (
-        model.kv_channels
-        if model.kv_channels is not None
-        else model.hidden_size // model.num_attention_heads
-    )
+    if model.kv_channels is not None:
+        head = model.kv_channels
+    else:
+        head = model.hidden_size // model.num_attention_heads
     rotated = int(head * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield (
@@ -270,10 +269,8 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that each split of the data is described in one way only."""
     data = settings.config.data
     for which in ("train", "valid", "test"):
-        paths, file = (
-            f"data.{which}_weighted_split_paths",
-            f"data.{which}_weighted_split_paths_path",
-        )
+        paths = f"data.{which}_weighted_split_paths"
+        file = f"data.{which}_weighted_split_paths_path"
         if settings[paths] and settings[file] is not None:
             yield f"{settings.describe(paths, file)} both name the data; give one of them."
         # --split divides the documents of --data-path, and weighted split paths name their own
@@ -288,7 +285,8 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
 
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that flags for saving have --save, and flags for loading have --load."""
-    checkpoint, batch = settings.config.checkpoint, settings.config.batch
+    checkpoint = settings.config.checkpoint
+    batch = settings.config.batch
     saving = {
         "checkpoint.save_interval": checkpoint.save_interval is not None,
         "checkpoint.save_at": bool(checkpoint.save_at),
@@ -377,10 +375,8 @@ def check_curriculum_flags(settings: ConfigWithOrigin) -> Iterator[str]:
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that stages are not described by both a partition method and virtual stages."""
-    method, virtual = (
-        "parallel.pp_partition_method",
-        "parallel.num_layers_per_virtual_pipeline_stage",
-    )
+    method = "parallel.pp_partition_method"
+    virtual = "parallel.num_layers_per_virtual_pipeline_stage"
     # Virtual stages divide layers uniformly, so the method "uniform" does not contradict them.
     if settings[virtual] is not None and (settings[method] or "uniform").lower() != "uniform":
         yield (
@@ -397,11 +393,10 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
     tokenizer = settings.config.tokenizer
     # A tokenizer needs all of its files, so one that is missing makes the id unknown.
-    files = (
-        (tokenizer.vocab_file, tokenizer.merge_file)
-        if tokenizer.tokenizer_type == "GPT2BPETokenizer"
-        else (tokenizer.tokenizer_name_or_path,)
-    )
+    if tokenizer.tokenizer_type == "GPT2BPETokenizer":
+        files = (tokenizer.vocab_file, tokenizer.merge_file)
+    else:
+        files = (tokenizer.tokenizer_name_or_path,)
     if wanted and None in files:
         yield (
             f"{settings.describe(*wanted)} must know the id that ends documents, which the "

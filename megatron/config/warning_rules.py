@@ -19,11 +19,10 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
     The learning rate's schedule counts samples. It converts iterations with the final batch size.
     """
     batch = settings.config.batch
-    changing = (
-        "batch.rampup_batch_size"
-        if batch.rampup_batch_size is not None
-        else "batch.step_batch_size_schedule"
-    )
+    if batch.rampup_batch_size is not None:
+        changing = "batch.rampup_batch_size"
+    else:
+        changing = "batch.step_batch_size_schedule"
     if batch.train_iters is not None and settings[changing] is not None:
         yield (
             f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: an "
@@ -89,11 +88,10 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
     if not precision.fp16:
         return
     # A static scale replaces the dynamic one, so only the scales in use are checked.
-    used = (
-        ("loss_scale",)
-        if precision.loss_scale is not None
-        else ("initial_loss_scale", "min_loss_scale")
-    )
+    if precision.loss_scale is not None:
+        used = ("loss_scale",)
+    else:
+        used = ("initial_loss_scale", "min_loss_scale")
     for name in used:
         scale = settings[f"precision.{name}"]
         # frexp returns a mantissa in [0.5, 1). It is exactly 0.5 for powers of two and for nothing

@@ -28,7 +28,10 @@ def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = error.strerror
+        else:
+            reason = "it is not UTF-8 text"
         return {}, [f"--config {path} cannot be read: {reason}."]
     return read_text(text, path)
 
@@ -43,7 +46,10 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
         # no object.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        if error.problem_mark:
+            line = error.problem_mark.line + 1
+        else:
+            line = 1
         return {}, [f"{name}:{line} is not YAML: {error.problem}."]
     except yaml.YAMLError as error:
         return {}, [f"{name}:1 is not YAML: {str(error).splitlines()[0]}."]
@@ -118,7 +124,9 @@ def _convert_for_dump(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_convert_for_dump(item) for item in value)
     # A str of Python would be written without quotes where YAML permits it.
-    return _Text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _Text(value)
+    return value
 
 
 def _read_items(
@@ -219,11 +227,9 @@ def _suggest_group(word: str) -> str:
     if owners:
         return f"; write it under its group: {owners[0]}."
     close = difflib.get_close_matches(word, list_groups(), n=1)
-    return (
-        f"; perhaps you meant '{close[0]}'."
-        if close
-        else f"; the groups are {', '.join(list_groups())}."
-    )
+    if close:
+        return f"; perhaps you meant '{close[0]}'."
+    return f"; the groups are {', '.join(list_groups())}."
 
 
 def _suggest_key(dotted: str) -> str:
@@ -233,4 +239,6 @@ def _suggest_key(dotted: str) -> str:
         field.dotted for field in all_fields().values() if field.name == name.replace("-", "_")
     ]
     close = owners or difflib.get_close_matches(dotted, all_fields(), n=1)
-    return f"; perhaps you meant '{close[0]}'." if close else f"; --help lists the {group} options."
+    if close:
+        return f"; perhaps you meant '{close[0]}'."
+    return f"; --help lists the {group} options."

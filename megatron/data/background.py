@@ -95,7 +95,8 @@ class Background:
             Cancelled: `close` was called.
         """
         buffer = bytearray(BLOCK)
-        position, end = begin, begin + size
+        position = begin
+        end = begin + size
         while position < end:
             started = time.monotonic()
             block = memoryview(buffer)[: min(BLOCK, end - position)]

@@ -63,7 +63,8 @@ def split_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> lis
     """Return m microbatches of [b, s], made of samples [m x b, s + 1]."""
     rows = torch.from_numpy(samples)
     # A slice of rows with s + 1 tokens is strided, and operations that use `view` would reject it.
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    tokens = rows[:, :-1].contiguous()
+    labels = rows[:, 1:].contiguous()
     return [
         Microbatch(
             tokens[at : at + micro_batch_size],  # type: ignore[arg-type]

@@ -199,11 +199,9 @@ class IndexCache:
                 mapped.expected = str(described["whole"][name])
         except FileNotFoundError as error:
             # Without a manifest the entry does not exist. A missing array is damage.
-            return (
-                ""
-                if not arrays and str(error.filename).endswith(".json")
-                else f"{type(error).__name__}: {error}"
-            )
+            if not arrays and str(error.filename).endswith(".json"):
+                return ""
+            return f"{type(error).__name__}: {error}"
         except (
             OSError,
             ValueError,

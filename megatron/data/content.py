@@ -92,7 +92,9 @@ class DigestFolder:
             return None
         # A record that is damaged counts as missing, and costs one more reading.
         whole = record == self._record(identity, digest) and re.fullmatch(r"[0-9a-f]{32}", digest)
-        return digest if whole else None
+        if whole:
+            return digest
+        return None
 
     def put(self, identity: FileIdentity, digest: str) -> None:
         """Store a digest.

@@ -60,7 +60,10 @@ class IndexShape:
         # With one epoch, nothing comes before the last one.
         epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
         total = (epochs * tokens_per_epoch - 1) // seq_length
-        before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length if epochs > 1 else 0
+        if epochs > 1:
+            before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+        else:
+            before_last = 0
         per_epoch = (tokens_per_epoch - 1) // seq_length
         # 0.95 is the reference's. A last epoch that is nearly complete is shuffled with the others.
         separate = epochs > 1 and num_samples - before_last < int(0.95 * per_epoch)
@@ -95,12 +98,10 @@ class GPTDataset:
         Raises:
             DataError: the documents do not fill one sample, or the index cannot be built.
         """
-        self.indexed, self.documents, self.seq_length, self.seed = (
-            indexed,
-            documents,
-            seq_length,
-            seed,
-        )
+        self.indexed = indexed
+        self.documents = documents
+        self.seq_length = seq_length
+        self.seed = seed
         self.tokens_per_epoch = count_tokens(indexed, documents)
         # Checked before the index is built, since the shape divides by the tokens of an epoch.
         check_large_enough(indexed.prefix, documents, self.tokens_per_epoch, seq_length)
@@ -162,7 +163,8 @@ class GPTDataset:
             size = int(self.indexed.sizes[document[0]])
             if place < size:
                 return int(document[0]), place
-            index, place = index + 1, place - size
+            index = index + 1
+            place = place - size
 
     def _make_key(self) -> dict:
         """Return everything that determines the index."""
@@ -182,7 +184,8 @@ class GPTDataset:
         32 bits are used while they suffice, as in the reference. The largest value decides.
         """
         first, last = self.documents
-        repeated, samples = (last - first) * self.shape.num_epochs, self.shape.num_samples
+        repeated = (last - first) * self.shape.num_epochs
+        samples = self.shape.num_samples
         return {
             "doc_idx": (choose_signed_type(last - 1), (repeated,)),
             "sample_idx": (choose_signed_type(repeated - 1), (samples + 1, 2)),
@@ -199,7 +202,8 @@ class GPTDataset:
         Another order would give other samples.
         """
         rng = np.random.RandomState(self.seed)
-        shape, doc_idx = self.shape, arrays["doc_idx"]
+        shape = self.shape
+        doc_idx = arrays["doc_idx"]
         per_epoch = self.documents[1] - self.documents[0]
         for epoch in range(shape.num_epochs):
             # Epoch by epoch, so that memory holds the documents of one epoch only.
@@ -226,7 +230,9 @@ class GPTDataset:
 
 def choose_signed_type(largest: int) -> type:
     """Return int32 if it holds `largest`, else int64."""
-    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    if largest <= np.iinfo(np.int32).max:
+        return np.int32
+    return np.int64
 
 
 def shuffle_parts(array: NDArray, border: int, rng: np.random.RandomState) -> None:

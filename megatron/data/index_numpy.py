@@ -50,7 +50,8 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
         raise RuntimeError("the sequence length must be at least 1")
     num_samples = len(out) - 1
     out[0] = 0
-    done, before = 1, 0
+    done = 1
+    before = 0
     for start in range(0, len(doc_idx), _CHUNK):
         documents = doc_idx[start : start + _CHUNK]
         check_range(documents, len(sizes), "document")

@@ -88,7 +88,8 @@ class IndexedDataset:
             DataError: a file is missing, truncated, of another format, or does not match the other.
         """
         self.prefix = os.fspath(prefix)
-        self._idx, self._bin = get_idx_path(prefix), get_bin_path(prefix)
+        self._idx = get_idx_path(prefix)
+        self._bin = get_bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(
@@ -139,7 +140,10 @@ class IndexedDataset:
             dtype[length], a view of the file. Nothing is copied.
         """
         size = int(self.sizes[index])
-        length = size - offset if length is None else length
+        if length is None:
+            length = size - offset
+        else:
+            length = length
         assert 0 <= offset <= offset + length <= size, (
             f"tokens {offset} + {length} of sequence {index}, which has {size}"
         )
@@ -189,9 +193,10 @@ class IndexedDataset:
                 f"{self._idx} has format version {version}; only version {VERSION} is known."
             )
         if code not in DTYPES:
-            reason = (
-                " (6 and 7 mean different types in different programs)" if code in (6, 7) else ""
-            )
+            if code in (6, 7):
+                reason = " (6 and 7 mean different types in different programs)"
+            else:
+                reason = ""
             known = ", ".join(f"{c} {d.name}" for c, d in DTYPES.items())
             raise DataError(
                 f"{self._idx} has dtype code {code}{reason}; known are {known}. {_AGAIN}"
@@ -199,7 +204,10 @@ class IndexedDataset:
         # An exact length finds a file that was truncated by a full disk or an interrupted copy.
         expected = _HEADER.size + 12 * count + 8 * offsets
         if found != expected:
-            what = "cut off" if found < expected else "longer than it says"
+            if found < expected:
+                what = "cut off"
+            else:
+                what = "longer than it says"
             raise DataError(
                 f"{self._idx} has {found} bytes, but {count} sequences and {offsets} document "
                 f"offsets need {expected}: "
@@ -209,7 +217,8 @@ class IndexedDataset:
 
     def _check_index(self) -> int:
         """Check that sizes, pointers and document offsets agree. Return the number of tokens."""
-        width, expected = self.dtype.itemsize, 0
+        width = self.dtype.itemsize
+        expected = 0
         for start in range(0, len(self.sizes), _CHUNK):
             # int64, since the sum of a chunk's int32 sizes can overflow.
             sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
@@ -239,7 +248,10 @@ class IndexedDataset:
             and bool(np.all(ends[1:] >= ends[:-1]))
         )
         if not ordered:
-            described = f"from {ends[0]} to {ends[-1]}" if len(ends) else "none"
+            if len(ends):
+                described = f"from {ends[0]} to {ends[-1]}"
+            else:
+                described = "none"
             raise DataError(
                 f"{self._idx}: document offsets ({described}) must rise from 0 to the number of "
                 "sequences, "
@@ -249,9 +261,13 @@ class IndexedDataset:
 
     def _check_bin(self, total: int) -> None:
         # A longer file is an error as well, because it belongs to another data set's index.
-        found, expected = self._bin.stat().st_size, total * self.dtype.itemsize
+        found = self._bin.stat().st_size
+        expected = total * self.dtype.itemsize
         if found != expected:
-            what = "cut off" if found < expected else "not the file that this index was made for"
+            if found < expected:
+                what = "cut off"
+            else:
+                what = "not the file that this index was made for"
             raise DataError(
                 f"{self._bin} has {found} bytes, but the {total} {self.dtype.name} tokens of "
                 f"{self._idx.name} need "
@@ -388,7 +404,8 @@ class IndexedDatasetWriter:
     def _write_tokens(self, tokens: NDArray) -> None:
         if tokens.size and tokens.dtype != self.dtype:
             # astype would wrap a large id around without an error, so the range is checked first.
-            low, high = int(tokens.min()), int(tokens.max())
+            low = int(tokens.min())
+            high = int(tokens.max())
             if low < self._limits[0] or high > self._limits[1]:
                 raise DataError(
                     f"token ids {low} to {high} do not fit {self.dtype.name}, the type that "

@@ -72,7 +72,10 @@ class OrderSlice:
     def __init__(self, of: Order, start: int, stop: int) -> None:
         """Take positions [start, stop) of `of`."""
         assert 0 <= start <= stop <= len(of), f"cannot cut [{start}, {stop}) out of {len(of)}"
-        self.leaves, self._of, self._start, self._length = of.leaves, of, start, stop - start
+        self.leaves = of.leaves
+        self._of = of
+        self._start = start
+        self._length = stop - start
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -95,7 +98,8 @@ class PermutedOrder:
 
         # 4 bytes a sample are enough for most orders, and halve the file.
         dtype: type = np.uint32 if len(of) < np.iinfo(np.uint32).max - 1 else np.int64
-        self.leaves, self._of = of.leaves, of
+        self.leaves = of.leaves
+        self._of = of
         self._order = cache.open(
             "permutation", {"seed": seed, "length": len(of)}, {"order": (dtype, (len(of),))}, build
         )["order"]
@@ -124,7 +128,8 @@ class _CompositeOrder:
 
     def _gather(self, which: NDArray, within: NDArray[np.int64]) -> SampleLocations:
         """Look up positions `within` the orders `which`, all [k], with one call for each order."""
-        leaves, samples = np.empty_like(within), np.empty_like(within)
+        leaves = np.empty_like(within)
+        samples = np.empty_like(within)
         for number in np.unique(which):
             here = np.flatnonzero(which == number)
             # The index of a mixture is a memory-mapped file, too, and may have been damaged.
@@ -174,7 +179,8 @@ class BlendedOrder(_CompositeOrder):
             dataset_sample_index: The position of each sample in its order [samples].
         """
         super().__init__(orders)
-        self.dataset_index, self._sample = dataset_index, dataset_sample_index
+        self.dataset_index = dataset_index
+        self._sample = dataset_sample_index
         self._length = len(dataset_index)
         lengths = np.array([len(order) for order in orders])
         # In chunks, since the indices may be larger than the memory. The first order that is

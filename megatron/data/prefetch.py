@@ -20,7 +20,8 @@ class Prefetcher(Generic[Request, Result]):
 
     def __init__(self, read: Callable[[Request], Result], threads: int) -> None:
         """Remember the reader. Threads are started by the first guess."""
-        self._read, self.threads = read, threads
+        self._read = read
+        self.threads = threads
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[tuple[Request, Future[Result]]] = deque()
 
@@ -43,7 +44,9 @@ class Prefetcher(Generic[Request, Result]):
         if self.threads:
             # Submitted before the wait below, so that the threads do not become idle meanwhile.
             self._look_ahead(list(guesses)[: self.threads])
-        return self._read(request) if waiting is None else waiting.result()
+        if waiting is None:
+            return self._read(request)
+        return waiting.result()
 
     def discard(self) -> None:
         """Forget what was read ahead."""

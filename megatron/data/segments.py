@@ -235,7 +235,8 @@ class OpenSegment:
 
     def __init__(self, segment: Segment, registry: DatasetRegistry) -> None:
         """Remember the segment. Nothing is opened yet."""
-        self.segment, self._registry = segment, registry
+        self.segment = segment
+        self._registry = registry
         self._streams: dict[int, order.Order] = {}
         self._order: order.Order | None = None
 
@@ -243,7 +244,8 @@ class OpenSegment:
         """Return the order of one part of the mixture."""
         if number not in self._streams:
             part = self.segment.parts[number]
-            data, cache = self._registry.find(part), self._registry.cache(part.prefix)
+            data = self._registry.find(part)
+            cache = self._registry.cache(part.prefix)
 
             def open_index(seed: int, num_samples: int) -> GPTDataset:
                 return GPTDataset(
@@ -259,9 +261,10 @@ class OpenSegment:
         if self._order is None:
             # A single data set needs no mixture. Its order may be longer than was requested.
             streams = [self.stream(number) for number in range(len(self.segment.parts))]
-            self._order = (
-                streams[0] if len(streams) == 1 else order.BlendedOrder(streams, *self._blend())
-            )
+            if len(streams) == 1:
+                self._order = streams[0]
+            else:
+                self._order = order.BlendedOrder(streams, *self._blend())
         return self._order
 
     @property
@@ -395,7 +398,8 @@ class History:
             The extended history, and messages about what was added.
         """
         # One more segment may not be enough. A mixture ends when one of its data sets is exhausted.
-        history, notes = self, []
+        history = self
+        notes = []
         while history.end < requested.num_samples:
             end = history.end
             segment, told = history._make_next_segment(end, requested)
@@ -463,7 +467,8 @@ class History:
         asked = blend.compute_samples_per_dataset(
             missing, [part.weight for part in requested.parts]
         )
-        parts, told = [], []
+        parts = []
+        told = []
         for number, (part, count) in enumerate(zip(requested.parts, asked, strict=True)):
             # A mixture may name the same data twice. The n-th use continues the n-th earlier one.
             occurrence = sum(earlier.key == part.key for earlier in requested.parts[:number])
@@ -495,7 +500,8 @@ class History:
         if found is None:
             return order.make_index_tree(requested.seed, asked), "begins"
         opened, number, used = found
-        old, length = opened.segment.parts[number].order, len(opened.stream(number))
+        old = opened.segment.parts[number].order
+        length = len(opened.stream(number))
         fresh = requested.seed
         # The same seed would give the same order a second time.
         while fresh in order.collect_seeds(old):

@@ -73,12 +73,10 @@ class _Source(abc.ABC):
         threads: int,
     ) -> None:
         """Remember what is requested. Data orders are opened by `prepare` or at the first use."""
-        self.name, self._requested, self._registry, self._batch_slice = (
-            name,
-            requested,
-            registry,
-            batch_slice,
-        )
+        self.name = name
+        self._requested = requested
+        self._registry = registry
+        self._batch_slice = batch_slice
         self._consumed = 0
         # Opened late, because a resume replaces the order before it is used.
         self._history: History | None = None
@@ -148,7 +146,10 @@ class _Source(abc.ABC):
             DataError: the data end before the batch does, or a token id is outside the vocabulary.
         """
         full = self._requested.seq_length
-        length = full if seq_length is None else seq_length
+        if seq_length is None:
+            length = full
+        else:
+            length = seq_length
         assert 0 < length <= full, f"sequence length {length} is not in 1 to {full}"
         # The reading threads use the order. They must not start before its indices are open.
         self.prepare()

@@ -68,7 +68,9 @@ def find_train_mixture(data: DataConfig) -> NamedMixture | None:
             f"--train-weighted-split-paths names {len(mixtures)} mixtures ({names}); training "
             "takes one: join them with commas."
         )
-    return mixtures[0] if mixtures else None
+    if mixtures:
+        return mixtures[0]
+    return None
 
 
 def find_evaluation_mixtures(
@@ -134,7 +136,8 @@ def parse_range_bounds(text: str, count: int) -> tuple[int, int]:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
         # Not two numbers. This pair fails the check below, which reports the mistake.
-        start, end = 1.0, 0.0
+        start = 1.0
+        end = 0.0
     if not 0 <= start < end <= 1:
         raise ConfigError(
             f"the range {text!r} must be START:END with 0 <= START < END <= 1, as in 0:0.95."
@@ -201,11 +204,9 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
     try:
         # Quoted arguments may contain line ends, so they are split as on a command line.
         text = Path(path).read_text(encoding="utf-8").strip()
-        return (
-            tuple(shlex.split(text))
-            if text[:1] in ("'", '"')
-            else tuple(line for line in text.splitlines() if line.strip())
-        )
+        if text[:1] in ("'", '"'):
+            return tuple(shlex.split(text))
+        return tuple(line for line in text.splitlines() if line.strip())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as weighted split paths ({error}); it holds what the flag "

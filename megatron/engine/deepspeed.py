@@ -76,12 +76,17 @@ class DeepSpeedEngine:
             ConfigError: DeepSpeed is not installed or refuses its configuration.
         """
         self.pre_update_hook: Callable[[], None] = lambda: None
-        self._plan, self._mesh, self._timers = plan, mesh, timers
+        self._plan = plan
+        self._mesh = mesh
+        self._timers = timers
         config = plan.config
         self._execution = execution = Execution.from_config(
             config, dynamic_shapes=plan.curriculum is not None
         )
-        self._loss_scale = LossScale(config.precision) if config.precision.fp16 else None
+        if config.precision.fp16:
+            self._loss_scale = LossScale(config.precision)
+        else:
+            self._loss_scale = None
         streams = RandomStreams(
             config.batch.seed,
             mesh.device,
@@ -106,7 +111,8 @@ class DeepSpeedEngine:
         # gradient is zero too.
         for parameter in stage.parameters():
             parameter.data.zero_()
-        self._stage, self._wrapped_stage = stage, _StageWrapper(stage)
+        self._stage = stage
+        self._wrapped_stage = _StageWrapper(stage)
         self._engine = self._initialize()
         self._step_count = 0
         self._shape: tuple[int, ...] | None = None
@@ -164,18 +170,27 @@ class DeepSpeedEngine:
         with contextlib.redirect_stdout(io.StringIO()):
             # DeepSpeed needs a process group even with one rank. A HashStore needs no port.
             if not dist.is_initialized():
-                backend = "nccl" if self._mesh.device.type == "cuda" else "gloo"
+                if self._mesh.device.type == "cuda":
+                    backend = "nccl"
+                else:
+                    backend = "gloo"
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_init_required=False)
             # This must come before anything that makes DeepSpeed create groups.
             self._limit_groups(deepspeed.comm.comm.cdb)
-            model = self._build_pipeline_module() if pipelined else self._wrapped_stage
+            if pipelined:
+                model = self._build_pipeline_module()
+            else:
+                model = self._wrapped_stage
             # This must come after PipelineModule. Its constructor sets `ds_pipe_replicated` to
             # False on all parameters, and the norm would count tied weights twice.
             for name, parameter in self._stage.named_parameters():
                 self._mark(parameter, self._specs[name])
             # PipelineModule brings the grid as its topology. Otherwise DeepSpeed asks an `mpu`.
-            mpu = None if pipelined else _MeshMpu(self._mesh)
+            if pipelined:
+                mpu = None
+            else:
+                mpu = _MeshMpu(self._mesh)
             optimizer = build_adamw(self._group_parameters(), self._plan.config.optimizer)
             with self._explain_refusal():
                 engine, *_ = deepspeed.initialize(
@@ -183,7 +198,8 @@ class DeepSpeedEngine:
                 )
         # In fp32 DeepSpeed sets `check_grad_overflow` to False and would apply gradients that are
         # not finite.
-        update, engine.optimizer.check_grad_overflow = engine.optimizer.step, True
+        update = engine.optimizer.step
+        engine.optimizer.check_grad_overflow = True
 
         # DeepSpeed calls `optimizer.step` inside its own step, so this is the only place between
         # the last gradient and the update.
@@ -277,7 +293,8 @@ class DeepSpeedEngine:
         from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
         from deepspeed.runtime.pipe.topology import ProcessTopology
 
-        grid, coordinate = self._mesh.grid, self._mesh.coordinate
+        grid = self._mesh.grid
+        coordinate = self._mesh.coordinate
         topology = ProcessTopology(
             axes=["pipe", "data", "model"], dims=[grid.pipeline, grid.data, grid.tensor]
         )
@@ -335,7 +352,10 @@ class DeepSpeedEngine:
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
         for name, parameter in self._stage.named_parameters():
             spec = self._specs[name]
-            matrix = "embeddings" if (spec.copy_of or name).startswith("embedding.") else "matrices"
+            if (spec.copy_of or name).startswith("embedding."):
+                matrix = "embeddings"
+            else:
+                matrix = "matrices"
             parts["vectors" if len(spec.shape) == 1 else matrix].append(parameter)
         decay = self._plan.config.optimizer.weight_decay
         return [
@@ -354,7 +374,8 @@ class DeepSpeedEngine:
         The values of our configuration replace those of the user's JSON.
         """
         config = self._plan.config
-        path, precision = config.parallel.deepspeed_config, config.precision
+        path = config.parallel.deepspeed_config
+        precision = config.precision
         ours: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
             # The number of microbatches changes with the ramp-up of the batch size. `train_batch`
@@ -442,9 +463,12 @@ class DeepSpeedEngine:
                 mapping = parameter._hp_mapping  # type: ignore[attr-defined]
                 if mapping is None:
                     continue
-                shape, flat = tuple(parameter.shape), mapping.param_group_index
-                start, there = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                size, at = there.numel, there.start
+                shape = tuple(parameter.shape)
+                flat = mapping.param_group_index
+                start = mapping.lp_fragment_address.start
+                there = mapping.hp_fragment_address
+                size = there.numel
+                at = there.start
             if size <= 0:
                 continue
             spec = self._specs[name]
@@ -454,7 +478,9 @@ class DeepSpeedEngine:
             yield Fragment(spec.copy_of or name, spec, tuple(offset), shape, start, size, flat, at)
 
     def _get_flat_tensor(self, index: int, kind: Kind) -> Tensor:
-        return self._flats[index].data if kind == "weight" else self._moments.open(index, kind)
+        if kind == "weight":
+            return self._flats[index].data
+        return self._moments.open(index, kind)
 
     def _make_invariants(self) -> InvariantChecker:
         """Return the checker of the parameters that tensor-parallel ranks replicate.
@@ -478,7 +504,11 @@ class DeepSpeedEngine:
         self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
-        engine, scale = self._engine, 1.0 if self._loss_scale is None else self._loss_scale.scale
+        engine = self._engine
+        if self._loss_scale is None:
+            scale = 1.0
+        else:
+            scale = self._loss_scale.scale
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()
         for group in engine.optimizer.param_groups:
@@ -493,7 +523,10 @@ class DeepSpeedEngine:
             loss = self._train(build_inputs(microbatches, iteration, self._mesh.device))
         applied = engine.was_step_applied()
         # What DeepSpeed returns after a dropped step depends on its optimizer.
-        norm = float(engine.get_global_grad_norm()) if applied else math.inf
+        if applied:
+            norm = float(engine.get_global_grad_norm())
+        else:
+            norm = math.inf
         self._step_count += applied
         overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
             applied=applied, loss_is_finite=math.isfinite(loss)
@@ -575,7 +608,10 @@ class DeepSpeedEngine:
 
     def get_scalars(self) -> dict[str, Any]:
         """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
-        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
+        if self._loss_scale is None:
+            scale = {}
+        else:
+            scale = {"loss_scale": self._loss_scale.state()}
         return {"optimizer_step": self._step_count, **scale}
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
@@ -584,7 +620,10 @@ class DeepSpeedEngine:
             for index in range(len(self._flats)):
                 self._moments.open(index, "exp_avg").zero_()
                 self._moments.open(index, "exp_avg_sq").zero_()
-        self._step_count = 0 if scalars is None else int(scalars["optimizer_step"])
+        if scalars is None:
+            self._step_count = 0
+        else:
+            self._step_count = int(scalars["optimizer_step"])
         # This encodes moments that are not live. It must come after all writes into them.
         self._moments.take_over(self._step_count)
         if scalars is not None and self._loss_scale is not None and "loss_scale" in scalars:
@@ -632,15 +671,16 @@ class DeepSpeedEngine:
 
     def describe_kernels(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
-        stage, asked = get_effective_zero_stage(self._plan), self._plan.config.parallel.zero_stage
-        note = (
-            ""
-            if stage == asked
-            else f"; stage {asked} runs as {stage}: right in every precision, with less memory"
-        )
-        travel = (
-            "; DeepSpeed sends them gradients in bf16" if self._plan.config.precision.bf16 else ""
-        )
+        stage = get_effective_zero_stage(self._plan)
+        asked = self._plan.config.parallel.zero_stage
+        if stage == asked:
+            note = ""
+        else:
+            note = f"; stage {asked} runs as {stage}: right in every precision, with less memory"
+        if self._plan.config.precision.bf16:
+            travel = "; DeepSpeed sends them gradients in bf16"
+        else:
+            travel = ""
         return [
             *list_kernels(
                 self._plan,
@@ -679,7 +719,10 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
             "bitsandbytes AdamW",
             "moments of matrices in 8 bits, of embeddings and vectors in 32",
         )
-    where = "in host memory" if config.cpu_optimizer else "in DeepSpeed's partitions"
+    if config.cpu_optimizer:
+        where = "in host memory"
+    else:
+        where = "in DeepSpeed's partitions"
     return "torch AdamW, fused", where
 
 
@@ -747,7 +790,9 @@ class _TiedWeight:
     @property
     def grad(self) -> Tensor | None:
         accumulated: Tensor | None = getattr(self._parameter, "grad_accum", None)
-        return self._parameter.grad if accumulated is None else accumulated
+        if accumulated is None:
+            return self._parameter.grad
+        return accumulated
 
     @property
     def _hp_grad(self) -> Tensor:
@@ -786,8 +831,14 @@ class _MeshMpu:
         self._mesh = mesh
         # Without a device mesh the world has one rank, so its group is every group.
         alone = dist.group.WORLD
-        self._tensor = alone if mesh.devices is None else mesh.devices.get_group("tp")
-        self._data = alone if mesh.devices is None else mesh.devices.get_group("dp")
+        if mesh.devices is None:
+            self._tensor = alone
+        else:
+            self._tensor = mesh.devices.get_group("tp")
+        if mesh.devices is None:
+            self._data = alone
+        else:
+            self._data = mesh.devices.get_group("dp")
 
     def get_model_parallel_rank(self) -> int:
         return self._mesh.coordinate.tensor

@@ -38,7 +38,10 @@ def list_kernels(
     if recomputation := _describe_recomputation(execution):
         rows.append(("recomputation", *recomputation))
     if execution.compile:
-        graphs = "any sequence length" if execution.dynamic_shapes else "two graphs for all layers"
+        if execution.dynamic_shapes:
+            graphs = "any sequence length"
+        else:
+            graphs = "two graphs for all layers"
         rows.append(
             ("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it")
         )
@@ -59,14 +62,23 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     else:
         attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
     if plan.config.data.reset_attention_mask:
-        note = "; the compiler leaves attention out" if execution.compile else ""
+        if execution.compile:
+            note = "; the compiler leaves attention out"
+        else:
+            note = ""
         return f"{attention[0]}, document by document", attention[1] + note
     return attention
 
 
 def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> tuple[str, str]:
-    stream = ", residual stream fp32" if execution.fp32_residual else ""
-    scale = f"; loss scale {loss_scale.describe()}" if loss_scale is not None else ""
+    if execution.fp32_residual:
+        stream = ", residual stream fp32"
+    else:
+        stream = ""
+    if loss_scale is not None:
+        scale = f"; loss scale {loss_scale.describe()}"
+    else:
+        scale = ""
     dtype = execution.dtype or torch.float32
     return str(dtype).removeprefix(
         "torch."
@@ -74,17 +86,25 @@ def _describe_precision(execution: Execution, loss_scale: LossScale | None) -> t
 
 
 def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str]:
-    ranks, stages = mesh.grid.pipeline, plan.stages
+    ranks = mesh.grid.pipeline
+    stages = plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
     # A rank holds more than one stage only with virtual stages (interleaved 1F1B).
-    virtual = f", {len(stages) // ranks} stages on each" if len(stages) > ranks else ""
+    if len(stages) > ranks:
+        virtual = f", {len(stages) // ranks} stages on each"
+    else:
+        virtual = ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 
 def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
     """Return the row of activation recomputation, or None if nothing is recomputed."""
-    part, core = execution.recomputed_part, execution.recompute_attention_core
-    whole = "every layer" if part == 1 else f"{part} of the layers"
+    part = execution.recomputed_part
+    core = execution.recompute_attention_core
+    if part == 1:
+        whole = "every layer"
+    else:
+        whole = f"{part} of the layers"
     if part and core and part < 1:
         return (
             f"{whole}, attention core of the others",

@@ -58,7 +58,8 @@ def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> to
     """
     # The learning rate is 0 here, because the engine sets it before each step. The groups are
     # copied, because torch adds its defaults to the dictionaries.
-    groups, betas = [dict(group) for group in groups], (config.adam_beta1, config.adam_beta2)
+    groups = [dict(group) for group in groups]
+    betas = (config.adam_beta1, config.adam_beta2)
     if not config.use_bnb_optimizer:
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
     try:
@@ -126,7 +127,10 @@ class EightBitMoments:
             now, group["params"] = group["params"], [flat]
             # bitsandbytes reads this value only when it creates the state. So it can differ between
             # groups.
-            optimizer.args.optim_bits = 32 if index in exact else 8
+            if index in exact:
+                optimizer.args.optim_bits = 32
+            else:
+                optimizer.args.optim_bits = 8
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])
@@ -140,7 +144,8 @@ class EightBitMoments:
     def take_over(self, step: int) -> None:
         """Encode the open tensors into the optimizer's state, and set the step count."""
         for (index, kind), opened in self._opened.items():
-            state, name = self._states[index], _STATE[kind]
+            state = self._states[index]
+            name = _STATE[kind]
             # A moment in fp32 is the optimizer's own tensor, which was written in place.
             if state[f"state{name}"].dtype == torch.uint8:
                 codes, scales = encode(opened, state[f"qmap{name}"].cpu())
@@ -163,7 +168,8 @@ class EightBitMoments:
         if codes.dtype != torch.uint8:
             return codes
         # In host memory, because decoded moments are four times as large as their codes.
-        absmax, code = state[f"absmax{name}"], state[f"qmap{name}"]
+        absmax = state[f"absmax{name}"]
+        code = state[f"qmap{name}"]
         return dequantize_blockwise(codes, absmax=absmax, code=code, blocksize=_BLOCK).cpu()
 
 

@@ -129,15 +129,17 @@ class InvariantChecker:
         )
         if repair:
             return lines
-        since = "" if last_good is None else f"; a check after iteration {last_good} found nothing"
+        if last_good is None:
+            since = ""
+        else:
+            since = f"; a check after iteration {last_good} found nothing"
         rollback = "roll back to a checkpoint" + (
             "" if last_good is None else f" of iteration {last_good} or before"
         )
-        flag = (
-            ""
-            if wrong_scalars
-            else ", or give --sync-tp-duplicated-parameters to go on with the first rank's copies"
-        )
+        if wrong_scalars:
+            flag = ""
+        else:
+            flag = ", or give --sync-tp-duplicated-parameters to go on with the first rank's copies"
         raise TrainingError(
             f"after iteration {iteration}, ranks disagree about what must be equal on them{since}:"
             "\n  " + "\n  ".join([*wrong_scalars, *lines]) + f"\n{rollback}{flag}"
@@ -165,7 +167,8 @@ class InvariantChecker:
 
         With `repair`, the first rank's replica overwrites it.
         """
-        amount, same = 0.0, True
+        amount = 0.0
+        same = True
         for part in _split_slices(replica.tensor):
             first = part.clone()
             dist.broadcast(first, group_src=0, group=group)
@@ -173,15 +176,16 @@ class InvariantChecker:
             same = same and torch.equal(first.view(torch.int32), part.view(torch.int32))
             apart = float((first - part).abs().max())
             # Only nan differs from itself. A nan of this slice replaces the amount.
-            amount = apart if apart != apart else max(apart, amount)
+            if apart != apart:
+                amount = apart
+            else:
+                amount = max(apart, amount)
             if repair:
                 part.copy_(first)
-        return (
-            None
-            if same
-            else _ReplicaDifference(
-                replica.parameter, replica.kind, self._mesh.describe(), f"{amount:.3g}"
-            )
+        if same:
+            return None
+        return _ReplicaDifference(
+            replica.parameter, replica.kind, self._mesh.describe(), f"{amount:.3g}"
         )
 
     def _describe_scalars(self, everyone: list[dict[str, Any]]) -> list[str]:
@@ -203,7 +207,9 @@ class InvariantChecker:
 
 def _split_slices(tensor: Tensor) -> Iterator[Tensor]:
     """Return views of a contiguous tensor, each [at most _SLICE]. An empty tensor has none."""
-    return iter(tensor.view(-1).split(_SLICE)) if tensor.numel() else iter(())
+    if tensor.numel():
+        return iter(tensor.view(-1).split(_SLICE))
+    return iter(())
 
 
 def _compute_checksum(tensor: Tensor) -> Tensor:
@@ -241,4 +247,6 @@ def _describe(differences: list[_ReplicaDifference]) -> list[str]:
 
 def _shorten_list(lines: list[str], what: str) -> list[str]:
     more = len(lines) - _SHOWN
-    return lines if more <= 0 else [*lines[:_SHOWN], f"and {more} more {what}"]
+    if more <= 0:
+        return lines
+    return [*lines[:_SHOWN], f"and {more} more {what}"]

@@ -38,7 +38,10 @@ class LossScale:
         """Start with the static or the initial scale of `config`."""
         self._config = config
         self._dynamic = config.loss_scale is None
-        self._scale = config.initial_loss_scale if config.loss_scale is None else config.loss_scale
+        if config.loss_scale is None:
+            self._scale = config.initial_loss_scale
+        else:
+            self._scale = config.loss_scale
         self._good_steps = 0
         self._hysteresis_left = config.hysteresis
 
@@ -93,11 +96,12 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
         scale = {"dynamic": self._dynamic, "scale": self._scale}
-        return (
-            scale | {"good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left}
-            if self._dynamic
-            else scale
-        )
+        if self._dynamic:
+            return scale | {
+                "good_steps": self._good_steps,
+                "hysteresis_left": self._hysteresis_left,
+            }
+        return scale
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state, within this run's minimum, window and hysteresis.

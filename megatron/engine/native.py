@@ -51,7 +51,8 @@ class NativeEngine:
         self.pre_update_hook: Callable[[], None] = lambda: None
         self._timers = timers
         config = plan.config
-        self._plan, self._mesh = plan, mesh
+        self._plan = plan
+        self._mesh = mesh
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
         self._execution = execution = Execution.from_config(
@@ -60,7 +61,10 @@ class NativeEngine:
         if execution.compile:
             require_compiler(mesh.device)
         self._dtype = execution.dtype or torch.float32
-        self._loss_scale = LossScale(config.precision) if config.precision.fp16 else None
+        if config.precision.fp16:
+            self._loss_scale = LossScale(config.precision)
+        else:
+            self._loss_scale = None
         streams = RandomStreams(
             config.batch.seed,
             mesh.device,
@@ -122,10 +126,8 @@ class NativeEngine:
     def _shard(self, stage: GPT) -> ShardedModel | None:
         """Shard a stage over the data-parallel ranks, or return None if there is only one."""
         if self._mesh.grid.data > 1:
-            mesh, zero_stage = (
-                self._mesh.get_data_parallel_mesh(),
-                self._plan.config.parallel.zero_stage,
-            )
+            mesh = self._mesh.get_data_parallel_mesh()
+            zero_stage = self._plan.config.parallel.zero_stage
             comm_timer = self._mesh.tensor_parallel.comm_timer
             return ShardedModel(
                 stage, mesh, stage=zero_stage, compute_dtype=self._dtype, comm_timer=comm_timer
@@ -143,7 +145,8 @@ class NativeEngine:
         """
         masters = []
         for name, parameter in stage.named_parameters():
-            spec, local = specs[name], _get_local_tensor(parameter.detach())
+            spec = specs[name]
+            local = _get_local_tensor(parameter.detach())
             if zero is None and self._dtype != torch.float32:
                 # Sums over many microbatches would lose small gradients in 16 bits.
                 parameter.grad_dtype = torch.float32
@@ -186,7 +189,10 @@ class NativeEngine:
         if self._mesh.grid.pipeline == 1:
             return SingleStageRunner(self.stages[0], self._zeros[0])
         # Stages send the residual stream to each other in this type.
-        residual = torch.float32 if self._execution.fp32_residual else self._dtype
+        if self._execution.fp32_residual:
+            residual = torch.float32
+        else:
+            residual = self._dtype
         return PipelineRunner(
             self.stages, self._zeros, self._mesh, num_stages=len(self._plan.stages), dtype=residual
         )
@@ -199,7 +205,10 @@ class NativeEngine:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
+        if self._loss_scale is None:
+            scale = 1.0
+        else:
+            scale = self._loss_scale.scale
         with self._timers("forward-backward"):
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
             # the data-parallel ranks, gradients in fp16 are twice as large before they are
@@ -243,12 +252,18 @@ class NativeEngine:
         self._add_tied_gradients()
         # Norm and loss are only right after the partial and tied gradients were added up.
         loss_value, squares, zeros = self._reduce_step(loss)
-        norm = math.sqrt(squares) / scale if math.isfinite(squares) else squares
+        if math.isfinite(squares):
+            norm = math.sqrt(squares) / scale
+        else:
+            norm = squares
         # All ranks have the same two numbers, so all of them take the same decision.
         applied = math.isfinite(loss_value) and math.isfinite(norm)
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
-            clipped = self._clip / (norm + 1e-6) if self._clip > 0 and norm > self._clip else 1.0
+            if self._clip > 0 and norm > self._clip:
+                clipped = self._clip / (norm + 1e-6)
+            else:
+                clipped = 1.0
             # One pass over the gradients does both, unscaling and clipping.
             if clipped / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
@@ -263,7 +278,10 @@ class NativeEngine:
         overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
             applied=applied, loss_is_finite=math.isfinite(loss_value)
         )
-        used_scale = None if self._loss_scale is None else scale
+        if self._loss_scale is None:
+            used_scale = None
+        else:
+            used_scale = scale
         return StepResult(
             loss_value,
             norm,
@@ -328,9 +346,10 @@ class NativeEngine:
         squares += 0.0 * compute_squared_norm(
             [m.weight.grad for m in replicated if m.weight.grad is not None]
         ).to(loss.device)
-        zeros = (
-            count_zeros(mine).to(loss.device) if self._count_zeros else torch.zeros_like(squares)
-        )
+        if self._count_zeros:
+            zeros = count_zeros(mine).to(loss.device)
+        else:
+            zeros = torch.zeros_like(squares)
         loss_value, squares_value, zeros_value = self._sum_over_ranks(
             torch.stack((self._compute_loss_share(loss), squares, zeros))
         )
@@ -393,7 +412,10 @@ class NativeEngine:
 
     def get_scalars(self) -> dict[str, Any]:
         """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
-        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.state()}
+        if self._loss_scale is None:
+            scale = {}
+        else:
+            scale = {"loss_scale": self._loss_scale.state()}
         return {"optimizer_step": self._optimizer.step_count, **scale}
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
@@ -438,13 +460,15 @@ class NativeEngine:
 
     def describe_kernels(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
-        data, zero_stage = self._mesh.grid.data, self._plan.config.parallel.zero_stage
+        data = self._mesh.grid.data
+        zero_stage = self._plan.config.parallel.zero_stage
         if data == 1:
             sharding = "none", "one data-parallel rank"
         else:
-            note = (
-                "; stage 0 runs as 1: the same numbers with less memory" if zero_stage == 0 else ""
-            )
+            if zero_stage == 0:
+                note = "; stage 0 runs as 1: the same numbers with less memory"
+            else:
+                note = ""
             sharding = f"FSDP2, ZeRO {max(1, zero_stage)}", f"{data} data-parallel ranks{note}"
         pipelined = "torch.distributed.pipelining"
         return [

@@ -53,7 +53,8 @@ class SingleStageRunner:
 
     def __init__(self, model: GPT, zero: ShardedModel | None) -> None:
         """Create a runner of `model`, which `zero` shards (None: it is not sharded)."""
-        self._model, self._zero = model, zero
+        self._model = model
+        self._zero = zero
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
@@ -95,7 +96,9 @@ class PipelineRunner:
             num_stages: The number of stages on all ranks together.
             dtype: The type of the residual stream that stages send to each other.
         """
-        self._mesh, self._num_stages, self._dtype = mesh, num_stages, dtype
+        self._mesh = mesh
+        self._num_stages = num_stages
+        self._dtype = dtype
         self._parts = [_StageModule(model) for model in models]
         self._zeros = list(zeros)
         self._factor = 1.0
@@ -132,7 +135,8 @@ class PipelineRunner:
 
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
         """Return a schedule for so many microbatches of the shape [b, s]."""
-        ranks, per_rank = self._mesh.grid.pipeline, len(self._parts)
+        ranks = self._mesh.grid.pipeline
+        per_rank = len(self._parts)
         stages = [
             self._make_stage(part, zero, shape)
             for part, zero in zip(self._parts, self._zeros, strict=True)
@@ -237,7 +241,8 @@ class _Stage(PipelineStage):
 
     def _run_on_meta(self, make_buffers: Callable[[], None]) -> None:
         """Call `make_buffers` while `self.device` is the meta device."""
-        device, self.device = self.device, torch.device("meta")
+        device = self.device
+        self.device = torch.device("meta")
         try:
             make_buffers()
         finally:

@@ -111,7 +111,8 @@ class ShardedModel:
         to a shard is only valid after that, so this method runs a forward pass.
         """
         self._model.to_empty(device=device)
-        tp, hidden_size = self._model.tp, self._model.shape.config.hidden_size
+        tp = self._model.tp
+        hidden_size = self._model.shape.config.hidden_size
         # The shortest sequence that sequence parallelism can divide. The weights are undefined at
         # this point, so the result has no meaning.
         tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)

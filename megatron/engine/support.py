@@ -12,11 +12,14 @@ from megatron.plan import Plan
 
 def list_unsupported(plan: Plan) -> list[str]:
     """Return a line for each setting that the plan's engine cannot run, with what to do instead."""
-    return _list_unsupported_by_deepspeed(plan) if plan.config.parallel.deepspeed else []
+    if plan.config.parallel.deepspeed:
+        return _list_unsupported_by_deepspeed(plan)
+    return []
 
 
 def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
-    config, parallel = plan.config, plan.config.parallel
+    config = plan.config
+    parallel = plan.config.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
     problems = []
     if pipelined and parallel.zero_stage > 1:
@@ -42,10 +45,8 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     # The engine sets the accumulation steps itself. A different number in the file would be ignored
     # without a message.
     if path is not None and Path(path).is_file():
-        steps, share = (
-            read_accumulation_steps(read_json(path)),
-            config.batch.micro_batch_size * plan.data_parallel_size,
-        )
+        steps = read_accumulation_steps(read_json(path))
+        share = config.batch.micro_batch_size * plan.data_parallel_size
         if steps is not None and steps * share != plan.batch_size.final:
             problems.append(
                 f"{path}: gradient_accumulation_steps is {steps}, and the batch size "

@@ -70,7 +70,8 @@ class SelfAttention(nn.Module):
         n = self.heads_per_group
         qkv = qkv.view(s, b, self.groups, n + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         # Queries and keys are adjacent, so one call rotates both.
-        query_key, value = qkv[..., : n + 1, :], qkv[..., n + 1, :]
+        query_key = qkv[..., : n + 1, :]
+        value = qkv[..., n + 1, :]
         if positions.cos is not None and positions.sin is not None:
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]

@@ -43,7 +43,8 @@ class Block(nn.Module):
             execution: Recomputation, precision and compilation.
         """
         super().__init__()
-        config, execution = shape.config, execution or Execution()
+        config = shape.config
+        execution = execution or Execution()
         # Site 0 is the embedding's dropout. The numbers are global, so a run that resumes with
         # another pipeline layout draws the same masks.
         site = 1 + _SITES_PER_BLOCK * index
@@ -94,7 +95,10 @@ class Block(nn.Module):
         """
         self.attention.dropout.seed(dropout_key)
         # Every batch has other documents. With a graph for each, compilation would never end.
-        attend = self._first_half if positions.documents is None else Block._attend
+        if positions.documents is None:
+            attend = self._first_half
+        else:
+            attend = Block._attend
         attended = attend(self, x, positions, dropout_key)
         self.attention_dropout.seed(dropout_key)
         return self._second_half(self, x, attended, dropout_key)

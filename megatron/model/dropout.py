@@ -46,4 +46,6 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, dropout_key: DropoutKey) -> Tensor:
         """Return `x` with dropout applied, and `x` itself in evaluation."""
         p = self.seed(dropout_key)
-        return F.dropout(x, p) if p else x
+        if p:
+            return F.dropout(x, p)
+        return x

@@ -40,13 +40,15 @@ class Embedding(nn.Module):
         )
         # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
         # LayerNorm also if the blocks use RMSNorm.
-        self.norm = (
-            LayerNorm(config.hidden_size, config.layernorm_epsilon, tp)
-            if config.embed_layernorm
-            else None
-        )
+        if config.embed_layernorm:
+            self.norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, tp)
+        else:
+            self.norm = None
         rows = shape.position_table_size
-        self.position = make_replicated_parameter((rows, config.hidden_size), tp) if rows else None
+        if rows:
+            self.position = make_replicated_parameter((rows, config.hidden_size), tp)
+        else:
+            self.position = None
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:
@@ -60,7 +62,10 @@ class Embedding(nn.Module):
             local = x.shape[0]
             # With sequence parallelism each rank holds a slice of the sequence, so it adds the
             # positions of that slice only.
-            first = self.tp.rank * local if self.tp.sequence_parallel else 0
+            if self.tp.sequence_parallel:
+                first = self.tp.rank * local
+            else:
+                first = 0
             if inputs.position_ids is None:
                 x = x + self.position[first : first + local].unsqueeze(1)
             else:

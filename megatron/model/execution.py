@@ -41,7 +41,8 @@ class Execution:
             config: The resolved configuration.
             dynamic_shapes: The sequence length changes during the run.
         """
-        recompute, precision = config.recompute, config.precision
+        recompute = config.recompute
+        precision = config.precision
         return cls(
             dtype=torch.float16
             if precision.fp16

@@ -66,7 +66,8 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     For GPT-2 on one rank these are 12 h^2 + 13 h. Column-parallel weights and biases and
     row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank.
     """
-    w, t = _get_widths(shape), tensor_parallel_size
+    w = _get_widths(shape)
+    t = tensor_parallel_size
     # In this order: query, key and value, attention output, MLP input, MLP output.
     weights = w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h
     column_biases, row_biases = (
@@ -151,7 +152,8 @@ def count_forward_flops_per_token(
         shape: Sizes of the model.
         seq_length: The current length, for curriculum learning. The default is s.
     """
-    w, s = _get_widths(shape), seq_length or shape.config.seq_length
+    w = _get_widths(shape)
+    s = seq_length or shape.config.seq_length
     # A product with an m x n matrix costs 2 m n for each token. The matrices are the projections of
     # the attention and those of the MLP.
     per_layer = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h) + 4 * s * w.q
@@ -273,13 +275,16 @@ def estimate_parameter_memory_per_rank(
     rank also has a complete copy.
     """
     whole = estimate_parameter_memory(rank_parameters, half=half)
-    fp32_copies = (
-        4 * rank_parameters if not half and data_parallel_size > 1 and zero_stage in (1, 2) else 0
-    )
+    if not half and data_parallel_size > 1 and zero_stage in (1, 2):
+        fp32_copies = 4 * rank_parameters
+    else:
+        fp32_copies = 0
 
     def shard_from(stage: int, size: int) -> int:
         # Rounded up, because the last shard is padded.
-        return -(-size // data_parallel_size) if zero_stage >= stage else size
+        if zero_stage >= stage:
+            return -(-size // data_parallel_size)
+        return size
 
     return ParameterMemory(
         master_weights=shard_from(1, whole.master_weights),
@@ -305,7 +310,12 @@ def estimate_layer_activation_bytes(
     flash kernel the attention scores are kept as well, which are 5 a s^2 b / t. Source: 2205.05198,
     equations 1, 2 and 4, and table 2.
     """
-    w, t, value = _get_widths(shape), tensor_parallel_size, 2 if half else 4
+    w = _get_widths(shape)
+    t = tensor_parallel_size
+    if half:
+        value = 2
+    else:
+        value = 4
     # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
     replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
     # Queries, keys, values, the attention's output and the MLP's inner activations.

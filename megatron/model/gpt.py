@@ -44,7 +44,10 @@ class Head(nn.Module):
             # A tied matrix on its own stage is a replica of the word embedding. The engine adds the
             # gradients of both.
             rows = split_evenly(shape.padded_vocab_size, tp)
-            copy_of = WORD_EMBEDDING if tied else None
+            if tied:
+                copy_of = WORD_EMBEDDING
+            else:
+                copy_of = None
             spec = ParameterSpec(
                 (shape.vocab_size, config.hidden_size), shard_dim=0, copy_of=copy_of
             )
@@ -72,20 +75,23 @@ class GPT(nn.Module):
             execution: Recomputation, precision and compilation.
         """
         super().__init__()
-        self.shape, self.tp = shape, tp
+        self.shape = shape
+        self.tp = tp
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
-        self.embedding = (
-            Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
-            if stage.first
-            else None
-        )
+        if stage.first:
+            self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
+        else:
+            self.embedding = None
         # A dictionary, so that the names of parameters have the global number of the block.
         self.blocks = nn.ModuleDict(
             {str(i): Block(shape, i, tp, streams, execution) for i in stage.layers}
         )
-        self.head = Head(shape, tp, stage) if stage.last else None
+        if stage.last:
+            self.head = Head(shape, tp, stage)
+        else:
+            self.head = None
         self._positions = PositionTables(shape, tp)
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
@@ -107,7 +113,10 @@ class GPT(nn.Module):
         if self.head is None:
             return x
         assert inputs.labels is not None, "the loss needs labels"
-        mask = None if inputs.loss_mask is None else inputs.loss_mask.t()
+        if inputs.loss_mask is None:
+            mask = None
+        else:
+            mask = inputs.loss_mask.t()
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
         return cross_entropy(
             hidden, self._get_output_weight(), inputs.labels.t(), self._vocab, self.tp, mask

@@ -56,7 +56,10 @@ def initialise(
         # The residual stream sums the outputs of two projections in each layer. A smaller sigma
         # keeps its variance independent of the number of layers.
         into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        std = shape.output_init_std if into_residual else shape.init_std
+        if into_residual:
+            std = shape.output_init_std
+        else:
+            std = shape.init_std
         # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
         local.copy_(
             torch.from_numpy(
@@ -76,8 +79,13 @@ def draw_normal_slice(
 
     Several threads draw blocks at once. NumPy releases the interpreter's lock meanwhile.
     """
-    rows, columns = global_shape[0], global_shape[1] if len(global_shape) > 1 else 1
-    first_row, local_rows = offset[0], local_shape[0]
+    rows = global_shape[0]
+    if len(global_shape) > 1:
+        columns = global_shape[1]
+    else:
+        columns = 1
+    first_row = offset[0]
+    local_rows = local_shape[0]
     first_column, local_columns = (offset[1], local_shape[1]) if len(global_shape) > 1 else (0, 1)
     block_rows = max(1, _BLOCK_ELEMENTS // columns)
     out = np.empty((local_rows, local_columns), dtype=np.float32)
@@ -92,16 +100,16 @@ def draw_normal_slice(
             np.random.SFC64(np.random.SeedSequence((seed, zlib.crc32(name.encode()), block)))
         )
         values = generator.standard_normal((stop - start, columns), dtype=np.float32)
-        low, high = max(start, first_row), min(stop, first_row + local_rows)
+        low = max(start, first_row)
+        high = min(stop, first_row + local_rows)
         out[low - first_row : high - first_row] = values[
             low - start : high - start, first_column : first_column + local_columns
         ]
 
-    blocks = (
-        range(first_row // block_rows, -(-(first_row + local_rows) // block_rows))
-        if local_rows
-        else range(0)
-    )
+    if local_rows:
+        blocks = range(first_row // block_rows, -(-(first_row + local_rows) // block_rows))
+    else:
+        blocks = range(0)
     # For a few blocks the start of the threads costs more than it saves.
     if len(blocks) > 4:
         with ThreadPoolExecutor() as pool:

@@ -41,7 +41,9 @@ class Inputs:
 
         def move(tensor: Tensor | None) -> Tensor | None:
             # The copy overlaps with computation if the tensor is in pinned memory.
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+            if tensor is None:
+                return None
+            return tensor.to(device, non_blocking=True)
 
         return Inputs(
             self.tokens.to(device, non_blocking=True),

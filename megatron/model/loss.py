@@ -63,13 +63,19 @@ def cross_entropy(
         A scalar in fp32, the same on all tensor-parallel ranks.
     """
     keep_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    mask = None if loss_mask is None else loss_mask.reshape(-1).float()
+    if loss_mask is None:
+        mask = None
+    else:
+        mask = loss_mask.reshape(-1).float()
     total = _LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients
     )
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
-    count = float(labels.numel()) if mask is None else mask.sum().clamp(min=1.0)
+    if mask is None:
+        count = float(labels.numel())
+    else:
+        count = mask.sum().clamp(min=1.0)
     return total / count
 
 
@@ -90,20 +96,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tp: TensorParallel,
         keep_gradients: bool,
     ) -> Tensor:
-        n, real = hidden.shape[0], rows.real
+        n = hidden.shape[0]
+        real = rows.real
         used = weight[:real]
         # Index of the target on this rank. It is out of range if another rank holds the target.
         local = labels - rows.first
         here = (local >= 0) & (local < real)
         # `gather` below needs valid indices everywhere. The results of these are masked out.
         local = local.where(here, 0)
-        grad_logits = hidden.new_empty((n, real)) if keep_gradients else None
-        grad_hidden = torch.empty_like(hidden) if keep_gradients else None
+        if keep_gradients:
+            grad_logits = hidden.new_empty((n, real))
+        else:
+            grad_logits = None
+        if keep_gradients:
+            grad_hidden = torch.empty_like(hidden)
+        else:
+            grad_hidden = None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # The logits of only so many bytes exist at a time. Those of all rows in fp32 would be the
         # largest tensor of the step.
-        limit = _CHUNK_BYTES_GPU if hidden.is_cuda else _CHUNK_BYTES_CPU
-        step = n if real == 0 else max(1, limit // (4 * real))
+        if hidden.is_cuda:
+            limit = _CHUNK_BYTES_GPU
+        else:
+            limit = _CHUNK_BYTES_CPU
+        if real == 0:
+            step = n
+        else:
+            step = max(1, limit // (4 * real))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
@@ -138,9 +157,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if grad_logits is not None:
             # The rows of the padding must get a gradient of 0 and not uninitialised memory.
-            grad_weight = (
-                torch.zeros_like(weight) if real < weight.shape[0] else torch.empty_like(weight)
-            )
+            if real < weight.shape[0]:
+                grad_weight = torch.zeros_like(weight)
+            else:
+                grad_weight = torch.empty_like(weight)
             torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
             ctx.save_for_backward(grad_hidden, grad_weight)
         return loss

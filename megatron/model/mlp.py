@@ -29,7 +29,9 @@ def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Te
     The GELU of geglu is the erf form, as in the paper.
     """
     if glu is None:
-        return _gelu_tanh if tanh_gelu else _gelu_erf
+        if tanh_gelu:
+            return _gelu_tanh
+        return _gelu_erf
     # swiglu and the others are the names of Megatron-DeepSpeed's --glu-activation.
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": F.silu,
@@ -54,15 +56,17 @@ class MLP(nn.Module):
             tp: The tensor-parallel ranks.
         """
         super().__init__()
-        config, f = shape.config, shape.ffn_hidden_size
+        config = shape.config
+        f = shape.ffn_hidden_size
         self.tp = tp
         self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
         self.up = ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
-        self.gate = (
-            ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
-            if config.glu_activation
-            else None
-        )
+        if config.glu_activation:
+            self.gate = ColumnParallelLinear(
+                config.hidden_size, f, bias=config.add_bias_linear, tp=tp
+            )
+        else:
+            self.gate = None
         self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:

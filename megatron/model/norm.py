@@ -42,7 +42,8 @@ class LayerNorm(nn.Module):
         """Map [..., h] to [..., h]."""
         if x.dtype != self.weight.dtype:
             # The stream is in fp32 and the weights in half precision. The norm is computed in fp32.
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
         # A compiler cannot trace apex's kernel. It fuses PyTorch's operation with its neighbours.
         if x.is_cuda and _apex_layer_norm is not None and not torch.compiler.is_compiling():
@@ -112,7 +113,10 @@ class RMSNorm(nn.Module):
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
-    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    if config.normalization == "LayerNorm":
+        kind = LayerNorm
+    else:
+        kind = RMSNorm
     return kind(config.hidden_size, config.layernorm_epsilon, tp)
 
 
@@ -121,7 +125,10 @@ def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
     if device_type == "cpu":
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
-    fused = _apex_layer_norm if config.normalization == "LayerNorm" else _apex_rms_norm
+    if config.normalization == "LayerNorm":
+        fused = _apex_layer_norm
+    else:
+        fused = _apex_rms_norm
     return (
         f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused",
         f"{_apex_reason}; statistics in fp32",

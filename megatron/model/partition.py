@@ -45,10 +45,8 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
         ConfigError: There are more ranks than layers, virtual stages do not divide the layers or
             have no pipeline, or the method is unknown.
     """
-    ranks, per_virtual = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_layers_per_virtual_pipeline_stage,
-    )
+    ranks = parallel.pipeline_model_parallel_size
+    per_virtual = parallel.num_layers_per_virtual_pipeline_stage
     layers = shape.config.num_layers
     # A stage without layers would only pass activations on.
     if ranks > layers:
@@ -140,7 +138,9 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     if method.startswith("type:"):
         try:
             # The method's names are DeepSpeed's. It matches a regular expression with class names.
-            return 1.0 if re.search(method.removeprefix("type:"), "embedding") else 0.0
+            if re.search(method.removeprefix("type:"), "embedding"):
+                return 1.0
+            return 0.0
         except re.error as failure:
             raise ConfigError(
                 f"--pp-partition-method {method}: {failure}; write it as in "
@@ -156,11 +156,10 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
 def _describe_indivisible(layers: int, ranks: int, per_virtual: int) -> str:
     """Return the error message for virtual stages that do not divide the layers."""
     fitting = [str(n) for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
-    way_out = (
-        f"use {', '.join(fitting)}"
-        if fitting
-        else f"no value fits: {ranks} does not divide {layers}; leave it out"
-    )
+    if fitting:
+        way_out = f"use {', '.join(fitting)}"
+    else:
+        way_out = f"no value fits: {ranks} does not divide {layers}; leave it out"
     return (
         f"--num-layers-per-virtual-pipeline-stage {per_virtual} x "
         f"--pipeline-model-parallel-size {ranks} = {ranks * per_virtual} must divide "

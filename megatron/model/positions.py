@@ -67,7 +67,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of [s, b, g, n, d] into a new tensor."""
     # Channels after the rotary ones pass unchanged (--rotary-percent below 1).
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     # The memory format is set because `x` is a view of the fused projection with other strides.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The arithmetic is in fp32 for any dtype of x, because cos and sin promote it.
@@ -82,7 +84,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         # A compiler fuses the plain formula with the operations around it.
         half = cos.shape[-1]
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        first = x[..., :half]
+        second = x[..., half : 2 * half]
+        rest = x[..., 2 * half :]
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
             x.dtype
         )
@@ -162,11 +166,9 @@ class PositionTables:
                 table.flatten(1)[rows][:, :, None, None] for table in (positions.cos, positions.sin)
             )
             positions = replace(positions, cos=cos, sin=sin)
-        return (
-            positions
-            if inputs.documents is None
-            else replace(positions, documents=inputs.documents)
-        )
+        if inputs.documents is None:
+            return positions
+        return replace(positions, documents=inputs.documents)
 
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""

@@ -58,11 +58,9 @@ class Recomputation:
 
         Inside the recomputed function, the hooks of `checkpoint` itself apply.
         """
-        return (
-            saved_tensors_hooks(self._keep, self._give_back)
-            if self._partition or self._in_cpu
-            else nullcontext()
-        )
+        if self._partition or self._in_cpu:
+            return saved_tensors_hooks(self._keep, self._give_back)
+        return nullcontext()
 
     def _keep(self, x: Tensor) -> _KeptInput:
         """Return what is kept of the input."""

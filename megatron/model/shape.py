@@ -52,7 +52,8 @@ class ModelShape:
         "small" is sqrt(2 / (5 h)) (https://arxiv.org/abs/1910.05895). "megatron" is
         sqrt(1 / (3 h)) (https://arxiv.org/abs/2201.11990).
         """
-        std, h = self.config.init_method_std, self.config.hidden_size
+        std = self.config.init_method_std
+        h = self.config.hidden_size
         if std == "small":
             return math.sqrt(2 / (5 * h))
         if std == "megatron":

@@ -74,7 +74,8 @@ class Emissions:
         if self._tracker is None:
             return None
         # Cleared first, so that a failure below cannot lead to a second call on the same tracker.
-        tracker, self._tracker = self._tracker, None
+        tracker = self._tracker
+        self._tracker = None
         try:
             self._end_torn_row()
             kilograms = _refuse_none(tracker.stop())

@@ -120,7 +120,8 @@ def parse_validation_log_line(text: str) -> dict[str, str | int | float] | None:
     match = _VALIDATION.search(text)
     if match is None:
         return None
-    loss, ppl = float(match["loss"]), float(match["ppl"])
+    loss = float(match["loss"])
+    ppl = float(match["ppl"])
     return {
         "name": match["name"].strip(),
         "iteration": int(match["iteration"]),

@@ -91,7 +91,8 @@ class MetricsFile:
             )
 
     def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._descriptor
+        self._descriptor = None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -131,7 +132,10 @@ class MetricsFile:
         if self._descriptor is None:
             self._descriptor = self._open()
         # After a torn line a newline comes first. The torn part then spoils no other line.
-        line = line if self._at_line_start else b"\n" + line
+        if self._at_line_start:
+            line = line
+        else:
+            line = b"\n" + line
         self._at_line_start = False
         written = os.write(self._descriptor, line)
         if written < len(line):
@@ -162,13 +166,17 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             record = _parse(line)
             if record is None:
                 continue
-            kind, iteration = record.pop("kind"), record["iteration"]
+            kind = record.pop("kind")
+            iteration = record["iteration"]
             if kind == "validation":
                 entry = entries.setdefault(iteration, {"iteration": iteration})
                 entry.setdefault("validation", {})[record["name"]] = record["lm_loss"]
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
-            keep = iteration if kind == "start" else iteration - 1
+            if kind == "start":
+                keep = iteration
+            else:
+                keep = iteration - 1
             if keep < last:
                 entries = {number: entry for number, entry in entries.items() if number <= keep}
             if kind == "train":
@@ -180,7 +188,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _encode_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     return value
 
 

@@ -24,7 +24,10 @@ class ProgressBar:
             show: Draw the bar if `stream` is a terminal.
             stream: Where to draw, by default stderr.
         """
-        stream = sys.stderr if stream is None else stream
+        if stream is None:
+            stream = sys.stderr
+        else:
+            stream = stream
         self._bar: tqdm[None] | None = None
         if show and stream.isatty():
             self._bar = tqdm(

@@ -53,7 +53,10 @@ class TensorBoard:
         """
         self._logging = logging
         self._say = say
-        self._file = _open(logging, say) if logging.tensorboard_dir is not None else None
+        if logging.tensorboard_dir is not None:
+            self._file = _open(logging, say)
+        else:
+            self._file = None
 
     @property
     def enabled(self) -> bool:
@@ -88,11 +91,10 @@ class TensorBoard:
 
     def write_validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
         """Write one evaluation. `name` is the set's, if there are several."""
-        tag = (
-            f"lm-loss-validation/{name}/lm loss validation"
-            if name is not None
-            else "lm-loss-validation/lm loss validation"
-        )
+        if name is not None:
+            tag = f"lm-loss-validation/{name}/lm loss validation"
+        else:
+            tag = "lm-loss-validation/lm loss validation"
         self._add_with_axes(at, tag, lm_loss, gigaflops=True)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
@@ -165,7 +167,9 @@ class EventFile:
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._folder, self._queue_size, self._say = folder, queue_size, say
+        self._folder = folder
+        self._queue_size = queue_size
+        self._say = say
         self._pending = io.BytesIO()
         self._events = 0
         """Number of events in memory."""
@@ -211,7 +215,8 @@ class EventFile:
                 f"TensorBoard events are written to {self._folder} again; {self._lost_events} were "
                 "lost"
             )
-            self._failing, self._lost_events = False, 0
+            self._failing = False
+            self._lost_events = 0
 
     def close(self) -> None:
         """Write the events in memory a last time, and close the file."""
@@ -244,7 +249,8 @@ class EventFile:
         # pwrite may write less than asked for, so the rest is written by the next call.
         while left:
             written = os.pwrite(self._descriptor, left, at)
-            left, at = left[written:], at + written
+            left = left[written:]
+            at = at + written
         # The buffer cannot be released while a view of it exists.
         del left
         self._offset = at
@@ -262,10 +268,8 @@ def _create(folder: Path) -> int:
     Raises:
         OSError: The file cannot be created.
     """
-    stem, number = (
-        f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}",
-        0,
-    )
+    stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    number = 0
     while True:
         try:
             return os.open(

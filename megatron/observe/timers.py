@@ -50,7 +50,8 @@ class _WallTimer:
         self._seconds += seconds
 
     def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
@@ -66,7 +67,10 @@ class _EventTimer:
 
     def _record(self) -> Any:
         # Creating an event is slow compared with recording one, so events are reused.
-        event = self._free.pop() if self._free else self._make_event()
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = self._make_event()
         event.record()
         return event
 
@@ -90,8 +94,10 @@ class _EventTimer:
         self._seconds += seconds
 
     def take(self) -> float:
-        pairs, self._pairs = self._pairs, []
-        seconds, self._seconds = self._seconds, 0.0
+        pairs = self._pairs
+        self._pairs = []
+        seconds = self._seconds
+        self._seconds = 0.0
         for start, end in pairs:
             # Streams may differ from pair to pair, so each end must be waited for.
             end.synchronize()

@@ -109,7 +109,9 @@ class Delivery:
         troubles = [*others, *self.troubles]
         for trouble in troubles:
             print(f"error: {trouble}", file=sys.stderr)
-        return 2 if troubles else 1 if alert else 0
+        if troubles:
+            return 2
+        return 1 if alert else 0
 
 
 def deliver(
@@ -136,7 +138,10 @@ def deliver(
         pulses: Texts of PULSE lines, which are only written to the log.
         now: Time of the check, in seconds since the epoch. Default: the present time.
     """
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
+    else:
+        now = now
     # A wrong setting is reported now, even if there is nothing to send. Otherwise it would be found
     # with the first alert.
     channels, unsent = _build_channels(outlets, os.environ)
@@ -263,7 +268,9 @@ def _read(path: Path, troubles: list[str]) -> _AlertMemory:
     """Return the memory, or an empty one and a trouble if the file is damaged."""
     try:
         record = read_record(path)
-        return _AlertMemory() if record is None else _AlertMemory.parse(record)
+        if record is None:
+            return _AlertMemory()
+        return _AlertMemory.parse(record)
     except OperationsError as error:
         troubles.append(f"{error}; alerts that had been sent are sent again")
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -297,7 +304,8 @@ def _format_lines(
     Returns:
         The lines for the log, and those of them that are to be sent.
     """
-    lines, due = [], []
+    lines = []
+    due = []
     for alert in alerts:
         line = log_line("ALERT", alert.text, now)
         lines.append(line)
@@ -476,18 +484,19 @@ class _Mail:
                 f"{where} cannot be told: {type(error).__name__}; addresses and password must be "
                 "ASCII"
             ) from None
-        return (
-            f"{where} took it, but not for {', '.join(refused)}; mend --mail-to"
-            if refused
-            else None
-        )
+        if refused:
+            return f"{where} took it, but not for {', '.join(refused)}; mend --mail-to"
+        return None
 
     def _build_message(self, lines: Sequence[str]) -> EmailMessage:
         """Return a mail whose subject is the first line, and whose body has all of them."""
         message = EmailMessage()
         # The subject has no use for the time at the beginning of the line.
         first = lines[0].split("] ", 1)[-1]
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        if len(lines) > 1:
+            more = f" (and {len(lines) - 1} more)"
+        else:
+            more = ""
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)
@@ -548,7 +557,8 @@ def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | Non
             f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, "
             "587 or 25"
         )
-    user, password = environment.get("SMTP_USER") or None, environment.get("SMTP_PASSWORD") or None
+    user = environment.get("SMTP_USER") or None
+    password = environment.get("SMTP_PASSWORD") or None
     if (user is None) != (password is None):
         raise OperationsError("of SMTP_USER and SMTP_PASSWORD only one is set; set both, or none")
     sender = (
@@ -598,11 +608,10 @@ class _Webhook:
             reason = f"HTTP {error.code}"
         except urllib.error.URLError as error:
             inner = error.reason
-            reason = (
-                inner.strerror or type(inner).__name__
-                if isinstance(inner, OSError)
-                else "no such host or scheme"
-            )
+            if isinstance(inner, OSError):
+                reason = inner.strerror or type(inner).__name__
+            else:
+                reason = "no such host or scheme"
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = type(error).__name__
         raise OperationsError(f"the webhook of {self.variable} did not take it: {reason}")

@@ -243,7 +243,10 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
         The hosts whose own I/O errors ended it, each with the reason.
     """
     # The log also holds earlier launches. Only what follows this byte is from this one.
-    where = array_task.main_log.stat().st_size if array_task.main_log.exists() else 0
+    if array_task.main_log.exists():
+        where = array_task.main_log.stat().st_size
+    else:
+        where = 0
     _say(array_task, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     folder = array_task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
     # As for the node check, no reports of an earlier start may be read.
@@ -296,11 +299,10 @@ def _follow_reports(
     bad = hosts_at_fault(reports, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
     if not bad:
         io_hosts = sorted({report.host for report in reports if report.io_error is not None})
-        shared = (
-            f" (I/O errors on {len(io_hosts)} hosts: {', '.join(io_hosts[:10])})"
-            if len(io_hosts) > 1
-            else ""
-        )
+        if len(io_hosts) > 1:
+            shared = f" (I/O errors on {len(io_hosts)} hosts: {', '.join(io_hosts[:10])})"
+        else:
+            shared = ""
         # An error that is not an I/O error is the one that needs a person, so it is reported first.
         first = next((report for report in reports if report.io_error is None), reports[0])
         array_task.alert(f"training needs a person: {first.describe()}{shared}")
@@ -372,7 +374,8 @@ def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) ->
 
     The hosts are also excluded from the pending tasks of the array.
     """
-    job, excluded = _name_for_slurm(), sorted({*_list_excluded(_name_for_slurm()), *bad})
+    job = _name_for_slurm()
+    excluded = sorted({*_list_excluded(_name_for_slurm()), *bad})
     # The requeue sends SIGTERM to this script too. The script ignores it, because the hosts are
     # excluded after the requeue. Slurm's KillWait (30 s by default) limits the time for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -429,14 +432,19 @@ def _name_for_slurm() -> str:
     An array task is never identified by its bare job number. The number of the last array task is
     also the number of the array, and would mean all tasks.
     """
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array:
+        return f"{array}_{task}"
+    return os.environ["SLURM_JOB_ID"]
 
 
 def _name() -> str:
     """Return the identifier of this job for messages, with the number of restarts."""
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    return _name_for_slurm() if restart == "0" else f"{_name_for_slurm()} (restart {restart})"
+    if restart == "0":
+        return _name_for_slurm()
+    return f"{_name_for_slurm()} (restart {restart})"
 
 
 def _say(array_task: ArrayTask, text: str) -> None:
@@ -459,7 +467,9 @@ def _try(*command: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout
+    return None
 
 
 def _run_or_raise(*command: str) -> str:

@@ -98,7 +98,8 @@ def list_failed_in_a_row(run: Path, job: str, in_order: frozenset[str]) -> list[
     An attempt failed if the checkpoint is still where it was at its start, and its outcome is not
     one of `in_order`. An attempt without an outcome failed too.
     """
-    now, failed = read_reached_iteration(run), []
+    now = read_reached_iteration(run)
+    failed = []
     for past in reversed([past for past in _read(run) if past.attempt.job == job]):
         # One start that trained or ended in order shows that starts can work. Older failures do not
         # count.

@@ -78,11 +78,12 @@ class CutSpans:
     @property
     def said(self) -> str:
         """Description of the cut for people."""
-        damage = (
-            f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart"
-            if self.unreadable
-            else ""
-        )
+        if self.unreadable:
+            damage = (
+                f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart"
+            )
+        else:
+            damage = ""
         return (
             f"{self.count:,} of {self.total:,} "
             f"{self.unit}{', the whole file' if self.whole else ''}{damage}"
@@ -129,14 +130,20 @@ def _find_lines_cut(
         head: Range at the beginning that is kept without a check.
     """
     # The stamp is read before the content, so that a write in between is noticed.
-    stamp, gone, total, later = _read_stamp(path), [], 0, False
+    stamp = _read_stamp(path)
+    gone = []
+    total = 0
+    later = False
     for span, line in _iterate_lines(path):
         if span[0] < head[1]:
             continue
         total += 1
         # A line that cannot be read goes with the line before it.
         found = is_later(line)
-        later = later if found is None else found
+        if found is None:
+            later = later
+        else:
+            later = found
         if later:
             gone.append(span)
     return CutSpans(stamp, _merge_spans(gone), head, count=len(gone), total=total)
@@ -149,7 +156,9 @@ def _parse_metrics_record(line: bytes) -> dict[str, Any] | None:
     # The line is torn, or it is not text. UnicodeDecodeError is a ValueError.
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
+    if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+        return record
+    return None
 
 
 def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
@@ -191,7 +200,9 @@ class PassedIteration:
 
 def find_when_passed(path: Path, iteration: int) -> PassedIteration:
     """Find when the run last went beyond `iteration`."""
-    to, passed, moment = 0, False, None
+    to = 0
+    passed = False
+    moment = None
     for _, line in _iterate_lines(path):
         record = _parse_metrics_record(line)
         if record is None or record.get("kind") == "start":
@@ -200,7 +211,8 @@ def find_when_passed(path: Path, iteration: int) -> PassedIteration:
         # The run went back to this or an earlier iteration, so the time found so far is that of a
         # lineage that was left.
         if record["iteration"] <= iteration:
-            passed, moment = True, None
+            passed = True
+            moment = None
         elif moment is None:
             try:
                 moment = datetime.fromisoformat(record["time"])
@@ -272,7 +284,10 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
     Raises:
         OperationsError: The log has no such lines.
     """
-    stamp, keep, later, seen = _read_stamp(path), 0, False, False
+    stamp = _read_stamp(path)
+    keep = 0
+    later = False
+    seen = False
     total = kept_lines = 0
     for span, raw in _iterate_lines(path):
         total += 1
@@ -293,11 +308,15 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
             # late.
             later = at > iteration
         if not later and at <= iteration:
-            keep, kept_lines = span[1], total
+            keep = span[1]
+            kept_lines = total
     # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's own main log")
-    gone = ((keep, stamp[0]),) if keep < stamp[0] else ()
+    if keep < stamp[0]:
+        gone = ((keep, stamp[0]),)
+    else:
+        gone = ()
     return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 
@@ -319,9 +338,13 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         raise OperationsError(
             f"the package tensorboard is not installed, to cut {path}: pip install -e '.[observe]'"
         ) from absent
-    stamp, data = _read_stamp(path), path.read_bytes()
+    stamp = _read_stamp(path)
+    data = path.read_bytes()
     records, unreadable = _find_records(data)
-    steps, head, gone, later = _EventSteps(at), (0, 0), [], False
+    steps = _EventSteps(at)
+    head = (0, 0)
+    gone = []
+    later = False
     for number, (begin, end) in enumerate(records):
         try:
             # The length and its CRC take 12 bytes before the data. The CRC of the data takes 4
@@ -333,8 +356,14 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         if number == 0 and begin == 0 and event is not None and event.file_version:
             head = begin, end
             continue
-        found = None if event is None else steps.is_later(event)
-        later = later if found is None else found
+        if event is None:
+            found = None
+        else:
+            found = steps.is_later(event)
+        if found is None:
+            later = later
+        else:
+            later = found
         if later:
             gone.append((begin, end))
     total = len(records) - (head != (0, 0))
@@ -402,11 +431,9 @@ class _EventSteps:
         if base in _ITERATION_IS_VALUE and value.WhichOneof("value") == "simple_value":
             return round(value.simple_value) > self.at.iteration
         iteration = self._last.get(base)
-        return (
-            iteration > self.at.iteration
-            if iteration is not None
-            else step > _COUNTED[axis](self.at)
-        )
+        if iteration is not None:
+            return iteration > self.at.iteration
+        return step > _COUNTED[axis](self.at)
 
 
 # A file has millions of records and few tags.
@@ -429,7 +456,9 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
     because the length gives the position of the next record.
     """
     # The first pass trusts each length. The CRCs of the lengths are checked after it, all at once.
-    begins, lengths, at = array("q"), array("q"), 0
+    begins = array("q")
+    lengths = array("q")
+    at = 0
     while at + 16 <= len(data):
         size = int.from_bytes(data[at : at + 8], "little")
         if at + 16 + size > len(data):
@@ -438,11 +467,16 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
         lengths.append(size)
         at += 16 + size
     numbers = np.frombuffer(data, np.uint8)
-    begin, length = np.array(begins, np.int64), np.array(lengths, np.int64)
+    begin = np.array(begins, np.int64)
+    length = np.array(lengths, np.int64)
     # Records after the first wrong length were found by chance, so they do not count.
     sound = _compute_crcs(numbers, begin, 8) == _read_stored_crcs(numbers, begin + 8)
-    readable = len(begin) if sound.all() else int(np.argmin(sound))
-    begin, length = begin[:readable], length[:readable]
+    if sound.all():
+        readable = len(begin)
+    else:
+        readable = int(np.argmin(sound))
+    begin = begin[:readable]
+    length = length[:readable]
     right = np.zeros(readable, bool)
     # The CRCs of data of one length are computed together, so there is one pass for each length.
     for size in np.unique(length):
@@ -452,7 +486,10 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
         )
     spans = list(zip(begin.tolist(), (begin + length + 16).tolist(), strict=True))
     unreadable = [span for span, is_right in zip(spans, right, strict=True) if not is_right]
-    end = spans[-1][1] if spans else 0
+    if spans:
+        end = spans[-1][1]
+    else:
+        end = 0
     # The rest is a record that was cut off, or what follows a damaged length.
     if end < len(data):
         unreadable.append((end, len(data)))
@@ -557,7 +594,8 @@ def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
         _copy(source, spans, file)
         file.flush()
         os.fsync(file.fileno())
-    target, number = part, 1
+    target = part
+    number = 1
     # A part with the same content is from an interrupted cut of the same file.
     while target.exists() and not filecmp.cmp(target, fresh, shallow=False):
         number += 1

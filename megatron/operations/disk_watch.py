@@ -46,8 +46,10 @@ _CHECKPOINTS_OF_ROOM = 2
 """If there is room for fewer checkpoints, an alert is sent. The next save could be the last one."""
 
 
-FILE_SYSTEM, FOLDER = "file system", "folder"
-BYTES, INODES = "bytes", "inodes"
+FILE_SYSTEM = "file system"
+FOLDER = "folder"
+BYTES = "bytes"
+INODES = "inodes"
 History = dict[str, list[tuple[float, float]]]
 """Path, kind and unit of a gauge -> points (seconds since the epoch, used)."""
 
@@ -81,12 +83,17 @@ class Gauge:
 
     def format_amount(self, number: float) -> str:
         """Return a number with this gauge's unit."""
-        return format_bytes(number) if self.unit == BYTES else f"{number:,.0f} inodes"
+        if self.unit == BYTES:
+            return format_bytes(number)
+        return f"{number:,.0f} inodes"
 
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
+        if self.full:
+            part = f" ({100 * self.used / self.full:.1f} %)"
+        else:
+            part = ""
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
@@ -180,7 +187,10 @@ def check_disks(
         days_left: If a path will be full in fewer days at the present growth, an alert is made.
         now: Time of the check, in seconds since the epoch. Default: the present time.
     """
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
+    else:
+        now = now
     report = DiskReport()
     history = _read_history(history_file, report)
     rooms: dict[Path, int] = {}
@@ -276,14 +286,13 @@ def measure_file_system(path: Path, percent: float) -> list[Gauge]:
     found = os.statvfs(path)
     # `f_bfree` includes the blocks that are reserved for root, and `f_bavail` does not. A training
     # job cannot use them, so the disk is full for it when `f_bavail` is 0.
-    used, full = (
-        (found.f_blocks - found.f_bfree) * found.f_frsize,
-        (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize,
-    )
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    full = (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
     gauges = [Gauge(FILE_SYSTEM, BYTES, used, full, round(full * percent / 100))]
     # File systems like btrfs make inodes as they are needed, and report 0 here.
     if found.f_files:
-        used, full = found.f_files - found.f_ffree, found.f_files - found.f_ffree + found.f_favail
+        used = found.f_files - found.f_ffree
+        full = found.f_files - found.f_ffree + found.f_favail
         gauges.append(Gauge(FILE_SYSTEM, INODES, used, full, round(full * percent / 100)))
     return gauges
 
@@ -350,7 +359,9 @@ def _check_gauges(
 
     A measurement is added to the history if the last one is at least ten minutes old.
     """
-    over, soon, parts = [], [], []
+    over = []
+    soon = []
+    parts = []
     for gauge in gauges:
         points = history.setdefault(f"{watch.path.absolute()} {gauge.of} {gauge.unit}", [])
         if not points or now - points[-1][0] > _APART_SECONDS:
@@ -454,7 +465,8 @@ def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
 
     The time of save is that of the manifest, which is written last.
     """
-    found, damaged = [], []
+    found = []
+    damaged = []
     for iteration in list_saved_iterations(run):
         folder = find_stored_folder(run, iteration)
         try:
@@ -476,7 +488,10 @@ def _read_history(path: Path, report: DiskReport) -> History:
     """Return the history in a file, or an empty one if it is missing or damaged."""
     try:
         record = read_record(path)
-        found = {} if record is None else record
+        if record is None:
+            found = {}
+        else:
+            found = record
         return {
             str(key): [(float(at), float(used)) for at, used in points]
             for key, points in found.items()
@@ -517,6 +532,10 @@ def format_bytes(size: float) -> str:
         # 999.5 would be rounded to 1000, which has four digits.
         if size < 999.5:
             break
-        size, unit = size / 1000, larger
-    decimals = 0 if unit == "bytes" or size >= 99.95 else 1 if size >= 9.995 else 2
+        size = size / 1000
+        unit = larger
+    if unit == "bytes" or size >= 99.95:
+        decimals = 0
+    else:
+        decimals = 1 if size >= 9.995 else 2
     return f"{size:,.{decimals}f} {unit}"

@@ -55,23 +55,31 @@ class Follower:
         if commit == self._commit:
             return LogUpdate()
         # `_commit` is set last. If a download raises, the next look repeats the work.
-        news = self._begin(commit) if self._commit is None else self._go_on(commit)
+        if self._commit is None:
+            news = self._begin(commit)
+        else:
+            news = self._go_on(commit)
         self._commit = commit
         return news
 
     def _begin(self, commit: str) -> LogUpdate:
         """Return the last lines of the log."""
         oids = self._list_oids(commit)
-        data, opened = b"", None
+        data = b""
+        opened = None
         # A log may have hundreds of parts. Read backwards, and stop when there are enough lines.
         for number in range(len(oids) - 1, -1, -1):
             part = self.hub.download_file(commit, format_part_name(self.path, number))
-            opened = part if opened is None else opened
+            if opened is None:
+                opened = part
+            else:
+                opened = opened
             data = part + data
             # The line end of the last line does not count. It starts no further line.
             if data.count(b"\n", 0, -1) >= self.lines:
                 break
-        self._oids, self._open = oids, opened or b""
+        self._oids = oids
+        self._open = opened or b""
         return LogUpdate(_take_last_lines(data, self.lines))
 
     def _list_oids(self, commit: str) -> list[str]:
@@ -127,7 +135,10 @@ class Follower:
                 return self._resume_after_cut(commit)
             data = b"".join(fresh)[len(self._open) :]
         self._oids[last:] = now
-        self._open = fresh[-1] if fresh else self._open
+        if fresh:
+            self._open = fresh[-1]
+        else:
+            self._open = self._open
         return LogUpdate(data)
 
     def _fetch_oids(self, commit: str, first: int) -> list[str]:
@@ -163,13 +174,15 @@ class Follower:
         data = b"".join(fresh)
         if same == len(self._oids) - 1:
             data = data[_count_common_bytes(data, self._open) :]
-        where = f"part {same}" if same < len(oids) else f"the end of part {same - 1}"
+        if same < len(oids):
+            where = f"part {same}"
+        else:
+            where = f"the end of part {same - 1}"
         self._oids = oids
-        self._open = (
-            fresh[-1]
-            if fresh
-            else self.hub.download_file(commit, format_part_name(self.path, len(oids) - 1))
-        )
+        if fresh:
+            self._open = fresh[-1]
+        else:
+            self._open = self.hub.download_file(commit, format_part_name(self.path, len(oids) - 1))
         return LogUpdate(data, f"{self.path} was cut (a rollback?); it goes on in {where}")
 
 
@@ -189,7 +202,9 @@ def _iterate_until_gap(oids: list[str | None]) -> Iterator[str]:
 def _take_last_lines(data: bytes, lines: int) -> bytes:
     """Return the last `lines` lines."""
     # Without the condition, a slice from -0 would be all lines.
-    return b"".join(data.splitlines(keepends=True)[-lines:]) if lines else b""
+    if lines:
+        return b"".join(data.splitlines(keepends=True)[-lines:])
+    return b""
 
 
 def _count_common_bytes(one: bytes, other: bytes) -> int:

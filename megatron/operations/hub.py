@@ -57,13 +57,15 @@ class RetryPolicy:
 
     def __init__(self, seconds: float, say: Say) -> None:
         """Allow `seconds` without progress, and report each pause through `say`."""
-        self._seconds, self._say = seconds, say
+        self._seconds = seconds
+        self._say = say
         self._since: float | None = None
         self._tries = 0
 
     def note_progress(self) -> None:
         """Reset the time limit and the length of the pauses, because a request worked."""
-        self._since, self._tries = None, 0
+        self._since = None
+        self._tries = 0
 
     def wait(self, trouble: HubUnavailable) -> None:
         """Sleep until the next attempt is due.
@@ -72,7 +74,10 @@ class RetryPolicy:
             HubUnavailable: `trouble` itself, if the time limit ends before the next attempt.
         """
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        if self._since is None:
+            self._since = now
+        else:
+            self._since = self._since
         # The random factors keep machines apart that failed at the same time. Otherwise all of them
         # would return to the Hub in the same second, and fail again.
         pause = min(LONGEST_PAUSE_SECONDS, 2.0**self._tries) * random.uniform(0.5, 1.0)
@@ -130,7 +135,8 @@ class Hub:
             raise OperationsError(
                 f"huggingface_hub is not installed ({error}); run: pip install -e '.[hub]'"
             ) from error
-        self.repo, self._endpoint = repo, huggingface_hub.constants.ENDPOINT
+        self.repo = repo
+        self._endpoint = huggingface_hub.constants.ENDPOINT
         self.host = _host(self._endpoint)
         # `_translate_errors` reads `_client_error`, so this comes before its first use.
         self._client_error = _set_client_timeout(default_client_factory, timeout_seconds)
@@ -322,11 +328,10 @@ class Hub:
         from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
         status = error.response.status_code
-        said = (
-            f"{status}: {self._clean(error.server_message)}"
-            if error.server_message
-            else f"{status}"
-        )
+        if error.server_message:
+            said = f"{status}: {self._clean(error.server_message)}"
+        else:
+            said = f"{status}"
         if status == 401:
             return OperationsError(
                 f"{self.host} refuses the token ({said}): it has expired or was revoked; make a "
@@ -370,7 +375,9 @@ def get_oid(file: Any) -> str:
 
     It is `sha256:` and the digest for a file in large file storage, else `git:` and the blob's id.
     """
-    return f"sha256:{file.lfs.sha256}" if file.lfs is not None else f"git:{file.blob_id}"
+    if file.lfs is not None:
+        return f"sha256:{file.lfs.sha256}"
+    return f"git:{file.blob_id}"
 
 
 def _host(endpoint: str) -> str:

@@ -78,7 +78,10 @@ def push_checkpoints(
             checkpoint = _open_finished(run, iteration)
             # One listing serves all checkpoints. It is made late, so that a run without finished
             # checkpoints needs no Hub.
-            there = _list_branches(hub, patience) if there is None else there
+            if there is None:
+                there = _list_branches(hub, patience)
+            else:
+                there = there
             # The state alone is not enough. Somebody may have deleted the branch on the Hub.
             if (
                 checkpoint.branch in there
@@ -144,7 +147,8 @@ def _push(
         CheckpointError: The checkpoint was replaced during the push.
         OperationsError: The Hub refuses, or its .gitignore excludes a file.
     """
-    branch, manifest = checkpoint.branch, checkpoint.manifest
+    branch = checkpoint.branch
+    manifest = checkpoint.manifest
     contents = _Contents(checkpoint.folder)
     with contents:
         while True:
@@ -152,7 +156,10 @@ def _push(
                 # The branch is listed again in each attempt. The last commit may have succeeded
                 # although its answer was lost.
                 branches = hub.list_branches()
-                there = hub.list_files(branches[branch]) if branch in branches else {}
+                if branch in branches:
+                    there = hub.list_files(branches[branch])
+                else:
+                    there = {}
                 if (
                     digest(checkpoint.folder / MANIFEST, rotated=False)
                     .blobs[0]
@@ -263,7 +270,10 @@ def _commit(
     names = {addition.path_in_repo for addition in additions}
     # Without a manifest no checkpoint was ever committed here. What the branch holds came with the
     # repository's first commit, and stays.
-    stale = sorted(there.keys() - names) if MANIFEST in there else []
+    if MANIFEST in there:
+        stale = sorted(there.keys() - names)
+    else:
+        stale = []
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
     # The Hub writes .gitattributes itself. Large files need it.
     operations += [

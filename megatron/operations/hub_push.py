@@ -143,8 +143,11 @@ class FolderSync:
         self, request: SyncRequest, hub: Hub, patience: RetryPolicy, *, say: Say, warn: Say
     ) -> None:
         """Read the sync's state. Lines about the work go to `say`, and problems to `warn`."""
-        self._request, self._hub, self._patience = request, hub, patience
-        self._say, self._warn = say, warn
+        self._request = request
+        self._hub = hub
+        self._patience = patience
+        self._say = say
+        self._warn = warn
         self._state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
         self._outcome = SyncResult()
         # Local files that this sync does not send any more, after a first failure.
@@ -258,7 +261,10 @@ class FolderSync:
         except UnknownRepository as error:
             if not request.create:
                 raise UnknownRepository(f"{error}, or make it: --create") from error
-        kind = "private" if request.private else "public"
+        if request.private:
+            kind = "private"
+        else:
+            kind = "public"
         if request.dry_run:
             self._say(f"would make {self._hub.repo}, {kind}")
             return None
@@ -288,7 +294,8 @@ class FolderSync:
             # them.
             if not operations:
                 return
-            title, lines = _format_title(groups), _format_lines(groups)
+            title = _format_title(groups)
+            lines = _format_lines(groups)
             assert state.head is not None, "a commit is made upon the head that was compared with"
             # Set before the request and cleared after the answer. If the request raises, `run`
             # finds here what may have been committed.
@@ -312,7 +319,8 @@ class FolderSync:
             for remote in group.deletes:
                 del state.sent[remote]
         # The Hub makes no commit if nothing changes. Then there is nothing to count.
-        unmoved, state.head = done.head == state.head, done.head
+        unmoved = done.head == state.head
+        state.head = done.head
         self._write()
         if landed and not unmoved:
             self._count(landed)
@@ -496,11 +504,12 @@ class FolderSync:
 
 def _format_title(groups: Sequence[CommitGroup]) -> str:
     """Return the first line of a commit's message, with counts and size."""
-    added, deleted = (
-        sum(len(group.adds) for group in groups),
-        sum(len(group.deletes) for group in groups),
-    )
-    done = [f"{_format_count(added, 'file')}, {format_size(_count_bytes(groups))}"] if added else []
+    added = sum(len(group.adds) for group in groups)
+    deleted = sum(len(group.deletes) for group in groups)
+    if added:
+        done = [f"{_format_count(added, 'file')}, {format_size(_count_bytes(groups))}"]
+    else:
+        done = []
     done += [f"{_format_count(deleted, 'file')} deleted"] if deleted else []
     return f"Sync {'; '.join(done)}"
 
@@ -524,12 +533,16 @@ def _format_count(number: int, noun: str) -> str:
 
 def format_size(size: int) -> str:
     """Return a size in binary units, `1.5 KiB` for 1536."""
-    amount, unit = float(size), "bytes"
+    amount = float(size)
+    unit = "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:
             break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount = amount / 1024
+        unit = larger
+    if unit == "bytes":
+        return f"{amount:.0f} {unit}"
+    return f"{amount:.1f} {unit}"
 
 
 def _shorten(names: Sequence[str], between: str) -> str:

@@ -198,7 +198,8 @@ def convert_pattern(pattern: str) -> str:
     `*` matches within one folder, and `**` matches over any number of folders. Neither matches a
     name that begins with a dot. `?` and `[...]` match one character.
     """
-    pieces, position = [], 0
+    pieces = []
+    position = 0
     visible = r"(?!\.)"
     # `fnmatch` is no alternative, because its `*` also matches slashes and leading dots.
     for match in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*|\?|\[!?[^\]/]+\]", pattern):
@@ -241,10 +242,14 @@ def _iterate_names(
     # `seen` ends loops of links, which `os.walk` does not detect.
     for root, folders, files in os.walk(folder, onerror=note_unlisted, followlinks=True):
         real = os.path.realpath(root)
-        below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
-        wanted = (
-            [] if real in seen else sorted(name for name in folders if is_on_path(below + name))
-        )
+        if root == os.fspath(folder):
+            below = ""
+        else:
+            below = f"{os.path.relpath(root, folder)}/"
+        if real in seen:
+            wanted = []
+        else:
+            wanted = sorted(name for name in folders if is_on_path(below + name))
         # `os.walk` descends into the folders that this same list holds after the loop body.
         folders[:] = []
         for name in wanted:
@@ -297,7 +302,9 @@ def format_part_name(name: str, number: int) -> str:
 def parse_part_name(remote: str) -> tuple[str, int] | None:
     """Return the log and the number of a part's name, or None for another name."""
     match = re.fullmatch(r"(.+)\.(\d{6})", remote, re.ASCII | re.DOTALL)
-    return (match[1], int(match[2])) if match and is_rotated(match[1]) else None
+    if match and is_rotated(match[1]):
+        return (match[1], int(match[2]))
+    return None
 
 
 def digest(
@@ -316,15 +323,17 @@ def digest(
         OutsideError: The file is outside of `folder`.
         InterruptedError: The file got shorter while it was read.
     """
-    top = path.parent if folder is None else folder
+    if folder is None:
+        top = path.parent
+    else:
+        top = folder
     with open_inside(top, os.fspath(path.relative_to(top))) as file:
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
-        blobs = (
-            _split_parts(file.read, status.st_size, part_bytes)
-            if rotated
-            else [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
-        )
+        if rotated:
+            blobs = _split_parts(file.read, status.st_size, part_bytes)
+        else:
+            blobs = [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
         # No file has the time stamp 0, so the next scan reads a fresh file again.
         return LocalFile(status.st_size, 0 if fresh else status.st_mtime_ns, tuple(blobs))
 
@@ -335,12 +344,17 @@ def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> It
     A part is closed as soon as the rest of the log is longer than `part_bytes`. It ends at the last
     line end within `part_bytes`. A longer line is divided. The last part is open, and grows.
     """
-    pending, left = b"", size
+    pending = b""
+    left = size
     while left or pending:
         if len(pending) < part_bytes and left:
             more = b"".join(_stream(read, min(left, part_bytes - len(pending))))
-            pending, left = pending + more, left - len(more)
-        end = pending.rfind(b"\n") + 1 if left else len(pending)
+            pending = pending + more
+            left = left - len(more)
+        if left:
+            end = pending.rfind(b"\n") + 1
+        else:
+            end = len(pending)
         # `rfind` gives -1 if there is no line end, so `end` is 0.
         end = end or len(pending)
         yield _digest_blob([pending[:end]], end)
@@ -368,7 +382,8 @@ def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 def _digest_blob(chunks: Iterable[bytes], size: int) -> Blob:
     """Return both digests of a content."""
     # git hashes the header "blob SIZE\0" with the content. The size must be known before.
-    git, sha256 = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    sha256 = hashlib.sha256()
     for chunk in chunks:
         git.update(chunk)
         sha256.update(chunk)
@@ -400,7 +415,8 @@ def plan_remote_files(
                 f"{name} lies in a folder that the Hub does not take (.git, .cache); left out"
             )
             continue
-        offset, mine = 0, []
+        offset = 0
+        mine = []
         for number, blob in enumerate(files[name].blobs):
             mine.append(
                 RemoteFile(
@@ -446,7 +462,8 @@ def adopt(
         part = parse_part_name(remote)
         if part is not None and part[0] in wanted:
             sent[remote] = SentFile(oid, part[0])
-    state.head, state.sent = head, sent
+    state.head = head
+    state.sent = sent
 
 
 def find_deletions(
@@ -471,7 +488,8 @@ def find_deletions(
     for remote, ours in state.sent.items():
         if ours.local not in found.present:
             copies.setdefault(ours.local, []).append(remote)
-    groups, withheld = [], []
+    groups = []
+    withheld = []
     for local, remotes in sorted(copies.items()):
         if any(regex.fullmatch(local) for regex in alive):
             groups.append(CommitGroup(local, (), tuple(sorted(remotes))))
@@ -503,7 +521,8 @@ def plan_commit(
     for remote, ours in state.sent.items():
         copies.setdefault(ours.local, []).append(remote)
     groups: list[CommitGroup] = []
-    left_bytes, left_files = commit_bytes, commit_files
+    left_bytes = commit_bytes
+    left_files = commit_files
     for local, pieces in wanted.items():
         differing = [
             piece for piece in pieces if not piece.blob.has(get_known_oid(state, piece.remote))
@@ -521,9 +540,12 @@ def plan_commit(
                 beyond = sorted(
                     remote for remote in copies.get(local, ()) if remote >= piece.remote
                 )
-                return [*groups, CommitGroup(local, tuple(adds), tuple(beyond))] if adds else groups
+                if adds:
+                    return [*groups, CommitGroup(local, tuple(adds), tuple(beyond))]
+                return groups
             adds.append(piece)
-            left_bytes, left_files = left_bytes - piece.blob.size, left_files - 1
+            left_bytes = left_bytes - piece.blob.size
+            left_files = left_files - 1
         groups.append(CommitGroup(local, tuple(adds), tuple(surplus)))
     return groups
 
@@ -531,4 +553,6 @@ def plan_commit(
 def get_known_oid(state: SyncState, remote: str) -> str | None:
     """Return the Hub's id of a remote file that we sent, or None."""
     ours = state.sent.get(remote)
-    return None if ours is None else ours.oid
+    if ours is None:
+        return None
+    return ours.oid

@@ -105,7 +105,8 @@ def _product(findings: _ProbeFindings, limits: NodeLimits, device: torch.device)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
     # The first product also loads the kernels, so it is not timed.
-    first, best = left @ right, float("inf")
+    first = left @ right
+    best = float("inf")
     for _ in range(_REPEATS):
         _wait(device)
         start = time.perf_counter()
@@ -170,7 +171,10 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
 
 def _all_reduce(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) -> None:
     """Check the result of an all-reduce over all ranks, and measure its speed."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        backend = "nccl"
+    else:
+        backend = "gloo"
     # Half of the time limit leaves time to report a timeout before the probe is ended.
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.seconds / 2))
     numbers = torch.ones(1 << (26 if device.type == "cuda" else 20), device=device)
@@ -180,7 +184,8 @@ def _all_reduce(findings: _ProbeFindings, limits: NodeLimits, device: torch.devi
     start = time.perf_counter()
     dist.all_reduce(numbers)
     _wait(device)
-    seconds, size = time.perf_counter() - start, dist.get_world_size()
+    seconds = time.perf_counter() - start
+    size = dist.get_world_size()
     # Ones that were summed twice over all ranks are the square of their number.
     if not bool((numbers == float(size) ** 2).all()):
         findings.add_failure(

@@ -116,7 +116,10 @@ def find_bad_hosts(
             )
     speeds = [report.tflops for report in reports if report.tflops is not None]
     # A few slow ranks do not move the median.
-    usual = statistics.median(speeds) if speeds else 0.0
+    if speeds:
+        usual = statistics.median(speeds)
+    else:
+        usual = 0.0
     for report in reports:
         name = report.host
         # A failure explains more than a missing answer, so it replaces that reason.
@@ -146,4 +149,6 @@ def parse_tasks_per_node(text: str, nodes: int) -> list[int]:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
-    return counts if len(counts) == nodes else [1] * nodes
+    if len(counts) == nodes:
+        return counts
+    return [1] * nodes

@@ -85,9 +85,15 @@ class QueuedJob:
 
     def describe(self, now: float) -> str:
         """Return what the job does, beginning with a verb: `is running for ...`."""
-        where = f"{self.id} on {self.nodes}" if self.nodes else self.id
+        if self.nodes:
+            where = f"{self.id} on {self.nodes}"
+        else:
+            where = self.id
         if self.runs:
-            since = "" if self.start is None else f" since {format_time(self.start)}"
+            if self.start is None:
+                since = ""
+            else:
+                since = f" since {format_time(self.start)}"
             return f"is running for {format_duration(self.running_seconds or 0.0)}{since} ({where})"
         if not self.pends:
             return f"is {self.state.lower().replace('_', ' ')} ({where})"
@@ -102,7 +108,10 @@ class QueuedJob:
                     f"is scheduled to start in {format_duration(self.start - now)} at "
                     f"{format_time(self.start)} ({self.id}, {self.reason})"
                 )
-        dependency = f", {self.dependency}" if self.dependency else ""
+        if self.dependency:
+            dependency = f", {self.dependency}"
+        else:
+            dependency = ""
         return f"is pending for reason {self.reason or self.state} ({self.id}{dependency})"
 
 
@@ -190,7 +199,10 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
         )
         # An array task without a reason is listed with None.
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
-        dependency = "" if dependency == "(null)" else dependency
+        if dependency == "(null)":
+            dependency = ""
+        else:
+            dependency = dependency
         jobs.append(
             QueuedJob(
                 identity,
@@ -211,7 +223,10 @@ def format_pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
     if not jobs:
         return f"{job_name} is neither running nor scheduled"
     first, *others = (job.describe(now) for job in jobs[:_SHOWN])
-    more = [f"and {len(jobs) - _SHOWN} more"] if len(jobs) > _SHOWN else []
+    if len(jobs) > _SHOWN:
+        more = [f"and {len(jobs) - _SHOWN} more"]
+    else:
+        more = []
     return "; ".join([f"{job_name} {first}", *(f"another {other}" for other in others), *more])
 
 
@@ -270,7 +285,9 @@ def _find_uid(user: str | None) -> int:
         return os.getuid()
     try:
         # The name is resolved here, because squeue returns 0 for a user that it does not know.
-        return int(user) if user.isdecimal() else pwd.getpwnam(user).pw_uid
+        if user.isdecimal():
+            return int(user)
+        return pwd.getpwnam(user).pw_uid
     except KeyError:
         raise OperationsError(
             f"--user {user}: this host knows no such user; give one whose jobs squeue shows"

@@ -109,12 +109,18 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
             f"{root} is one checkpoint; give its run's folder, and the iteration with --to"
         )
     holder = read_holder(root)
-    alive = None if holder is None else is_alive(holder)
+    if holder is None:
+        alive = None
+    else:
+        alive = is_alive(holder)
     # None means that only a heartbeat can show it. Acquiring the lease will watch for one.
     if holder is None or alive is False:
         return
     if alive:
-        cancel = f"scancel {holder.job}" if holder.job else "end it"
+        if holder.job:
+            cancel = f"scancel {holder.job}"
+        else:
+            cancel = "end it"
         raise OperationsError(
             f"{root} is being written to by {holder.describe()}: {cancel}, wait until it has "
             "ended, and try again"
@@ -200,11 +206,9 @@ def _refuse_another(root: Path, request: RollbackRequest, plan: RollbackPlan) ->
     Raises:
         OperationsError: A value differs.
     """
-    given, default, asked = (
-        request.convert_to_record(),
-        RollbackRequest(request.to).convert_to_record(),
-        plan.request,
-    )
+    given = request.convert_to_record()
+    default = RollbackRequest(request.to).convert_to_record()
+    asked = plan.request
     differing = [
         name
         for name in given
@@ -236,7 +240,10 @@ def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, begun: 
             f"going on with the rollback of {plan.time}, which was cut off; of the following "
             "some is done"
         )
-    beyond = f", trained to {plan.trained_to}" if plan.trained_to > plan.stood_at else ""
+    if plan.trained_to > plan.stood_at:
+        beyond = f", trained to {plan.trained_to}"
+    else:
+        beyond = ""
     say(
         f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what "
         f"goes is kept in {aside}"
@@ -323,7 +330,8 @@ def _list_acts(
 
 def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
     """Write the plan, and then the text in `latest` that names it and prevents every start."""
-    preparing, folder = root / ROLLED_BACK / _PREPARING, root / ROLLED_BACK / plan.name
+    preparing = root / ROLLED_BACK / _PREPARING
+    folder = root / ROLLED_BACK / plan.name
     named = _UNFINISHED.fullmatch(read_pointer_text(root / LATEST))
     # A rollback that is continued has its plan already.
     if named is None or named[1] != plan.name:
@@ -357,7 +365,10 @@ def _cut_file(
         if not (folder / file.part).exists():
             say(f"{path} is gone since the rollback was planned: nothing was cut")
         return
-    moment = None if plan.moment is None else datetime.fromisoformat(plan.moment)
+    if plan.moment is None:
+        moment = None
+    else:
+        moment = datetime.fromisoformat(plan.moment)
     # After an interruption the places are found in the file as it is now.
     cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes, moment)
     cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
@@ -366,7 +377,8 @@ def _cut_file(
 def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
     """Move the later checkpoints to the rollback's folder."""
     for entry in list_later_entries(root, to):
-        aside, number = folder / entry.name, 1
+        aside = folder / entry.name
+        number = 1
         # lexists also finds a broken link, which exists() does not.
         while os.path.lexists(aside):
             number += 1
@@ -409,7 +421,10 @@ def _format_intervention(plan: RollbackPlan) -> str:
 def _format_chronicle_entry(plan: RollbackPlan) -> str:
     """Return the entry of the chronicles in Markdown."""
     moment = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
-    trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
+    if plan.trained_to > plan.stood_at:
+        trained = f" (trained to {plan.trained_to})"
+    else:
+        trained = ""
     reason = " ".join(plan.request["reason"].split()) or "not given"
     lines = [
         f"## {moment}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
@@ -426,12 +441,18 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append an entry to a file once, on a line of its own."""
-    before = path.read_bytes() if path.exists() else b""
+    if path.exists():
+        before = path.read_bytes()
+    else:
+        before = b""
     # This step may be repeated. The entry holds the time of the plan, so it is unique.
     if entry.encode() in before:
         return
     # An earlier writer may have been cut off within a line.
-    gap = b"" if not before or before.endswith(b"\n") else b"\n"
+    if not before or before.endswith(b"\n"):
+        gap = b""
+    else:
+        gap = b"\n"
     if before and entry.startswith("#"):
         gap += b"\n"
     replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")

@@ -100,7 +100,9 @@ class RollbackRequest:
 
 def _make_absolute(path: str | None) -> str | None:
     """Return an absolute path. Keep None and 'nowhere'."""
-    return path if path is None or path == NOTHING else os.path.abspath(path)
+    if path is None or path == NOTHING:
+        return path
+    return os.path.abspath(path)
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         OperationsError: A file is not what it should be, or as in `gather_facts`.
         CheckpointError, ConfigError: As in `gather_facts`.
     """
-    found, to = gather_facts(root, request), request.to
+    found = gather_facts(root, request)
+    to = request.to
     axes = {f.name: found.target.state[f.name] for f in fields(Axes)}
     trained = [find_when_passed(path, to) for kind, path in found.files if kind == "metrics"]
     # Without metrics, the time of the manifest counts as the time at which the run went beyond it.
@@ -354,7 +357,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
             )
             files.append(FileCut(kind, str(path), part, cut.said))
             cuts[str(path)] = cut
-    time, aside = datetime.now(UTC), root / ROLLED_BACK
+    time = datetime.now(UTC)
+    aside = root / ROLLED_BACK
     plan = RollbackPlan(
         # Two rollbacks may be made in the same second. The name has no space, because the text in
         # `latest` is split at spaces.
@@ -382,7 +386,9 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
 
 def read_pointer_text(path: Path) -> str:
     """Return the text of a pointer, or an empty text without a pointer."""
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+    if path.is_file():
+        return path.read_text(errors="replace").strip()
+    return ""
 
 
 def _read_present(
@@ -439,7 +445,8 @@ def _refuse_another_file_system(root: Path, to: int) -> None:
 
 def _find_unused_name(name: str, taken: set[str]) -> str:
     """Return the name, with a number appended if it is taken."""
-    unused, number = name, 1
+    unused = name
+    number = 1
     while unused in taken:
         number += 1
         unused = f"{name}.{number}"
@@ -462,7 +469,9 @@ def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
         # The note replaces the file by a rename, which would otherwise replace a link to it.
         return os.path.realpath(path)
     own = root / CHRONICLES
-    return os.path.realpath(own) if own.is_file() else None
+    if own.is_file():
+        return os.path.realpath(own)
+    return None
 
 
 # Records
@@ -535,10 +544,8 @@ def _find_paths(
         return [Path(os.path.realpath(given))]
     found: list[Path] = []
     for config in configs:
-        text, save = (
-            getattr(config.logging, flag.removeprefix("--").replace("-", "_")),
-            config.checkpoint.save,
-        )
+        text = getattr(config.logging, flag.removeprefix("--").replace("-", "_"))
+        save = config.checkpoint.save
         if text is None:
             continue
         # If the checkpoint was saved elsewhere, this folder is a copy. The records may then be the
@@ -588,7 +595,9 @@ def _plan_flags(
     Raises:
         ConfigError, OperationsError: The request makes no sense.
     """
-    to, flags, notes = request.to, [], []
+    to = request.to
+    flags = []
+    notes = []
     asked = parse_ranges(request.skip)
     last = newest.batch.train_iters
     # Skipping what the checkpoint has already trained would have no effect.

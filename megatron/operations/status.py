@@ -140,7 +140,9 @@ class StatusMemory:
         record = read_record(path)
         try:
             # Unknown names raise TypeError as well.
-            return StatusMemory() if record is None else StatusMemory(**record).check_numbers()
+            if record is None:
+                return StatusMemory()
+            return StatusMemory(**record).check_numbers()
         except (TypeError, ValueError):
             raise OperationsError(
                 f"{path} is not what this tool writes and is begun afresh"
@@ -212,7 +214,10 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         OperationsError: A limit makes no sense.
     """
     run.limits.check()
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
+    else:
+        now = now
     found = StatusFindings()
     try:
         # A damaged memory only makes some alerts later, so the check goes on without it.
@@ -293,7 +298,8 @@ def _look_at_log(
             Alert(kind, f"{run.job_name}: its log cannot be looked at: {found.troubles[-1]}")
         )
         return None
-    after.read_bytes, after.output_at = tail.read_bytes, tail.output_at
+    after.read_bytes = tail.read_bytes
+    after.output_at = tail.output_at
     return tail
 
 
@@ -312,7 +318,10 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
     with file:
         status = os.fstat(file.fileno())
         # A log that became shorter was cut, for example by a rollback. All of it counts as new.
-        known = before.read_bytes if before.read_bytes <= status.st_size else 0
+        if before.read_bytes <= status.st_size:
+            known = before.read_bytes
+        else:
+            known = 0
         begin = max(0, status.st_size - _TAIL_BYTES)
         # One byte more is read, so that a line that begins at `begin` is not taken for a torn one.
         file.seek(max(0, begin - 1))
@@ -320,21 +329,30 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
     # What is before the first complete line is dropped.
     if begin:
         torn = data.find(b"\n") + 1
-        data, begin = data[torn:], begin - 1 + torn
+        data = data[torn:]
+        begin = begin - 1 + torn
     reports: list[dict[str, int | float]] = []
-    fresh, complete, grown, at = 0, False, False, begin
+    fresh = 0
+    complete = False
+    grown = False
+    at = begin
     # Time of the first of our own lines after all training output.
     told_at: float | None = None
     # `at` is the end of each line, which is compared with what the last check had read.
     for line in data.split(b"\n"):
-        text, at = line.decode(errors="replace"), at + len(line)
+        text = line.decode(errors="replace")
+        at = at + len(line)
         own = parse_own_line_time(text)
         if own is not None:
             # Our own lines after training output were written later, so the first of them bounds
             # its time.
-            told_at = own if told_at is None else told_at
+            if told_at is None:
+                told_at = own
+            else:
+                told_at = told_at
         elif text.strip():
-            told_at, grown = None, grown or at > known
+            told_at = None
+            grown = grown or at > known
             report = parse_log_line(text)
             if report is not None:
                 reports.append(report)
@@ -347,7 +365,10 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         output_at: float | None = status.st_mtime if told_at is None else told_at
     else:
         # After a cut, or at the first check, no recorded time applies.
-        output_at = before.output_at if known else None
+        if known:
+            output_at = before.output_at
+        else:
+            output_at = None
     return LogTail(reports, fresh, complete, output_at, status.st_size)
 
 
@@ -370,13 +391,15 @@ def _check_stall(
     if not running:
         return
     # A job that has just started is not silent for longer than it has run.
-    silent = max(running) if tail.output_at is None else min(max(running), now - tail.output_at)
+    if tail.output_at is None:
+        silent = max(running)
+    else:
+        silent = min(max(running), now - tail.output_at)
     if silent > 60.0 * run.limits.stalled_minutes:
-        last = (
-            "nothing at all"
-            if tail.output_at is None
-            else f"the last at {format_time(tail.output_at)}"
-        )
+        if tail.output_at is None:
+            last = "nothing at all"
+        else:
+            last = f"the last at {format_time(tail.output_at)}"
         found.alerts.append(
             Alert(
                 kind,
@@ -399,7 +422,10 @@ def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None
     ]
     if bad:
         last = bad[-1]
-        nans = f" ({last['nan_iterations']} steps dropped)" if last.get("nan_iterations") else ""
+        if last.get("nan_iterations"):
+            nans = f" ({last['nan_iterations']} steps dropped)"
+        else:
+            nans = ""
         text = (
             f"{len(bad)} of the newest {len(window)} log lines tell of a loss or gradient "
             "that is not finite"
@@ -471,11 +497,10 @@ def _check_checkpoint(
     try:
         iteration = read_pointed_iteration(run.run)
         # The manifest is written last, so its time is that of the complete checkpoint.
-        saved_at = (
-            None
-            if iteration is None
-            else (find_stored_folder(run.run, iteration) / MANIFEST).stat().st_mtime
-        )
+        if iteration is None:
+            saved_at = None
+        else:
+            saved_at = (find_stored_folder(run.run, iteration) / MANIFEST).stat().st_mtime
     except (CheckpointError, OSError) as error:
         found.alerts.append(
             Alert(kind, f"{run.job_name}: the newest checkpoint cannot be found: {error}")
@@ -488,8 +513,13 @@ def _check_checkpoint(
         unsaved = before.unsaved_seconds + max(0.0, min(running, now - before.checked_at))
     else:
         # With a new checkpoint or at the first check, only the present job counts.
-        unsaved = running if saved_at is None else max(0.0, min(running, now - saved_at))
-    after.saved_at, after.unsaved_seconds, after.checked_at = saved_at, unsaved, now
+        if saved_at is None:
+            unsaved = running
+        else:
+            unsaved = max(0.0, min(running, now - saved_at))
+    after.saved_at = saved_at
+    after.unsaved_seconds = unsaved
+    after.checked_at = now
     if unsaved > 60.0 * run.limits.checkpoint_minutes:
         if saved_at is None:
             text = f"{run.run} has no checkpoint yet; jobs ran for {format_duration(unsaved)}"

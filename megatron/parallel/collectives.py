@@ -138,27 +138,37 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 def copy_to_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
     """Enter a tensor-parallel region with a replicated activation (f): [s, b, h] -> [s, b, h]."""
-    return _Copy.apply(x, tp) if tp.size > 1 else x
+    if tp.size > 1:
+        return _Copy.apply(x, tp)
+    return x
 
 
 def reduce_from_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
     """Leave a tensor-parallel region by adding up partial sums (g): [s, b, h] -> [s, b, h]."""
-    return _Reduce.apply(x, tp) if tp.size > 1 else x
+    if tp.size > 1:
+        return _Reduce.apply(x, tp)
+    return x
 
 
 def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Enter a tensor-parallel region with a sharded sequence (g): [s/t, b, h] -> [s, b, h]."""
-    return _GatherSequence.apply(x, tp) if tp.size > 1 else x
+    if tp.size > 1:
+        return _GatherSequence.apply(x, tp)
+    return x
 
 
 def reduce_scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Leave a tensor-parallel region to a sharded sequence (g-bar): [s, b, h] -> [s/t, b, h]."""
-    return _ReduceScatterSequence.apply(x, tp) if tp.size > 1 else x
+    if tp.size > 1:
+        return _ReduceScatterSequence.apply(x, tp)
+    return x
 
 
 def enter_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
     """Enter a tensor-parallel region: [s, b, h] or [s/t, b, h] -> [s, b, h]."""
-    return gather_sequence(x, tp) if tp.sequence_parallel else copy_to_tensor_parallel(x, tp)
+    if tp.sequence_parallel:
+        return gather_sequence(x, tp)
+    return copy_to_tensor_parallel(x, tp)
 
 
 def leave_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -166,8 +176,6 @@ def leave_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
 
     Each rank's input is a partial sum.
     """
-    return (
-        reduce_scatter_sequence(x, tp)
-        if tp.sequence_parallel
-        else reduce_from_tensor_parallel(x, tp)
-    )
+    if tp.sequence_parallel:
+        return reduce_scatter_sequence(x, tp)
+    return reduce_from_tensor_parallel(x, tp)

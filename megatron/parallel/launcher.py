@@ -14,7 +14,8 @@ from megatron.errors import LayoutError
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # Linux gives clients ports from 32,768 on. A rendezvous port among them could be taken already.
-_FIRST_PORT, _PORTS = 20_000, 12_000
+_FIRST_PORT = 20_000
+_PORTS = 12_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def _translate_slurm_variables(environment: MutableMapping[str, str]) -> None:
     Raises:
         LayoutError: WORLD_SIZE is set to another number than Slurm's tasks.
     """
-    tasks, job = environment["SLURM_STEP_NUM_TASKS"], int(environment.get("SLURM_JOB_ID", "0"))
+    tasks = environment["SLURM_STEP_NUM_TASKS"]
+    job = int(environment.get("SLURM_JOB_ID", "0"))
     if environment.setdefault("WORLD_SIZE", tasks) != tasks:
         raise LayoutError(
             f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; "

@@ -84,9 +84,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(
             (local, in_features), ParameterSpec((out_features, in_features), shard_dim=0)
         )
-        self.bias = (
-            make_parameter((local,), ParameterSpec((out_features,), shard_dim=0)) if bias else None
-        )
+        if bias:
+            self.bias = make_parameter((local,), ParameterSpec((out_features,), shard_dim=0))
+        else:
+            self.bias = None
 
     def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
         """Return this rank's output features.
@@ -122,7 +123,10 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(
             (out_features, local), ParameterSpec((out_features, in_features), shard_dim=1)
         )
-        self.bias = make_replicated_parameter((out_features,), tp) if bias else None
+        if bias:
+            self.bias = make_replicated_parameter((out_features,), tp)
+        else:
+            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""
@@ -130,7 +134,9 @@ class RowParallelLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         # Inside the sum, the bias would be added once for each rank.
         y = leave_tensor_parallel(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        return y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -176,8 +176,14 @@ def build_mesh(
     Raises:
         LayoutError: The world has another size than the grid.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    else:
+        rank = 0
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+    else:
+        world_size = 1
     if world_size != grid.world_size:
         raise LayoutError(
             f"{world_size} ranks were started but the layout needs {grid.pipeline} (pipeline) x "
@@ -194,9 +200,10 @@ def build_mesh(
     devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
     # Creating a group is a collective. All ranks must create the same groups in the same order.
-    control = (
-        dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=time_out)
-    )
+    if backend == "gloo":
+        control = dist.group.WORLD
+    else:
+        control = dist.new_group(backend="gloo", timeout=time_out)
     tensor_parallel = TensorParallel(
         size=grid.tensor,
         rank=coordinate.tensor,

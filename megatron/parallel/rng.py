@@ -60,11 +60,10 @@ class RandomStreams:
         self._seed = seed
         self._data_rank = data_rank
         self._tensor_rank = tensor_rank
-        self._generator = (
-            torch.cuda.default_generators[device.index or 0]
-            if device.type == "cuda"
-            else torch.default_generator
-        )
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        else:
+            self._generator = torch.default_generator
 
     def seed(self, dropout_key: DropoutKey, site: int, *, sharded: bool) -> None:
         """Seed the generator for the draw at `site`.
@@ -75,7 +74,10 @@ class RandomStreams:
             sharded: Whether the activation differs between tensor-parallel ranks.
         """
         # 0 means replicated. Rank 0 with a sharded activation must get another seed.
-        tensor_rank = self._tensor_rank + 1 if sharded else 0
+        if sharded:
+            tensor_rank = self._tensor_rank + 1
+        else:
+            tensor_rank = 0
         # The CPU generator uses only the low 32 bits.
         self._generator.manual_seed(
             mix(self._seed, *dropout_key, site, self._data_rank, tensor_rank) & 0xFFFFFFFF

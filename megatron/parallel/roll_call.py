@@ -123,7 +123,10 @@ class RollCall:
         cause = lost_connection(error)
         if cause is not None:
             raise self._verdict(cause) from error
-        left = "it finished" if error is None else f"{type(error).__name__}: {error}"
+        if error is None:
+            left = "it finished"
+        else:
+            left = f"{type(error).__name__}: {error}"
         _in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 
     def _verdict(self, error: BaseException) -> LostRanksError:
@@ -340,7 +343,9 @@ def _say(store: dist.Store, rank: int, **answer: str) -> None:
 
 
 def _others(ranks: Sequence[int]) -> str:
-    return f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    if len(ranks) > 1:
+        return f" and {len(ranks) - 1} more"
+    return ""
 
 
 def _location(frames: Iterable[tuple[FrameType, int]]) -> str:

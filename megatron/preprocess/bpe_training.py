@@ -101,7 +101,10 @@ def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]
                 # A piece may end inside a line or a character. The rest is put before the next.
                 cut = piece.rfind(b"\n") + 1
                 yield _decode(rest + piece[:cut], path)
-                rest = piece[cut:] if cut else rest + piece
+                if cut:
+                    rest = piece[cut:]
+                else:
+                    rest = rest + piece
                 bar.update(done + disk_bytes - bar.n)
             yield _decode(rest, path)
         done += Path(path).stat().st_size
@@ -126,7 +129,8 @@ def _write(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Path, Path]:
         vocabulary = json.loads(made_vocab.read_bytes())
         vocabulary[END_OF_DOCUMENT] = len(vocabulary)
         made_vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        vocab = folder / "vocab.json"
+        merges = folder / "merges.txt"
         os.replace(made_vocab, vocab)
         os.replace(made_merges, merges)
     return vocab, merges

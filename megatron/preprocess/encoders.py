@@ -53,7 +53,8 @@ class EncoderMismatch(Exception):
     def __init__(self, name: str, reason: str) -> None:
         """Remember the library's name, and the reason for messages."""
         super().__init__(name, reason)
-        self.name, self.reason = name, reason
+        self.name = name
+        self.reason = reason
 
 
 class EncoderUnavailable(Exception):
@@ -80,7 +81,8 @@ class ReferenceEncoder:
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
         """Return all ids end to end, and the number of ids of each text."""
-        parts, sizes = [np.empty(0, np.int32)], list[int]()
+        parts = [np.empty(0, np.int32)]
+        sizes = list[int]()
         for some in _slice_texts(texts):
             for ids in self._tokenizer.encode_batch(some):
                 parts.append(np.array(ids, np.int32))
@@ -156,7 +158,8 @@ class GigatokenEncoder:
 
     def _start(self) -> None:
         """Create gigatoken's tokenizer, with an empty cache."""
-        self._tokenizer, self._chars = self._make(), 0
+        self._tokenizer = self._make()
+        self._chars = 0
         self._resident = _read_resident_bytes()
 
     def _cache_is_large(self) -> bool:
@@ -277,14 +280,16 @@ def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np
 
 def _slice_texts(texts: list[str]) -> Iterator[list[str]]:
     """Yield the texts in lists of about _SLICE_CHARS characters."""
-    some, chars = list[str](), 0
+    some = list[str]()
+    chars = 0
     for text in texts:
         # A text is never split, since the ids at a split would differ.
         some.append(text)
         chars += len(text)
         if chars >= _SLICE_CHARS:
             yield some
-            some, chars = [], 0
+            some = []
+            chars = 0
     if some:
         yield some
 
@@ -308,7 +313,8 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     if not isinstance(tokenizer, HFTokenizer):
         raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
     whole = json.loads(tokenizer.backend.to_str())
-    model, splitting = whole["model"], whole["pre_tokenizer"] or {}
+    model = whole["model"]
+    splitting = whole["pre_tokenizer"] or {}
     plain = (
         splitting.get("type") == "ByteLevel"
         and splitting.get("use_regex")

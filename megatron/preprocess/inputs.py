@@ -71,9 +71,15 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     files: list[str] = []
     for pattern in patterns:
         # A file whose name has characters of a glob is meant literally.
-        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if Path(pattern).exists():
+            found = [pattern]
+        else:
+            found = sorted(glob.glob(pattern, recursive=True))
         if not found:
-            what = "matches no file" if glob.has_magic(pattern) else "does not exist"
+            if glob.has_magic(pattern):
+                what = "matches no file"
+            else:
+                what = "does not exist"
             raise ConfigError(f"--input {pattern} {what}.")
         folders = [path for path in found if Path(path).is_dir()]
         if folders:
@@ -105,7 +111,10 @@ def read_blocks(
     """
     # Files before the start are not opened at all.
     for number in range(start.file, len(paths)):
-        begin = start if number == start.file else Position(number)
+        if number == start.file:
+            begin = start
+        else:
+            begin = Position(number)
         if paths[number].endswith(".parquet"):
             yield from _read_parquet_blocks(paths[number], keys, begin, block_bytes)
         else:
@@ -133,11 +142,10 @@ def open_lines(
     try:
         with open(path, "rb") as raw:
             if path.endswith((".gz", ".zst")):
-                pieces = (
-                    _read_gzip_pieces(raw, piece_bytes)
-                    if path.endswith(".gz")
-                    else _read_zstd_pieces(raw, path)
-                )
+                if path.endswith(".gz"):
+                    pieces = _read_gzip_pieces(raw, piece_bytes)
+                else:
+                    pieces = _read_zstd_pieces(raw, path)
                 for piece in _skip_to(pieces, start):
                     yield piece, raw.tell()
             else:
@@ -151,7 +159,10 @@ def open_lines(
 
 def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[InputBlock]:
     """Yield the complete lines of a file from a position on, in blocks."""
-    position, parts, size, disk_bytes = begin, list[bytes](), 0, 0
+    position = begin
+    parts = list[bytes]()
+    size = 0
+    disk_bytes = 0
 
     def make_block(content: bytes) -> InputBlock:
         # The last line of a file may have no newline.
@@ -173,7 +184,9 @@ def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[
             parts.append(piece)
             continue
         made = make_block(b"".join((*parts, piece[:cut])))
-        parts, size, position = [piece[cut:]], len(piece) - cut, made.end
+        parts = [piece[cut:]]
+        size = len(piece) - cut
+        position = made.end
         yield made
     if size:
         yield make_block(b"".join(parts))
@@ -206,19 +219,22 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(
             f"{path}: reading .zst needs the package zstandard: pip install zstandard."
         ) from error
-    frame, fresh = zstandard.ZstdDecompressor().decompressobj(), True
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    fresh = True
     try:
         while data := raw.read(_COMPRESSED_BYTES):
             while data:
                 # A file may have several frames. What follows the end of one belongs to the next.
                 piece = frame.decompress(data)
-                data, fresh = frame.unused_data, False
+                data = frame.unused_data
+                fresh = False
                 if piece:
                     yield piece
                 # The frame continues in the next bytes of the file.
                 if not frame.eof:
                     break
-                frame, fresh = zstandard.ZstdDecompressor().decompressobj(), True
+                frame = zstandard.ZstdDecompressor().decompressobj()
+                fresh = True
     except zstandard.ZstdError as error:
         raise DataError(f"{path} cannot be read: {error}. Mend or leave out the file.") from error
     if not fresh:
@@ -256,20 +272,20 @@ def _read_parquet_blocks(
     """Yield the rows of a Parquet file from a position on, in blocks."""
     with _open_parquet_file(path) as file:
         _check_columns(path, file.schema_arrow, keys)
-        disk, first_row = Path(path).stat().st_size, 0
+        disk = Path(path).stat().st_size
+        first_row = 0
         for group in range(file.metadata.num_row_groups):
             # Rows have no fixed size. The row group's average gives the rows of a block.
             row_group = file.metadata.row_group(group)
-            rows, next_row = (
-                max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size)),
-                first_row,
-            )
+            rows = max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size))
+            next_row = first_row
             first_row += row_group.num_rows
             # Row groups that an earlier run has read are not decoded again.
             if first_row <= begin.offset:
                 continue
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(keys)):
-                begin_row, next_row = next_row, next_row + batch.num_rows
+                begin_row = next_row
+                next_row = next_row + batch.num_rows
                 # Batches may begin elsewhere than in the earlier run. Leave out the rows it read.
                 passed = max(0, begin.offset - begin_row)
                 if passed < batch.num_rows:

@@ -136,13 +136,18 @@ def inspect_dataset(
     """
     dataset = IndexedDataset(prefix)
     firsts, lasts, before_last = (_CommonToken() for _ in range(3))
-    buckets, longest, shortest = np.zeros(65, np.int64), 0, None
+    buckets = np.zeros(65, np.int64)
+    longest = 0
+    shortest = None
     for some in _iterate_documents(dataset):
         lengths = some.lengths
         # frexp's exponent is the number of binary digits, so bucket b holds lengths [2^(b-1), 2^b).
         buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=65)
         longest = max(longest, int(lengths.max()))
-        shortest = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
+        if shortest is None:
+            shortest = int(lengths.min())
+        else:
+            shortest = min(shortest, int(lengths.min()))
         # Documents of one or two tokens may have only separators, which would distort the counts.
         for common, places in (
             (firsts, some.starts[lengths > 2]),
@@ -150,10 +155,14 @@ def inspect_dataset(
             (before_last, some.ends[lengths > 2] - 2),
         ):
             common.add(dataset.tokens[places])
-    source = "tokenizer" if eod is not None else "none"
+    if eod is not None:
+        source = "tokenizer"
+    else:
+        source = "none"
     # A token that ends most documents is taken as the end-of-document id.
     if eod is None and lasts.part > 0.5 and dataset.num_documents > 1:
-        eod, source = lasts.token, "guessed"
+        eod = lasts.token
+        source = "guessed"
     # Sorted and unique, because specials may contain the end-of-document id.
     separators = np.array(sorted({*specials, *([] if eod is None else [eod])}), np.int64)
     # Without the tokenizer, its BOS and EOS are unknown. Frequent border tokens replace them.
@@ -183,8 +192,14 @@ def inspect_dataset(
 def report(inspection: Inspection) -> str:
     """Return the findings as text."""
     i = inspection
-    known = "" if i.vocab_size is None else f", vocabulary {i.vocab_size}"
-    end = "unknown: no token ends most documents" if i.eod is None else f"{i.eod} ({i.eod_source})"
+    if i.vocab_size is None:
+        known = ""
+    else:
+        known = f", vocabulary {i.vocab_size}"
+    if i.eod is None:
+        end = "unknown: no token ends most documents"
+    else:
+        end = f"{i.eod} ({i.eod_source})"
     lines = [
         f"{i.prefix}: {i.documents} documents, {i.sequences} sequences, {i.tokens} tokens of "
         f"{i.dtype}",
@@ -197,13 +212,15 @@ def report(inspection: Inspection) -> str:
     ]
     lines += [f"ids: {i.smallest_id} to {i.largest_id}{known}", f"end of document: {end}"]
     for p in i.problems:
-        doubt = (
-            ""
-            if p.sure
-            else " (or a token that ends or begins nearly every text, as a newline does: "
+        if p.sure:
+            doubt = ""
+        else:
+            doubt = " (or a token that ends or begins nearly every text, as a newline does: "
             "the tokenizer's flags tell)"
-        )
-        word = "PROBLEM" if p.sure else "POSSIBLE PROBLEM"
+        if p.sure:
+            word = "PROBLEM"
+        else:
+            word = "POSSIBLE PROBLEM"
         lines.append(
             f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents "
             f"{', '.join(map(str, p.examples))}"
@@ -256,7 +273,9 @@ class _CommonToken:
     @property
     def part(self) -> float:
         """The fraction of the documents that have it."""
-        return self._counts[self.token] / self._seen if self._seen else 0.0
+        if self._seen:
+            return self._counts[self.token] / self._seen
+        return 0.0
 
     @property
     def constant(self) -> bool:
@@ -315,7 +334,8 @@ def _inspect_borders(
         desc="borders",
         disable=dataset.num_documents < 4 * _DOCUMENTS,
     ):
-        lengths, tokens = some.lengths, dataset.tokens
+        lengths = some.lengths
+        tokens = dataset.tokens
 
         def take_tokens(
             places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens
@@ -325,11 +345,9 @@ def _inspect_borders(
             found[there] = tokens[places[there]]
             return found
 
-        last, before, first = (
-            take_tokens(some.ends - 1, lengths > 0),
-            take_tokens(some.ends - 2, lengths > 1),
-            take_tokens(some.starts, lengths > 0),
-        )
+        last = take_tokens(some.ends - 1, lengths > 0)
+        before = take_tokens(some.ends - 2, lengths > 1)
+        first = take_tokens(some.starts, lengths > 0)
         # Documents without content are reported once, and not again as doubled separators.
         nothing = (lengths == 0) | (
             (lengths <= 2) & np.isin(first, separators) & np.isin(last, separators)
@@ -361,7 +379,8 @@ def _inspect_contents(
         "end of document inside",
         f"end-of-document ids {eod} stand inside documents (special tokens in the text?)",
     )
-    low, high = np.iinfo(np.int64).max, -1
+    low = np.iinfo(np.int64).max
+    high = -1
     for some in tqdm(
         _iterate_documents(dataset),
         unit=" x 262144 documents",
@@ -374,7 +393,8 @@ def _inspect_contents(
             tokens = dataset.tokens[begin : min(begin + _TOKENS, int(some.ends[-1]))]
             # The extremes are those of all tokens so far. Without a bad id up to here, the search
             # for places can be left out.
-            low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
+            low = min(low, int(tokens.min()))
+            high = max(high, int(tokens.max()))
             if vocab_size is not None and (high >= vocab_size or low < 0):
                 # Each wrong id is counted, not only the extremes.
                 beyond.add_places(

@@ -77,11 +77,9 @@ class Journal:
         try:
             found = json.loads(self.path.read_bytes())
             # A key that is missing is a damaged journal, and is reported below.
-            version, fingerprint, progress = (
-                found["version"],
-                dict(found["fingerprint"]),
-                dict(found["progress"]),
-            )
+            version = found["version"]
+            fingerprint = dict(found["fingerprint"])
+            progress = dict(found["progress"])
             # JSON has neither classes nor tuples, so both are restored here.
             position = Position(**progress.pop("position"))
             outputs = {
@@ -181,12 +179,16 @@ def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:
         return [Path(file) for file in (tokenizer.vocab_file, tokenizer.merge_file) if file]
     # A Hugging Face tokenizer may have any files, so all of its folder are hashed.
     path = Path(tokenizer.tokenizer_name_or_path or "")
-    return sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
+    if path.is_dir():
+        return sorted(item for item in path.iterdir() if item.is_file())
+    return [path]
 
 
 def _digest_file(path: Path) -> Any:
     """Return the digest of a file, or its path if it is not a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(path)
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return str(path)
 
 
 def _digest(content: Any) -> str:

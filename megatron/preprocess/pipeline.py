@@ -146,7 +146,9 @@ def _run(
 ) -> Summary:
     """Encode what is missing, and publish the outputs."""
     prefixes = {key: f"{job.output_prefix}_{key}_document" for key in job.json_keys}
-    started, encoder, before = time.monotonic(), "none", progress.text_bytes
+    started = time.monotonic()
+    encoder = "none"
+    before = progress.text_bytes
     if not progress.complete:
         if progress.outputs:
             at = progress.position
@@ -161,7 +163,8 @@ def _run(
     for prefix in prefixes.values():
         publish(prefix)
     journal.delete()
-    outputs, seconds = progress.outputs, time.monotonic() - started
+    outputs = progress.outputs
+    seconds = time.monotonic() - started
     return Summary(
         documents={key: outputs[key][1] for key in job.json_keys},
         tokens={key: outputs[key][0] for key in job.json_keys},
@@ -291,4 +294,6 @@ def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> 
 
 def count_default_workers() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -40,8 +40,10 @@ class ResumableWriter:
         Raises:
             DataError: the files hold less than that.
         """
-        self.prefix, self.dtype = prefix, dtype.newbyteorder("<")
-        self.num_tokens, self.num_documents = tokens, documents
+        self.prefix = prefix
+        self.dtype = dtype.newbyteorder("<")
+        self.num_tokens = tokens
+        self.num_documents = documents
         self._bin = self._open("bin", tokens * dtype.itemsize)
         self._sizes = self._open("sizes", documents * 4)
 
@@ -118,7 +120,10 @@ class ResumableWriter:
         # A new output. What an earlier run left there was never recorded.
         if length == 0:
             return open(path, "wb")
-        found = path.stat().st_size if path.exists() else 0
+        if path.exists():
+            found = path.stat().st_size
+        else:
+            found = 0
         if found < length:
             raise DataError(
                 f"{path} has {found} bytes, but the journal of the interrupted run says {length}; "

@@ -36,12 +36,16 @@ def sample_texts(paths: Sequence[str], keys: Sequence[str]) -> list[str]:
         keys: The keys of the texts in a record.
     """
     sizes = [Path(path).stat().st_size for path in paths]
-    total, chosen, chars = sum(sizes), list[str](), 0
+    total = sum(sizes)
+    chosen = list[str]()
+    chars = 0
     for spot in range(_SPOTS):
-        place, file = total * spot // _SPOTS, 0
+        place = total * spot // _SPOTS
+        file = 0
         # `place` is a byte of all files end to end. The loop finds the file that holds it.
         while file < len(paths) - 1 and place >= sizes[file]:
-            place, file = place - sizes[file], file + 1
+            place = place - sizes[file]
+            file = file + 1
         texts = next(_read_texts_at(paths[file], place, sizes[file], spot, keys), None)
         if texts is not None and chars < _CHARS_ALL:
             chosen += [text[:_CHARS_EACH] for text in texts]
@@ -72,12 +76,14 @@ def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Ite
     if path.endswith((".gz", ".zst")):
         yield from read_blocks([path], keys, block_bytes=_BLOCK_BYTES)
         return
-    content, found = b"", place == 0
+    content = b""
+    found = place == 0
     for piece, _ in open_lines(path, place, _PIECE_BYTES):
         content += piece
         # The byte is usually inside a line, of which only a part would be read. Skip to the next.
         if not found and b"\n" in content:
-            content, found = content.split(b"\n", 1)[1], True
+            content = content.split(b"\n", 1)[1]
+            found = True
         if found and b"\n" in content:
             yield InputBlock(path, 2, content[: content.rindex(b"\n")], Position(), 0)
             return

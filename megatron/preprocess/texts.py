@@ -37,9 +37,10 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
     """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
-    rows = (
-        _parse_lines(block, keys) if isinstance(block.content, bytes) else _parse_rows(block, keys)
-    )
+    if isinstance(block.content, bytes):
+        rows = _parse_lines(block, keys)
+    else:
+        rows = _parse_rows(block, keys)
     for line, values in rows:
         if isinstance(values, str):
             bad.append(BadLine(block.path, line, values))

@@ -92,7 +92,8 @@ class BlockEncoder:
             EncoderMismatch: the library's ids differ from the tokenizer's, or it failed.
         """
         texts, bad = extract_texts(block, self._job.keys)
-        tokens, sizes = [], []
+        tokens = []
+        sizes = []
         for column in texts:
             ids, lengths = run_encoder(self._encoder, column)
             if self._encoder.name != REFERENCE and column:
@@ -101,11 +102,10 @@ class BlockEncoder:
             tokens.append(ids)
             sizes.append(lengths)
         content = block.content
-        size = (
-            len(content)
-            if isinstance(content, bytes)
-            else sum(len(text) for column in texts for text in column)
-        )
+        if isinstance(content, bytes):
+            size = len(content)
+        else:
+            size = sum(len(text) for column in texts for text in column)
         return Encoded(tokens, sizes, bad, block.lines, size, block.end, block.disk_bytes)
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
@@ -187,7 +187,8 @@ class _Pool:
         idle = list(self._processes)
         busy: dict[Connection, tuple[int, InputBlock]] = {}
         done: dict[int, Encoded | BaseException] = {}
-        following, due = next(blocks, None), 0
+        following = next(blocks, None)
+        due = 0
         submitted = 0
         while following is not None or busy:
             while following is not None and idle and submitted - due < self._limit:

@@ -258,11 +258,13 @@ def _parse_step(entry: str, text: str, seq_length: int) -> tuple[int, Unit, int]
     `text` is the complete schedule, for messages.
     """
     threshold_text, _, size_text = entry.partition(":")
-    threshold, size = _THRESHOLD.fullmatch(threshold_text), _SIZE.fullmatch(size_text)
+    threshold = _THRESHOLD.fullmatch(threshold_text)
+    size = _SIZE.fullmatch(size_text)
     try:
         if threshold is None or size is None:
             raise ValueError
-        at, samples = _amount(threshold), _amount(size)
+        at = _amount(threshold)
+        samples = _amount(size)
         # A batch size such as 1.5K is a whole number, and 1.5 is not.
         if samples.denominator != 1:
             raise ValueError
@@ -298,7 +300,9 @@ def _amount(match: re.Match[str]) -> Fraction:
 
 def _in_tokens(threshold: int, unit: Unit, seq_length: int) -> int:
     """Return a threshold in tokens."""
-    return threshold if unit == "tokens" else threshold * seq_length
+    if unit == "tokens":
+        return threshold
+    return threshold * seq_length
 
 
 def count_iterations_for_samples(
@@ -342,7 +346,8 @@ def count_samples_of_iterations(
     They are counted from (consumed_samples, consumed_tokens). `seq_length` is the number of tokens
     in a sample.
     """
-    samples, tokens = consumed_samples, consumed_tokens
+    samples = consumed_samples
+    tokens = consumed_tokens
     while iterations > 0:
         steps = min(
             iterations,

@@ -109,7 +109,10 @@ class Curriculum:
             return f"{self.style}: " + ", ".join(
                 [*lengths, f"{self.difficulties[-1]} from then on"]
             )
-        root = f" (root {self.root_degree})" if self.style == "fixed_root" else ""
+        if self.style == "fixed_root":
+            root = f" (root {self.root_degree})"
+        else:
+            root = ""
         return (
             f"{self.style}{root} from {self.min_difficulty} to {self.max_difficulty} tokens over "
             f"{self.total_curriculum_step} iterations in steps of {self.difficulty_step}"
@@ -148,12 +151,14 @@ class Curriculum:
         A stage has its length from that iteration on. Neighbours differ. A discrete schedule may
         have a length again later, and the others only grow.
         """
-        step, before = first, None
+        step = first
+        before = None
         while step <= last:
             length = self.get_seq_length(step)
             if length != before:
                 yield step, length
-            step, before = self._end_of_stage(step, length, last) + 1, length
+            step = self._end_of_stage(step, length, last) + 1
+            before = length
 
     def _end_of_stage(self, step: int, length: int, last: int) -> int:
         """Return the last iteration up to `last` that certainly has the length of iteration `step`.
@@ -162,7 +167,9 @@ class Curriculum:
         """
         if self.style == "fixed_discrete":
             entry = bisect_left(self.max_steps, step)
-            return last if entry == len(self.max_steps) else min(last, self.max_steps[entry])
+            if entry == len(self.max_steps):
+                return last
+            return min(last, self.max_steps[entry])
         # The growing schedules are monotonic, so a binary search finds the end. `last` may be
         # FOREVER, which a loop would never reach.
         return step - 1 + bisect_right(range(step, last + 1), length, key=self.get_seq_length)

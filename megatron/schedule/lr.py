@@ -127,9 +127,13 @@ class LRSchedule:
         if self.style == "constant":
             return self.max_lr
         if self.decay_tokens is None:
-            done, start, end = float(lr_samples), float(self.warmup_steps), self.decay_steps
+            done = float(lr_samples)
+            start = float(self.warmup_steps)
+            end = self.decay_steps
         else:
-            done, start, end = float(lr_tokens), float(warmup_tokens), self.decay_tokens
+            done = float(lr_tokens)
+            start = float(warmup_tokens)
+            end = self.decay_tokens
         # The second condition is for a decay in tokens that warm-up has used up. It avoids a
         # division by zero.
         if done > end or start >= end:

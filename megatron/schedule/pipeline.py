@@ -45,7 +45,9 @@ class PipelineSchedule:
         p - 1. That is 1 + (p - 1)/(p v) times the layers of 1F1B (https://arxiv.org/abs/2205.05198,
         section 4.2.3). The others run all forward passes first.
         """
-        m, p, v = self.microbatches, self.ranks, self.stages_per_rank
+        m = self.microbatches
+        p = self.ranks
+        v = self.stages_per_rank
         if self.name == "one stage":
             return 1
         if self.name == "1F1B":
@@ -61,7 +63,10 @@ class PipelineSchedule:
         """Return a sentence for the log. `batch_size` is in samples."""
         if self.name == "one stage":
             return "pipeline: one stage"
-        virtual = f" of {self.stages_per_rank} virtual stages" if self.stages_per_rank > 1 else ""
+        if self.stages_per_rank > 1:
+            virtual = f" of {self.stages_per_rank} virtual stages"
+        else:
+            virtual = ""
         places = f"{self.ranks} {'ranks' if virtual else 'stages'}{virtual}"
         return (
             f"pipeline: {self.name}, {format_microbatches(self.microbatches)} for {places}: ranks "
@@ -86,10 +91,16 @@ def choose_schedule(m: int, p: int, v: int) -> PipelineSchedule:
         name = "one stage"
     elif v == 1:
         # torch's 1F1B raises an error if there are fewer microbatches than stages.
-        name = "GPipe" if m < p else "1F1B"
+        if m < p:
+            name = "GPipe"
+        else:
+            name = "1F1B"
     else:
         # torch's interleaved 1F1B raises an error if its rounds do not divide the microbatches.
-        name = "looped BFS" if m % _count_rounds(m, p) else "interleaved 1F1B"
+        if m % _count_rounds(m, p):
+            name = "looped BFS"
+        else:
+            name = "interleaved 1F1B"
     return PipelineSchedule(name, m, p, v)
 
 

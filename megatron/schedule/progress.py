@@ -94,16 +94,15 @@ class Forecast:
         """
         iteration = samples = tokens = lr_samples = lr_tokens = warmup_tokens = 0
         # Iteration 0 has no sizes of its own. It shows those of iteration 1.
-        size, length = self.batch_size.get_size(0, 0), self._get_seq_length(1)
+        size = self.batch_size.get_size(0, 0)
+        length = self._get_seq_length(1)
         while True:
             yield _Counters(
                 iteration, samples, tokens, size, length, lr_samples, lr_tokens, warmup_tokens
             )
             iteration += 1
-            size, length = (
-                self.batch_size.get_size(samples, tokens),
-                self._get_seq_length(iteration),
-            )
+            size = self.batch_size.get_size(samples, tokens)
+            length = self._get_seq_length(iteration)
             samples += size
             tokens += size * length
             # A skipped iteration consumes its batch, and its learning-rate counters stay as they
@@ -117,7 +116,9 @@ class Forecast:
             warmup_tokens = self.lr.compute_warmup_tokens(lr_samples, lr_tokens, warmup_tokens)
 
     def _get_seq_length(self, iteration: int) -> int:
-        return self.curriculum.get_seq_length(iteration) if self.curriculum else self.seq_length
+        if self.curriculum:
+            return self.curriculum.get_seq_length(iteration)
+        return self.seq_length
 
     def _add_lr(self, c: _Counters) -> ForecastPoint:
         return ForecastPoint(*c, lr=self.lr.get_lr(c.lr_samples, c.lr_tokens, c.warmup_tokens))

@@ -111,11 +111,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises:
         ConfigError: it cannot be built. The message names flag and file.
     """
-    tokenizer = (
-        _build_gpt2(config)
-        if config.tokenizer_type == "GPT2BPETokenizer"
-        else _build_from_hf(config)
-    )
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        tokenizer = _build_gpt2(config)
+    else:
+        tokenizer = _build_from_hf(config)
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
     # allowed.
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -152,8 +151,13 @@ def find_tokenizer_json(name_or_path: str | None) -> Path | None:
         return None
     # The flag may name the folder or the file itself.
     path = Path(name_or_path)
-    found = path / "tokenizer.json" if path.is_dir() else path
-    return found if found.is_file() else None
+    if path.is_dir():
+        found = path / "tokenizer.json"
+    else:
+        found = path
+    if found.is_file():
+        return found
+    return None
 
 
 def read_vocabulary(vocab_file: str) -> dict[str, int]:
@@ -277,7 +281,9 @@ def end_token(folder: Path) -> str | None:
             ).get("eos_token")
             if token is not None:
                 # The token is a text, or an object with the token's settings.
-                return token["content"] if isinstance(token, dict) else token
+                if isinstance(token, dict):
+                    return token["content"]
+                return token
     return None
 
 
@@ -298,7 +304,10 @@ def _build_from_transformers(name: str) -> TransformersTokenizer:
         )
     # The error depends on the damage: OSError, ValueError, ImportError, KeyError and others.
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if str(error).strip():
+            first = str(error).strip().splitlines()[0]
+        else:
+            first = type(error).__name__
         raise ConfigError(
             f"--tokenizer-name-or-path {name} cannot be read: {first} Give a local folder that "
             "holds a tokenizer; nothing is downloaded."

@@ -37,11 +37,10 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
         if file is not None:
             found = {"tokenizer.json": file}
         else:
-            found = (
-                {part: Path(name) / part for part in _TRANSFORMERS_FILES}
-                if name is not None
-                else {}
-            )
+            if name is not None:
+                found = {part: Path(name) / part for part in _TRANSFORMERS_FILES}
+            else:
+                found = {}
     return {part: path for part, path in found.items() if path.is_file()}
 
 

@@ -85,11 +85,10 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         if config.vocab_file is not None and Path(config.vocab_file).is_file():
             # The largest id counts and not the number of entries, because ids may have gaps.
             return 1 + max(read_vocabulary(config.vocab_file).values()), None
-        absent = (
-            f"--vocab-file {config.vocab_file} is not there"
-            if config.vocab_file
-            else "no --vocab-file was given"
-        )
+        if config.vocab_file:
+            absent = f"--vocab-file {config.vocab_file} is not there"
+        else:
+            absent = "no --vocab-file was given"
         return (
             GPT2_VOCAB_SIZE,
             f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says "

@@ -83,5 +83,8 @@ def _read_deepspeed_settings(config: Config) -> str:
 
     They are compared by content, because each machine may have another file of the same name.
     """
-    path = config.parallel.deepspeed_config if config.parallel.deepspeed else None
+    if config.parallel.deepspeed:
+        path = config.parallel.deepspeed_config
+    else:
+        path = None
     return json.dumps(select_passed_on(read_json(path)) if path else {}, sort_keys=True)

@@ -42,7 +42,8 @@ def evaluate_only(run: Run) -> None:
 
 
 def _evaluate(run: Run, sources: Mapping[str, GPTValidSource]) -> dict[str, float]:
-    iterations, batch_size = run.plan.config.batch.eval_iters, run.plan.batch_size.final
+    iterations = run.plan.config.batch.eval_iters
+    batch_size = run.plan.batch_size.final
     with run.timers(EVALUATE):
         return {
             name: compute_mean_loss(run.engine, source, iterations, batch_size)

@@ -47,7 +47,8 @@ class Exits:
         self._config = config
         self._mesh = mesh
         self._start = time.monotonic()
-        self._signal, self._signalled_at = 0, 0.0
+        self._signal = 0
+        self._signalled_at = 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle_signal)
 
@@ -61,14 +62,18 @@ class Exits:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self._signal:
-            self._signal, self._signalled_at = number, time.monotonic()
+            self._signal = number
+            self._signalled_at = time.monotonic()
 
     def decide(self, before: int, after: int) -> StopReason:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
         All ranks call it together and get the same answer.
         """
-        mine = StopReason.SIGNAL if self._signal else StopReason.NO
+        if self._signal:
+            mine = StopReason.SIGNAL
+        else:
+            mine = StopReason.NO
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
         if self._mesh.grid.world_size == 1:

@@ -36,7 +36,9 @@ def train(run: Run) -> StopReason:
             or a number to be stored is not finite.
         CheckpointError: A checkpoint could not be written.
     """
-    plan, state, first = run.plan, run.state, run.state.iteration
+    plan = run.plan
+    state = run.state
+    first = run.state.iteration
     try:
         stop, evaluated_at = train_until_stop(run)
         # If no iteration was trained, there is nothing new to save.
@@ -71,8 +73,10 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         TrainingError: See `train`.
         CheckpointError: See `train`.
     """
-    plan, state = run.plan, run.state
-    stop, evaluated_at = StopReason.NO, -1
+    plan = run.plan
+    state = run.state
+    stop = StopReason.NO
+    evaluated_at = -1
     # A start in the past makes the difference below the time over all launches of the run.
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
@@ -123,7 +127,9 @@ def is_due(interval: int | None, before: int, after: int) -> bool:
 
 def train_iteration(run: Run) -> None:
     """Train one global batch, update the counters and report the step."""
-    plan, state, timers = run.plan, run.state, run.timers
+    plan = run.plan
+    state = run.state
+    timers = run.timers
     start = time.perf_counter()
     # Size and length depend on the counters before this step. They must be read before `advance`.
     seq_length = plan.get_seq_length(state.iteration + 1)
@@ -138,9 +144,10 @@ def train_iteration(run: Run) -> None:
     result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
-    params_norm = (
-        run.engine.compute_parameter_norm() if plan.config.logging.log_params_norm else None
-    )
+    if plan.config.logging.log_params_norm:
+        params_norm = run.engine.compute_parameter_norm()
+    else:
+        params_norm = None
     run.reporter.report_step(
         state,
         StepRecord(
@@ -179,7 +186,8 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     The batches of the range are dropped. Its iterations, samples and tokens are counted, and the
     learning rate does not advance.
     """
-    plan, state = run.plan, run.state
+    plan = run.plan
+    state = run.state
     assert run.sources.train is not None, "the plan has train samples"
     first, last = skipped
     if first < state.iteration + 1:
@@ -211,12 +219,11 @@ def check_finite(plan: Plan, state: TrainState) -> None:
     if state.nan_iterations_in_a_row >= limit:
         precision = plan.config.precision
         # A static loss scale never decreases. If it is too high, every step overflows.
-        static = (
-            f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is "
+        if precision.fp16 and precision.loss_scale is not None:
+            static = f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is "
             "static, or give a lower one"
-            if precision.fp16 and precision.loss_scale is not None
-            else ""
-        )
+        else:
+            static = ""
         raise TrainingError(
             f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is "
             "not finite; none of them was trained on. Roll back to an earlier checkpoint, and skip "
@@ -233,7 +240,8 @@ def check_invariants(run: Run) -> None:
         TrainingError: Replicas differ, and --sync-tp-duplicated-parameters was not given or cannot
             repair them.
     """
-    parallel, iteration = run.plan.config.parallel, run.state.iteration
+    parallel = run.plan.config.parallel
+    iteration = run.state.iteration
     if not parallel.check_invariants_interval or run.checked_at == iteration:
         return
     repair = parallel.sync_tp_duplicated_parameters
@@ -307,7 +315,8 @@ def begin_save(run: Run, saver: Saver) -> None:
         DataError: A data file or an index has changed since the start.
         CheckpointError: Too many saves in a row have failed.
     """
-    plan, state = run.plan, run.state
+    plan = run.plan
+    state = run.state
     check_invariants(run)
     # Weights that were trained on files that changed must not become a checkpoint.
     run.data_files.check()

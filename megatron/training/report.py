@@ -103,7 +103,10 @@ class Reporter:
             save = plan.config.checkpoint.save
             # By default the metrics are stored with the checkpoints that they belong to.
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
-            self._metrics = MetricsFile(path, say=self.say) if path else None
+            if path:
+                self._metrics = MetricsFile(path, say=self.say)
+            else:
+                self._metrics = None
             self._emissions = Emissions(
                 logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
             )
@@ -111,12 +114,14 @@ class Reporter:
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
         recompute = self._plan.config.recompute.recomputed_part
-        counted = "forward, backward and recomputation" if recompute else "forward and backward"
-        peak = (
-            f"MFU against a peak of {self._peak:g} TFLOPs"
-            if self._peak
-            else "no MFU: give --peak-tflops-per-device"
-        )
+        if recompute:
+            counted = "forward, backward and recomputation"
+        else:
+            counted = "forward and backward"
+        if self._peak:
+            peak = f"MFU against a peak of {self._peak:g} TFLOPs"
+        else:
+            peak = "no MFU: give --peak-tflops-per-device"
         return [
             (
                 "TFLOPs",

@@ -84,7 +84,9 @@ def select_checkpoint_config(config: Config) -> CheckpointConfig:
 
     Without --save, the checkpoint to evaluate may be any, also one of another run.
     """
-    return replace(config.checkpoint, save=None) if config.batch.eval_only else config.checkpoint
+    if config.batch.eval_only:
+        return replace(config.checkpoint, save=None)
+    return config.checkpoint
 
 
 def check_runnable(plan: Plan) -> None:
@@ -202,8 +204,10 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
     if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
         return config, []
     # The next iteration is the first one whose length still matters.
-    saved, first = checkpoint.read_config(), checkpoint.iteration + 1
-    here, there = _list_coming_lengths(config, first), _list_coming_lengths(saved, first)
+    saved = checkpoint.read_config()
+    first = checkpoint.iteration + 1
+    here = _list_coming_lengths(config, first)
+    there = _list_coming_lengths(saved, first)
     if here == there:
         return config, []
     differing = (
@@ -277,14 +281,12 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     there = state.tokenizer
     if not there:
-        return (
-            [
+        if here:
+            return [
                 "the checkpoint has no digests of the tokenizer's files, so they were not compared "
                 "with it"
             ]
-            if here
-            else []
-        )
+        return []
     if not here:
         return [
             "no file of the tokenizer is given or found, so it was not compared with the "
@@ -313,11 +315,11 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
             "--finetune and another --save"
         )
     missing = [part for part in there if part not in here]
-    return (
-        [f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"]
-        if missing
-        else []
-    )
+    if missing:
+        return [
+            f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"
+        ]
+    return []
 
 
 def load_engine(

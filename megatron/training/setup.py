@@ -102,7 +102,9 @@ def build_ranks(mesh: Mesh) -> Ranks:
 
 def make_printer(mesh: Mesh) -> Callable[[str], None]:
     """Return a function that prints on rank 0. It is used before the reporter exists."""
-    return (lambda line: print(line, flush=True)) if mesh.rank == 0 else (lambda line: None)
+    if mesh.rank == 0:
+        return lambda line: print(line, flush=True)
+    return lambda line: None
 
 
 @contextlib.contextmanager
@@ -161,7 +163,9 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         ConfigError: See `resolve_job`.
         LayoutError: Ranks disagree.
     """
-    config, ranks, say = loaded.config, build_ranks(mesh), make_printer(mesh)
+    config = loaded.config
+    ranks = build_ranks(mesh)
+    say = make_printer(mesh)
     # The handlers come first, so that a signal during the construction is not lost.
     exits = Exits(config.batch, mesh)
     timers = Timers(mesh.device)
@@ -182,11 +186,10 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         for note in job.notes:
             say(f"warning: {note}")
         engine = build_engine(job.plan, mesh, timers)
-        wrong = (
-            None
-            if job.checkpoint is None
-            else load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
-        )
+        if job.checkpoint is None:
+            wrong = None
+        else:
+            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
             return build_run(job, mesh, engine, exits, timers, lease)
         assert job.checkpoint is not None
@@ -229,8 +232,11 @@ def build_run(
         DataError: The data are missing, damaged, too small, or of another vocabulary.
         TrainingError: Replicas of a parameter differ.
     """
-    plan, state, config = job.plan, job.state, job.plan.config
-    ranks, say = build_ranks(mesh), make_printer(mesh)
+    plan = job.plan
+    state = job.state
+    config = job.plan.config
+    ranks = build_ranks(mesh)
+    say = make_printer(mesh)
     sources = open_data(plan, mesh, state, say)
     data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
     # Digests of small files are known by now. A changed file must be found before the first step.
@@ -246,11 +252,10 @@ def build_run(
     if config.checkpoint.save is not None and not config.batch.eval_only:
         # A lineage continues only in the folder that it was read from. A run that loads from one
         # folder and saves to another starts a new lineage.
-        lineage = (
-            read_lineage(job.checkpoint.manifest)
-            if job.checkpoint is not None and config.checkpoint.resumes_itself
-            else ()
-        )
+        if job.checkpoint is not None and config.checkpoint.resumes_itself:
+            lineage = read_lineage(job.checkpoint.manifest)
+        else:
+            lineage = ()
         saver = build_saver(config.checkpoint, mesh, reporter, lease, lineage)
         # The optimizer must not change tensors that the saver is still copying.
         engine.pre_update_hook = saver.wait_for_copy
@@ -283,7 +288,8 @@ def build_saver(
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
 
-    ranks, root = build_ranks(mesh), Path(str(config.save))
+    ranks = build_ranks(mesh)
+    root = Path(str(config.save))
     return Saver(
         root, config, ranks, lease=lease, say=reporter.say, saved=report_saved, lineage=lineage
     )
@@ -307,7 +313,8 @@ def open_data(
         LayoutError: Ranks read different data.
         CheckpointError: The state contradicts itself.
     """
-    config, batch = plan.config, plan.config.batch
+    config = plan.config
+    batch = plan.config.batch
     valid_samples, test_samples = count_evaluation_samples(
         plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final
     )
@@ -338,9 +345,10 @@ def open_data(
         sources.load(state.data)
         # The position is stored twice, in the counters and in the source's state. Going on with two
         # different values would silently repeat or drop samples.
-        position = (
-            sources.train.consumed_samples if sources.train is not None else state.consumed_samples
-        )
+        if sources.train is not None:
+            position = sources.train.consumed_samples
+        else:
+            position = state.consumed_samples
         if position != state.consumed_samples:
             raise CheckpointError(
                 f"the checkpoint counts {state.consumed_samples} consumed samples and its data "
@@ -364,18 +372,22 @@ def build_document_rules(config: Config) -> DocumentRules | None:
 
 def get_device_name(device: torch.device) -> str:
     """Return the product name of a device."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
 def describe_devices(mesh: Mesh) -> tuple[str, str]:
     """Return choice and reason of the row "device" in the start table."""
     grid = mesh.grid
-    layout = str(grid) if grid.world_size > 1 else "one process"
-    backend = f", {mesh.backend}" if mesh.backend else ""
+    if grid.world_size > 1:
+        layout = str(grid)
+    else:
+        layout = "one process"
+    if mesh.backend:
+        backend = f", {mesh.backend}"
+    else:
+        backend = ""
     return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
 
 
@@ -394,7 +406,10 @@ def leave_with_error(error: MegatronError) -> NoReturn:
     if isinstance(error, LostRanksError):
         leave_without(error)
     rank = int(os.environ.get("RANK", "0"))
-    prefix = f"rank {rank} on {platform.node()}: " if rank > 0 else ""
+    if rank > 0:
+        prefix = f"rank {rank} on {platform.node()}: "
+    else:
+        prefix = ""
     message = f"{prefix}{type(error).__name__}: {error}"
     # Reported before the wait below, because the launcher may end this process during the wait.
     report_error(error, message)
@@ -416,7 +431,8 @@ def report_error(error: BaseException, message: str) -> None:
 
     torchrun reads one file for each rank. The array task reads one folder for all ranks.
     """
-    path, folder = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(FOLDER_VARIABLE)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = os.environ.get(FOLDER_VARIABLE)
     try:
         if path:
             # The format is that of torch.distributed.elastic, which prints this message in its
