@@ -123,7 +123,8 @@ def sync(given: HubSync) -> int:
             )
     if not given.dry_run:
         if outcome.commits:
-            sent = f"{outcome.added} sent ({format_size(outcome.added_bytes)}), {outcome.deleted} deleted"
+            size = format_size(outcome.added_bytes)
+            sent = f"{outcome.added} sent ({size}), {outcome.deleted} deleted"
         else:
             sent = "all there"
         say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")

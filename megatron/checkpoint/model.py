@@ -39,7 +39,10 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
             RandomStreams(0, device),
         )
     # `to_empty` makes new parameters, which do not have the attribute `spec`. So it is read first.
-    specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    specs = {
+        name: parameter.spec  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters()
+    }
     model.to_empty(device=device)
     shards = [
         TensorShard(

@@ -473,7 +473,8 @@ def list_stored_tensors(path: Path) -> set[StoredTensor]:
     """
     with safe_open(path, framework="pt") as opened:
         # `opened` is not a dict and cannot be iterated without `keys`.
-        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        names = list(opened.keys())
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -13,6 +13,7 @@ all ranks. The size of a difference is computed only where there is one. The cos
 one case layer norms had drifted for 17,000 iterations before it was noticed.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -175,9 +176,9 @@ class InvariantChecker:
             # Bits are compared, because nan differs from itself and -0.0 equals 0.0.
             same = same and torch.equal(first.view(torch.int32), part.view(torch.int32))
             apart = float((first - part).abs().max())
-            # Only nan differs from itself. A nan of this slice replaces the amount.
-            if apart != apart:
-                amount = apart
+            # A nan stays, whatever later slices have. `max` would lose it, because it compares.
+            if math.isnan(apart) or math.isnan(amount):
+                amount = math.nan
             else:
                 amount = max(apart, amount)
             if repair:

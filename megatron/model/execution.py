@@ -43,12 +43,13 @@ class Execution:
         """
         recompute = config.recompute
         precision = config.precision
+        dtype = torch.float32
+        if precision.fp16:
+            dtype = torch.float16
+        elif precision.bf16:
+            dtype = torch.bfloat16
         return cls(
-            dtype=torch.float16
-            if precision.fp16
-            else torch.bfloat16
-            if precision.bf16
-            else torch.float32,
+            dtype=dtype,
             recomputed_part=recompute.recomputed_part,
             partition_activations=recompute.partition_activations,
             checkpoint_in_cpu=recompute.checkpoint_in_cpu,

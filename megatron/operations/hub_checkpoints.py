@@ -149,7 +149,7 @@ def _push(
     """
     branch = checkpoint.branch
     manifest = checkpoint.manifest
-    contents = _Contents(checkpoint.folder)
+    contents = _CheckpointFiles(checkpoint.folder)
     with contents:
         while True:
             try:
@@ -193,7 +193,7 @@ def _push(
     state.checkpoints[branch] = manifest.digest
 
 
-class _Contents:
+class _CheckpointFiles:
     """The files of one checkpoint, as the additions of a commit.
 
     Nothing writes to a finished checkpoint, so its large files are sent without a copy.
@@ -208,7 +208,7 @@ class _Contents:
         self._made: dict[str, CommitOperationAdd] = {}
         self._open: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> "_Contents":
+    def __enter__(self) -> "_CheckpointFiles":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -215,8 +215,10 @@ def report(inspection: Inspection) -> str:
         if p.sure:
             doubt = ""
         else:
-            doubt = " (or a token that ends or begins nearly every text, as a newline does: "
-            "the tokenizer's flags tell)"
+            doubt = (
+                " (or a token that ends or begins nearly every text, as a newline does: "
+                "the tokenizer's flags tell)"
+            )
         if p.sure:
             word = "PROBLEM"
         else:

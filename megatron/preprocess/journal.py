@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import TokenizerConfig
-from megatron.durable import replace_file
+from megatron.durable import replace_file, without_links
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.inputs import Position
 
@@ -153,7 +153,8 @@ def lock_output(prefix: str) -> Iterator[None]:
     """
     path = Path(f"{prefix}.lock")
     try:
-        file = open(path, "w")  # noqa: SIM115 (closed below)
+        # A link in the place of the lock is refused: opening it would empty the file it leads to.
+        file = open(path, "w", opener=without_links)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ConfigError(f"--output-prefix {prefix} cannot be written: {error}.") from error
     with file:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import DTYPES, MAGIC, VERSION, get_bin_path, get_idx_path
-from megatron.durable import sync_folder
+from megatron.durable import sync_folder, without_links
 from megatron.errors import DataError
 
 # Documents whose index entries are in memory at once.
@@ -87,7 +87,7 @@ class ResumableWriter:
         self.close()
         # `choose_dtype` returns only types that the format has a code for.
         code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        with open(_get_partial_path(self.prefix, "idx"), "wb") as out:
+        with open(_get_partial_path(self.prefix, "idx"), "wb", opener=without_links) as out:
             out.write(
                 _HEADER.pack(MAGIC, VERSION, code, self.num_documents, self.num_documents + 1)
             )
@@ -119,7 +119,7 @@ class ResumableWriter:
         path = _get_partial_path(self.prefix, part)
         # A new output. What an earlier run left there was never recorded.
         if length == 0:
-            return open(path, "wb")
+            return open(path, "wb", opener=without_links)
         if path.exists():
             found = path.stat().st_size
         else:
@@ -130,7 +130,7 @@ class ResumableWriter:
                 "it was changed "
                 "or removed since. Delete the journal to start over."
             )
-        file = open(path, "r+b")  # noqa: SIM115 (the writer closes it)
+        file = open(path, "r+b", opener=without_links)  # noqa: SIM115 (the writer closes it)
         # What follows was written after the last journal entry, and will be written again.
         file.truncate(length)
         file.seek(length)

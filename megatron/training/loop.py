@@ -220,8 +220,10 @@ def check_finite(plan: Plan, state: TrainState) -> None:
         precision = plan.config.precision
         # A static loss scale never decreases. If it is too high, every step overflows.
         if precision.fp16 and precision.loss_scale is not None:
-            static = f"; if it began with the run, leave out --loss-scale {precision.loss_scale}, which is "
-            "static, or give a lower one"
+            static = (
+                "; if it began with the run, leave out "
+                f"--loss-scale {precision.loss_scale}, which is static, or give a lower one"
+            )
         else:
             static = ""
         raise TrainingError(

@@ -316,9 +316,8 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         )
     missing = [part for part in there if part not in here]
     if missing:
-        return [
-            f"{', '.join(missing)}: not compared with the checkpoint's, because it is not given here"
-        ]
+        names = ", ".join(missing)
+        return [f"{names}: not compared with the checkpoint's, because it is not given here"]
     return []
 
 
