@@ -266,3 +266,17 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(
             run(given)
     preprocess(given, say=lambda _: None, choose=by_reference)
     assert data_files(tmp_path / "out_text_document") == data_files(REFERENCE_PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("out.lock", ConfigError), ("out_text_document.bin.partial", OSError)],
+)
+def test_a_link_is_not_written_through(tmp_path: Path, name: str, error: type[Exception]) -> None:
+    """A link in the place of the lock or of a partial file is refused; its target stays."""
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(error):
+        run(job(tmp_path / "out"))
+    assert target.read_text() == "keep me"
