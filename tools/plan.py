@@ -95,9 +95,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
     warnings = [*source.warnings, *loaded.warnings]
-    if options.world_size is not None:
-        world_size = options.world_size
-    else:
+    world_size = options.world_size
+    if world_size is None:
         world_size = source.world_size
     if world_size is None:
         world_size = max(
@@ -191,10 +190,9 @@ def read_source(training: list[str]) -> CommandSource:
 def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSource:
     # Variables without a value stay as text, so the user must see which they are.
     unset = ", ".join(f"${name}" for name in command.unresolved)
+    warnings: tuple[str, ...] = ()
     if unset:
         warnings = (f"left as written, for nothing here sets them: {unset}.",)
-    else:
-        warnings = ()
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 

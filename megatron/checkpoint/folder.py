@@ -125,10 +125,7 @@ def read_pointer(root: Path) -> Pointer | None:
         return None
     there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
     if iteration is None:
-        if text is not None:
-            held = text
-        else:
-            held = by_number
+        held = by_number if text is None else text
         raise CheckpointError(
             f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are "
             f"there: {there}"

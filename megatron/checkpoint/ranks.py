@@ -35,10 +35,9 @@ class Work:
         self._act = act
         self.result: Any = None
         self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
         if in_thread:
             self._thread = threading.Thread(target=self._run, name="save", daemon=True)
-        else:
-            self._thread = None
         # A daemon thread does not keep the process alive when a file system hangs.
         if self._thread is None:
             self._run()

@@ -162,9 +162,8 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
     if pointer is None:
         _refuse_to_start_over(config, root, saved)
         return StartPoint(None)
-    if pointer.contradiction is None:
-        notes = ()
-    else:
+    notes: tuple[str, ...] = ()
+    if pointer.contradiction is not None:
         notes = (f"{root}: {pointer.contradiction}",)
     # Damaged checkpoints of an earlier attempt were renamed meanwhile, so the loop below does not
     # meet them. They are still part of the report.

@@ -394,9 +394,9 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
     tokenizer = settings.config.tokenizer
     # A tokenizer needs all of its files, so one that is missing makes the id unknown.
     if tokenizer.tokenizer_type == "GPT2BPETokenizer":
-        files = (tokenizer.vocab_file, tokenizer.merge_file)
+        files = [tokenizer.vocab_file, tokenizer.merge_file]
     else:
-        files = (tokenizer.tokenizer_name_or_path,)
+        files = [tokenizer.tokenizer_name_or_path]
     if wanted and None in files:
         yield (
             f"{settings.describe(*wanted)} must know the id that ends documents, which the "

@@ -88,10 +88,9 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
     if not precision.fp16:
         return
     # A static scale replaces the dynamic one, so only the scales in use are checked.
+    used = ["initial_loss_scale", "min_loss_scale"]
     if precision.loss_scale is not None:
-        used = ("loss_scale",)
-    else:
-        used = ("initial_loss_scale", "min_loss_scale")
+        used = ["loss_scale"]
     for name in used:
         scale = settings[f"precision.{name}"]
         # frexp returns a mantissa in [0.5, 1). It is exactly 0.5 for powers of two and for nothing

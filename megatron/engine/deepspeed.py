@@ -83,10 +83,9 @@ class DeepSpeedEngine:
         self._execution = execution = Execution.from_config(
             config, dynamic_shapes=plan.curriculum is not None
         )
+        self._loss_scale: LossScale | None = None
         if config.precision.fp16:
             self._loss_scale = LossScale(config.precision)
-        else:
-            self._loss_scale = None
         streams = RandomStreams(
             config.batch.seed,
             mesh.device,

@@ -61,10 +61,9 @@ class NativeEngine:
         if execution.compile:
             require_compiler(mesh.device)
         self._dtype = execution.dtype or torch.float32
+        self._loss_scale: LossScale | None = None
         if config.precision.fp16:
             self._loss_scale = LossScale(config.precision)
-        else:
-            self._loss_scale = None
         streams = RandomStreams(
             config.batch.seed,
             mesh.device,

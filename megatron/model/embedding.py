@@ -40,15 +40,13 @@ class Embedding(nn.Module):
         )
         # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
         # LayerNorm also if the blocks use RMSNorm.
+        self.norm: LayerNorm | None = None
         if config.embed_layernorm:
             self.norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, tp)
-        else:
-            self.norm = None
         rows = shape.position_table_size
+        self.position: nn.Parameter | None = None
         if rows:
             self.position = make_replicated_parameter((rows, config.hidden_size), tp)
-        else:
-            self.position = None
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:

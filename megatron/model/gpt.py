@@ -80,18 +80,16 @@ class GPT(nn.Module):
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
+        self.embedding: Embedding | None = None
         if stage.first:
             self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
-        else:
-            self.embedding = None
         # A dictionary, so that the names of parameters have the global number of the block.
         self.blocks = nn.ModuleDict(
             {str(i): Block(shape, i, tp, streams, execution) for i in stage.layers}
         )
+        self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
-        else:
-            self.head = None
         self._positions = PositionTables(shape, tp)
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)

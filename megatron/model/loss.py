@@ -72,6 +72,7 @@ def cross_entropy(
     )
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
+    count: float | Tensor
     if mask is None:
         count = float(labels.numel())
     else:

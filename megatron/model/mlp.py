@@ -61,12 +61,11 @@ class MLP(nn.Module):
         self.tp = tp
         self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
         self.up = ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
+        self.gate: ColumnParallelLinear | None = None
         if config.glu_activation:
             self.gate = ColumnParallelLinear(
                 config.hidden_size, f, bias=config.add_bias_linear, tp=tp
             )
-        else:
-            self.gate = None
         self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:

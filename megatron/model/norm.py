@@ -113,10 +113,9 @@ class RMSNorm(nn.Module):
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
+    kind: type[LayerNorm] | type[RMSNorm] = RMSNorm
     if config.normalization == "LayerNorm":
         kind = LayerNorm
-    else:
-        kind = RMSNorm
     return kind(config.hidden_size, config.layernorm_epsilon, tp)
 
 

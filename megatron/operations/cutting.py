@@ -313,10 +313,9 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
     # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's own main log")
+    gone: tuple[tuple[int, int], ...] = ()
     if keep < stamp[0]:
         gone = ((keep, stamp[0]),)
-    else:
-        gone = ()
     return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 

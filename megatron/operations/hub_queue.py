@@ -331,7 +331,7 @@ def digest(
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
         if rotated:
-            blobs = _split_parts(file.read, status.st_size, part_bytes)
+            blobs: Iterable[Blob] = _split_parts(file.read, status.st_size, part_bytes)
         else:
             blobs = [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
         # No file has the time stamp 0, so the next scan reads a fresh file again.

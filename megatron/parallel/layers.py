@@ -84,10 +84,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(
             (local, in_features), ParameterSpec((out_features, in_features), shard_dim=0)
         )
+        self.bias: nn.Parameter | None = None
         if bias:
             self.bias = make_parameter((local,), ParameterSpec((out_features,), shard_dim=0))
-        else:
-            self.bias = None
 
     def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
         """Return this rank's output features.
@@ -123,10 +122,9 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(
             (out_features, local), ParameterSpec((out_features, in_features), shard_dim=1)
         )
+        self.bias: nn.Parameter | None = None
         if bias:
             self.bias = make_replicated_parameter((out_features,), tp)
-        else:
-            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""

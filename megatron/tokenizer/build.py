@@ -112,7 +112,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         ConfigError: it cannot be built. The message names flag and file.
     """
     if config.tokenizer_type == "GPT2BPETokenizer":
-        tokenizer = _build_gpt2(config)
+        tokenizer: Tokenizer = _build_gpt2(config)
     else:
         tokenizer = _build_from_hf(config)
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
