@@ -305,7 +305,11 @@ def _follow_reports(
             shared = ""
         # An error that is not an I/O error is the one that needs a person, so it is reported first.
         first = next((report for report in reports if report.io_error is None), reports[0])
-        array_task.alert(f"training needs a person: {first.describe()}{shared}")
+        described = first.describe()
+        if len(reports) > 1 and len({(report.kind, report.message) for report in reports}) == 1:
+            # All ranks met the same error, so no rank is named.
+            described = f"{first.kind}: {first.message}"
+        array_task.alert(f"training needs a person: {described}{shared}")
         return TaskOutcome.NEEDS_PEOPLE, {}
     if signals.received:
         # The job is not requeued here. That would bring back a job that somebody cancelled.

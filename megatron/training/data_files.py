@@ -194,7 +194,9 @@ class DataFiles:
         self._recorded: dict[str, str] = {
             name: digest for name, digest in state.data_digests.items() if digest is not None
         }
-        self._source_of = dict.fromkeys(self._recorded, "the checkpoint")
+        # Fingerprint -> the rank whose digest was known first, its name and its path. What the
+        # checkpoint recorded has no rank.
+        self._first_of: dict[str, tuple[int, str, str]] = {}
         self._say_what_is_not_compared(state)
         problem = None
         try:
@@ -232,14 +234,14 @@ class DataFiles:
         }
         # `mine` holds a copy of the notes. Without this the next check would print them again.
         self._digests.notes.clear()
-        for other in self._ranks.gather(mine):
+        for rank, other in enumerate(self._ranks.gather(mine)):
             # Every rank handles the same list in the same order, so all of them raise or none does.
             for note in other["notes"]:
                 self._say(f"warning: {other['who']}: {note}")
             for problem in other["problems"]:
                 raise DataError(f"{other['who']}: {problem}")
             for fingerprint, path, digest in other["digests"]:
-                self._compare(other["who"], fingerprint, path, digest)
+                self._compare(rank, other["who"], fingerprint, path, digest)
 
     def record(self) -> dict[str, str | None]:
         """Return the digests for the next checkpoint, by sampled fingerprint.
@@ -251,7 +253,7 @@ class DataFiles:
         }
         return unknown | self._recorded
 
-    def _compare(self, who: str, fingerprint: str, path: str, digest: str) -> None:
+    def _compare(self, rank: int, who: str, fingerprint: str, path: str, digest: str) -> None:
         """Compare one rank's digest with the recorded one.
 
         Raises:
@@ -259,8 +261,20 @@ class DataFiles:
         """
         # The first rank that reports a digest sets what all replicas are compared with, unless the
         # checkpoint recorded one.
-        expected = self._recorded.setdefault(fingerprint, digest)
-        source = self._source_of.setdefault(fingerprint, f"{path} on {who}")
+        if fingerprint not in self._recorded:
+            self._recorded[fingerprint] = digest
+            self._first_of[fingerprint] = (rank, who, path)
+        expected = self._recorded[fingerprint]
+        source = "the checkpoint"
+        if fingerprint in self._first_of:
+            first_rank, first_who, first_path = self._first_of[fingerprint]
+            if first_rank > rank:
+                # Digests arrive in any order. The message always names the higher rank, as all
+                # other comparisons with rank 0 do.
+                who, first_who = first_who, who
+                path, first_path = first_path, path
+                digest, expected = expected, digest
+            source = f"{first_path} on {first_who}"
         if digest != expected:
             raise DataError(
                 f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "

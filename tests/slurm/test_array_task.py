@@ -242,8 +242,7 @@ def test_what_a_person_must_mend_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", MICRO_BATCH_SIZE="7")
     tiny.wait_for_end(job)
     assert "ALERT" in tiny.main_log()
-    # The first rank that reports is named; on a busy machine that need not be rank 0.
-    assert re.search(r"training needs a person: (rank \d+ on n\d: )?ConfigError", tiny.main_log())
+    assert "training needs a person: ConfigError" in tiny.main_log()
     assert len(tiny.attempts()) == 1
 
 
