@@ -410,7 +410,7 @@ def warn_of_pipeline(
     # many in a pipeline.
     if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
         if parallel.zero_stage == 3:
-            what = "gathers the parameters anew"
+            what = "gathers the parameters again"
         else:
             what = "reduces the gradients"
         report.warnings.append(

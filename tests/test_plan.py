@@ -159,7 +159,7 @@ def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
     start = with_changes(batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": 24})
     assert (
         "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]
-    )  # it may well have begun here
+    )  # it may well have started here
     end = with_changes(batch={"rampup_batch_size": (8, 12, 64), "global_batch_size": 20})
     assert (
         "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]
@@ -389,7 +389,7 @@ def test_zero_that_communicates_for_every_microbatch():
         return warnings_of(world_size, parallel={"pipeline_model_parallel_size": 2, **parallel})
 
     assert (
-        "--pipeline-model-parallel-size 2 gathers the parameters anew for every microbatch, 4 times"
+        "--pipeline-model-parallel-size 2 gathers the parameters again for every microbatch, 4 times"
         in warnings(4, zero_stage=3)
     )
     assert (

@@ -22,7 +22,7 @@ import tyro
 
 from megatron.errors import ConfigError, MegatronError
 from megatron.operations.follow import Follower
-from megatron.operations.hub import Hub, HubUnavailable
+from megatron.operations.hub import Hub, HubUnavailableError
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def follow(
     while True:
         try:
             news = follower.look()
-        except HubUnavailable as trouble:
+        except HubUnavailableError as trouble:
             if not silent:
                 warn(f"{trouble}; asking again every {every_seconds:g} s")
             silent = True

@@ -31,11 +31,11 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import ConfigError, MegatronError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailable, RetryPolicy
+from megatron.operations.hub import Hub, HubUnavailableError, RetryPolicy
 from megatron.operations.hub_checkpoints import push_checkpoints
 from megatron.operations.hub_push import (
     FolderSync,
-    SyncInProgress,
+    SyncInProgressError,
     SyncRequest,
     SyncResult,
     format_size,
@@ -138,11 +138,11 @@ def try_sync(given: HubSync) -> int:
     """Sync once, report errors, and return the exit code."""
     try:
         return sync(given)
-    except SyncInProgress as busy:
+    except SyncInProgressError as busy:
         # Cron starts a sync every hour, and one sync may take longer. That is no failure.
         warn(str(busy))
         return 0
-    except HubUnavailable as trouble:
+    except HubUnavailableError as trouble:
         warn(
             f"{trouble}; nothing is lost: what is not on {given.repo} yet is sent by the next sync"
         )

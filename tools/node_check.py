@@ -3,7 +3,7 @@
     srun python tools/node_check.py --disk /scratch
 
 All ranks then run one all-reduce together. One line for each rank names the host and its numbers.
-`tools/slurm_element.py --check-nodes` runs this check before each training.
+`tools/slurm_array_task.py --check-nodes` runs this check before each training.
 
 Exit code 0 means that this rank and the all-reduce are good. Exit code 1 means that one of them is
 not.

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error}; mend that, and give the same command again", file=sys.stderr)
+        print(f"error: {error}; fix that, and give the same command again", file=sys.stderr)
         return 2
     return 0
 

@@ -203,10 +203,12 @@ def mark_started(root: Path) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    replace_file(root / STARTED_MARKER, "a run has begun here and not saved a checkpoint yet\n")
+    replace_file(
+        root / STARTED_MARKER, "a run has started here and has not saved a checkpoint yet\n"
+    )
 
 
-def unmark_begun(root: Path) -> None:
+def remove_started_marker(root: Path) -> None:
     """Remove the file that `STARTED_MARKER` names, after the pointers name a checkpoint.
 
     Raises:

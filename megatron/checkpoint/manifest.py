@@ -242,7 +242,7 @@ def read_text(folder: Path, name: str) -> str:
         raise DamagedError(f"{name} is not what was written: {damage}", name) from damage
     except OSError as error:
         raise CheckpointError(
-            f"{folder / name} cannot be read: {error}; mend the file system or the permissions"
+            f"{folder / name} cannot be read: {error}; fix the file system or the permissions"
         ) from error
 
 

@@ -36,8 +36,8 @@ from megatron.checkpoint.folder import (
     put_in_place,
     remove,
     remove_interrupted_leftovers,
+    remove_started_marker,
     step_folder,
-    unmark_begun,
 )
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import (
@@ -486,7 +486,7 @@ class Saver:
             raise CheckpointError(
                 f"{told}\nthe run ends here, so as not to train what cannot be kept; its last "
                 f"checkpoint is untouched: {last}. "
-                "Make room or mend the file system, and start again with the same command"
+                "Make room or fix the file system, and start again with the same command"
             ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
         if self._ending:
@@ -706,7 +706,7 @@ class Saver:
         """
         said = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
         try:
-            unmark_begun(self._root)
+            remove_started_marker(self._root)
         except OSError as error:
             said.append(f"warning: {error}; the next save tries again to remove it")
         gone: list[LineageEntry] = []

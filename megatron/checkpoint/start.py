@@ -110,7 +110,7 @@ def find_start(
         raise CheckpointError(str(damage)) from damage
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints cannot be read: {error}; mend the file system or the permissions"
+            f"the checkpoints cannot be read: {error}; fix the file system or the permissions"
         ) from error
 
 

@@ -229,7 +229,7 @@ class TensorReader:
             raise DamagedError(f"{file} is missing", file) from missing
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}; mend the file system, or load from another one"
+                f"{path} cannot be read: {error}; fix the file system, or load from another one"
             ) from error
         if got != size or size <= 0:
             raise DamagedError(

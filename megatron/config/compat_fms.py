@@ -164,10 +164,12 @@ FMS: tuple[Row, ...] = (
         arity=1,
     ),
     *refuse_flags(_STREAMED, "--new-dataset --eos-present"),
-    refuse_flag("--reset-stepcount", "--finetune loads the weights and starts the counters afresh"),
+    refuse_flag(
+        "--reset-stepcount", "--finetune loads the weights and starts the counters from scratch"
+    ),
     refuse_flag(
         "--resuming-dataset",
-        "a resume always goes on in the data where it was; --finetune starts the data afresh",
+        "a resume always goes on in the data where it was; --finetune starts the data from scratch",
     ),
     rename_flag("--sharding-strategy", "--zero-stage", "3", arity=1, only=("fsdp", "FSDP")),
     rename_flag(

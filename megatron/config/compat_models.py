@@ -69,5 +69,7 @@ OTHER_MODELS: tuple[Row, ...] = (
         arity=1,
     ),
     refuse_flag("--num-experts-teacher", _DISTILLATION, arity="*"),
-    refuse_flag("--reset-iteration", "--finetune loads the weights and starts the counters afresh"),
+    refuse_flag(
+        "--reset-iteration", "--finetune loads the weights and starts the counters from scratch"
+    ),
 )

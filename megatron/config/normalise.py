@@ -249,10 +249,10 @@ def _suggest_flag(flag: str) -> str:
     known = list(list_known_flags())
     # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
     if len(flag) > 4:
-        begun = [name for name in known if name.startswith(flag)]
+        started = [name for name in known if name.startswith(flag)]
     else:
-        begun = []
-    close = begun[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
+        started = []
+    close = started[:3] or difflib.get_close_matches(flag, known, n=2, cutoff=0.7)
     if close:
         return f"; perhaps you meant {' or '.join(close)}."
     return "; --help lists all flags."

@@ -19,7 +19,7 @@ _CLOSING_SECONDS = 10.0
 """`close` does not wait longer than this for a read that does not return."""
 
 
-class Cancelled(Exception):
+class CancelledReadError(Exception):
     """The run ends before a check has read everything."""
 
 
@@ -92,7 +92,7 @@ class Background:
 
         Raises:
             OSError: the file cannot be read, or is shorter.
-            Cancelled: `close` was called.
+            CancelledReadError: `close` was called.
         """
         buffer = bytearray(BLOCK)
         position = begin
@@ -111,7 +111,7 @@ class Background:
             position += count
             # Pause for as long as the block took. Half of the disk's time is left to training.
             if self._cancelled.wait(time.monotonic() - started):
-                raise Cancelled
+                raise CancelledReadError
 
     def _work(self) -> None:
         """Run the checks in the order in which they were submitted. The thread runs this method."""
@@ -138,7 +138,7 @@ def _outcome(name: str, check: Callable[[], str | None]) -> tuple[str | None, st
     """Run a check. Return what is wrong, and why the check could not be done."""
     try:
         return check(), None
-    except Cancelled:
+    except CancelledReadError:
         return None, None
     except OSError as error:
         return None, f"{name} could not be checked in the background: {error}"

@@ -509,14 +509,14 @@ class History:
         if used >= length:
             return order.make_index_tree(
                 fresh, asked
-            ), f"is exhausted and begins afresh with seed {fresh}"
+            ), f"is exhausted and begins from scratch with seed {fresh}"
         trees: list[order.Tree] = []
         words = f"goes on at its sample {used}"
         middle = min(length, used + asked)
         if requested.seed != opened.segment.seed:
             # Only the samples that will be used are shuffled. The rest is appended in the old
             # order, so that a later segment can continue there and no sample is lost.
-            words += ", shuffled anew"
+            words += ", shuffled again"
             trees.append({"permute": requested.seed, "of": {"cut": [used, middle], "of": old}})
             if middle < length:
                 trees.append({"cut": [middle, length], "of": old})
@@ -525,7 +525,7 @@ class History:
         # The data set has too few samples left. A new index continues after them.
         if length - used < asked:
             trees.append(order.make_index_tree(fresh, asked - (length - used)))
-            words += f", then afresh with seed {fresh}"
+            words += f", then from scratch with seed {fresh}"
         return trees[0] if len(trees) == 1 else {"concat": trees}, words
 
     def _find_last_use(

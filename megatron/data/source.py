@@ -260,7 +260,7 @@ class GPTValidSource(_Source):
             # samples in the same order keep loss curves comparable. Reading wraps around.
             return (recorded, [])
         return History([make_first_segment(self._requested)], self._registry), [
-            "data, --seed or --seq-length have changed; the set is shuffled anew"
+            "data, --seed or --seq-length have changed; the set is shuffled again"
         ]
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -261,7 +261,9 @@ def read_record(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise OperationsError(f"{path} cannot be read and is begun afresh: {error}") from error
+        raise OperationsError(
+            f"{path} cannot be read and is started from scratch: {error}"
+        ) from error
 
 
 def _read(path: Path, troubles: list[str]) -> _AlertMemory:
@@ -275,7 +277,7 @@ def _read(path: Path, troubles: list[str]) -> _AlertMemory:
         troubles.append(f"{error}; alerts that had been sent are sent again")
     except (ValueError, TypeError, KeyError, AttributeError):
         troubles.append(
-            f"{path} is not what these tools write and is begun afresh; alerts that had been sent "
+            f"{path} is not what these tools write and is started from scratch; alerts that had been sent "
             "are sent again"
         )
     return _AlertMemory()
@@ -485,7 +487,7 @@ class _Mail:
                 "ASCII"
             ) from None
         if refused:
-            return f"{where} took it, but not for {', '.join(refused)}; mend --mail-to"
+            return f"{where} took it, but not for {', '.join(refused)}; fix --mail-to"
         return None
 
     def _build_message(self, lines: Sequence[str]) -> EmailMessage:

@@ -173,7 +173,7 @@ def _may_start(array_task: ArrayTask, attempt: attempts.Attempt) -> TaskOutcome 
     array_task.alert(
         f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} "
         f"({told}); the array ends here. "
-        f"Mend it and submit anew; {array_task.main_log} has the reasons"
+        f"Fix it and submit again; {array_task.main_log} has the reasons"
     )
     return TaskOutcome.CRASH_LOOP
 

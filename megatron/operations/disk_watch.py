@@ -500,7 +500,7 @@ def _read_history(path: Path, report: DiskReport) -> History:
         report.troubles.append(str(error))
     except (TypeError, ValueError, AttributeError):
         report.troubles.append(
-            f"{path} is not what this tool writes and is begun afresh; growth is known again after "
+            f"{path} is not what this tool writes and is started from scratch; growth is known again after "
             "6 hours"
         )
     return {}
@@ -521,7 +521,7 @@ def _write_history(path: Path, history: History, now: float, report: DiskReport)
     except OSError as error:
         report.troubles.append(
             f"{path} cannot be written ({error.strerror}): growth is not known without it; make "
-            "room, or mend permissions"
+            "room, or fix permissions"
         )
 
 

@@ -49,7 +49,7 @@ class Follower:
 
         Raises:
             OperationsError: The repository has no such log.
-            HubUnavailable: The Hub did not answer.
+            HubUnavailableError: The Hub did not answer.
         """
         commit = self.hub.head()
         if commit == self._commit:

@@ -1,7 +1,7 @@
 """Access to one repository on a Hugging Face Hub, through the official client.
 
 Invariant: every failure of the Hub is raised as one of two kinds. An `OperationsError` needs a
-person, who corrects a token, a name or a permission. A `HubUnavailable` may pass if the caller
+person, who corrects a token, a name or a permission. A `HubUnavailableError` may pass if the caller
 waits and tries again.
 
 The token is held in memory only. No message, URL or log line of this module contains the token,
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 """Function that prints or logs one line."""
 
 
-class HubUnavailable(OperationsError):
+class HubUnavailableError(OperationsError):
     """The Hub did not answer, or asked the client to wait. The request can be tried again."""
 
     def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
@@ -44,11 +44,11 @@ class HubUnavailable(OperationsError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class HubMoved(HubUnavailable):
+class HubMoved(HubUnavailableError):
     """The branch has changed since it was listed. List it again before anything is sent."""
 
 
-class UnknownRepository(OperationsError):
+class UnknownRepositoryError(OperationsError):
     """The token sees no repository of this name."""
 
 
@@ -67,11 +67,11 @@ class RetryPolicy:
         self._since = None
         self._tries = 0
 
-    def wait(self, trouble: HubUnavailable) -> None:
+    def wait(self, trouble: HubUnavailableError) -> None:
         """Sleep until the next attempt is due.
 
         Raises:
-            HubUnavailable: `trouble` itself, if the time limit ends before the next attempt.
+            HubUnavailableError: `trouble` itself, if the time limit ends before the next attempt.
         """
         now = time.monotonic()
         if self._since is None:
@@ -264,7 +264,7 @@ class Hub:
         Raises:
             HubMoved: The branch is not at `parent`. Somebody else committed, or an earlier attempt
                 succeeded and its answer was lost.
-            HubUnavailable: It is unknown whether the commit was made.
+            HubUnavailableError: It is unknown whether the commit was made.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -310,13 +310,13 @@ class Hub:
             if isinstance(cause, HfHubHTTPError):
                 raise self._explain_refusal(cause) from error
             if isinstance(cause, OfflineModeIsEnabled):
-                raise HubUnavailable(
+                raise HubUnavailableError(
                     "HF_HUB_OFFLINE is set: nothing is sent; unset it", retry_after_seconds=math.inf
                 ) from error
             # A proxy or a login page answers with HTML, which is not JSON. The client raises a
             # RuntimeError when the upload of a file fails.
             if isinstance(cause, (self._client_error, RuntimeError, json.JSONDecodeError)):
-                raise HubUnavailable(
+                raise HubUnavailableError(
                     f"{self.host} does not answer: {self._clean(cause)}"
                 ) from error
             if isinstance(cause, OSError):
@@ -350,12 +350,12 @@ class Hub:
         ):
             return HubMoved(f"{self.repo} has changed meanwhile ({said})")
         if status == 404:
-            return UnknownRepository(
+            return UnknownRepositoryError(
                 f"there is no repository {self.repo} on {self.host} that this token can see; check "
                 "the name"
             )
         if status in (408, 429) or status >= 500:
-            return HubUnavailable(
+            return HubUnavailableError(
                 f"{self.host} answers {said}", _retry_after_seconds(error.response.headers)
             )
         return OperationsError(f"{self.host} refuses ({said}); the request was for {self.repo}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailable, RetryPolicy, Say
+from megatron.operations.hub import Hub, HubUnavailableError, RetryPolicy, Say
 from megatron.operations.hub_push import IN_MEMORY_BYTES, format_size
 from megatron.operations.hub_queue import SyncState, digest, read_state
 from megatron.operations.inside import OutsideError, open_inside, real_name
@@ -61,7 +61,7 @@ def push_checkpoints(
 
     Raises:
         OperationsError: The folder does not exist, or the Hub refuses.
-        HubUnavailable: The Hub did not answer in time. Run the push again.
+        HubUnavailableError: The Hub did not answer in time. Run the push again.
     """
     if not run.is_dir():
         raise OperationsError(
@@ -134,7 +134,7 @@ def _list_branches(hub: Hub, patience: RetryPolicy) -> Mapping[str, str]:
     while True:
         try:
             return hub.list_branches()
-        except HubUnavailable as trouble:
+        except HubUnavailableError as trouble:
             patience.wait(trouble)
 
 
@@ -188,7 +188,7 @@ def _push(
                 _commit(hub, checkpoint, branches[branch], contents.additions, there)
                 say(f"sent {branch} ({format_size(manifest.bytes)}) to the branch {branch}")
                 break
-            except HubUnavailable as trouble:
+            except HubUnavailableError as trouble:
                 patience.wait(trouble)
     state.checkpoints[branch] = manifest.digest
 

@@ -21,10 +21,10 @@ from megatron.operations.hub import (
     MAIN,
     Hub,
     HubMoved,
-    HubUnavailable,
+    HubUnavailableError,
     RetryPolicy,
     Say,
-    UnknownRepository,
+    UnknownRepositoryError,
 )
 from megatron.operations.hub_queue import (
     CommitGroup,
@@ -54,7 +54,7 @@ _NAMED = 20
 """A line or message names at most this many files."""
 
 
-class SyncInProgress(OperationsError):
+class SyncInProgressError(OperationsError):
     """Another sync of this folder is running."""
 
 
@@ -110,7 +110,7 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
         say: Receives a line if the file system has no locks.
 
     Raises:
-        SyncInProgress: Another sync holds the lock.
+        SyncInProgressError: Another sync holds the lock.
         OperationsError: The folder of the state cannot be written.
     """
     lock = state.with_name(state.name + ".lock")
@@ -125,7 +125,7 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SyncInProgress(
+            raise SyncInProgressError(
                 f"another sync is at work here ({lock} is locked); it does the work, this one "
                 "leaves"
             ) from error
@@ -164,7 +164,7 @@ class FolderSync:
 
         Raises:
             OperationsError: No file matches, or the Hub refuses.
-            HubUnavailable: The Hub did not answer in time. Run the sync again.
+            HubUnavailableError: The Hub did not answer in time. Run the sync again.
         """
         state = self._state
         found = self._look()
@@ -191,7 +191,7 @@ class FolderSync:
                 # All of these deletions were in this commit.
                 deletions = []
                 self._patience.note_progress()
-            except HubUnavailable as trouble:
+            except HubUnavailableError as trouble:
                 # It is unknown whether the deletions were made. Compute them again.
                 deletions = None
                 if isinstance(trouble, HubMoved):
@@ -258,9 +258,9 @@ class FolderSync:
         request = self._request
         try:
             return self._hub.head()
-        except UnknownRepository as error:
+        except UnknownRepositoryError as error:
             if not request.create:
-                raise UnknownRepository(f"{error}, or make it: --create") from error
+                raise UnknownRepositoryError(f"{error}, or make it: --create") from error
         if request.private:
             kind = "private"
         else:

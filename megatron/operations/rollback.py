@@ -72,7 +72,7 @@ def roll_back(
     _refuse_active_run(root, say, dry_run=dry_run)
     if dry_run:
         plan, cuts = _plan(root, request)
-        _tell(root, plan, say, begun=cuts is None)
+        _tell(root, plan, say, started=cuts is None)
         say("nothing was changed (--dry-run)")
         _tell_how_to_go_on(plan, say)
         return
@@ -84,7 +84,7 @@ def roll_back(
     try:
         # The plan is made under the lease. A run may have saved a checkpoint until then.
         plan, cuts = _plan(root, request)
-        _tell(root, plan, say, begun=cuts is None)
+        _tell(root, plan, say, started=cuts is None)
         if not plan.is_empty:
             execute_plan(root, plan, cuts or {}, lease, say)
             say(f"done: {root} stands at global_step{plan.to}")
@@ -154,18 +154,18 @@ def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str,
     The second value is None if the rollback was already started. Some files are cut by then, so the
     places have to be found again.
     """
-    begun = _find_unfinished(root)
-    if begun is not None:
+    started = _find_unfinished(root)
+    if started is not None:
         # Two rollbacks at once would mix their records, so the unfinished one must be completed
         # first.
-        _refuse_another(root, request, begun)
+        _refuse_another(root, request, started)
         # The plan is only valid for the checkpoint that it was made for.
-        if read_target(root, begun.to)[0].digest != begun.digest:
+        if read_target(root, started.to)[0].digest != started.digest:
             raise OperationsError(
-                f"global_step{begun.to} is not the one that the rollback was begun to; "
+                f"global_step{started.to} is not the one that the rollback was started for; "
                 f"{explain_manual_fix(root)}"
             )
-        return begun, None
+        return started, None
     return make_plan(root, request)
 
 
@@ -229,13 +229,13 @@ def _format_command(root: Path, to: int) -> str:
     return f"python tools/rollback.py {shlex.quote(str(root))} --to {to}"
 
 
-def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, begun: bool) -> None:
+def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, started: bool) -> None:
     """Print what the plan does."""
     aside = root / ROLLED_BACK / plan.name
     if plan.is_empty:
         say(f"{root} stands at global_step{plan.to}, and nothing is later: there is nothing to do")
         return
-    if begun:
+    if started:
         say(
             f"going on with the rollback of {plan.time}, which was cut off; of the following "
             "some is done"

@@ -145,7 +145,7 @@ class StatusMemory:
             return StatusMemory(**record).check_numbers()
         except (TypeError, ValueError):
             raise OperationsError(
-                f"{path} is not what this tool writes and is begun afresh"
+                f"{path} is not what this tool writes and is started from scratch"
             ) from None
 
     def check_numbers(self) -> "StatusMemory":
@@ -175,7 +175,7 @@ class StatusMemory:
         try:
             replace_file(path, json.dumps(asdict(self)) + "\n")
         except OSError as error:
-            way_out = "make room, or mend the permissions; without it a stalled log is seen later"
+            way_out = "make room, or fix the permissions; without it a stalled log is seen later"
             raise OperationsError(
                 f"{path} cannot be written ({error.strerror}): {way_out}"
             ) from error

@@ -92,7 +92,7 @@ def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]
             for block in read_blocks([path], [key]):
                 (texts,), bad = extract_texts(block, [key])
                 if bad:
-                    raise DataError(f"{bad[0]}. Mend or remove the line.")
+                    raise DataError(f"{bad[0]}. Fix or remove the line.")
                 yield texts
                 bar.update(done + block.disk_bytes - bar.n)
         else:

@@ -47,7 +47,7 @@ _GIGATOKEN_CACHE_BYTES = 1 << 30
 _GIGATOKEN_TEXT_CHARS = 256 << 20
 
 
-class EncoderMismatch(Exception):
+class EncoderMismatchError(Exception):
     """A library that was chosen gave other ids than the tokenizer, or failed."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -57,7 +57,7 @@ class EncoderMismatch(Exception):
         self.reason = reason
 
 
-class EncoderUnavailable(Exception):
+class EncoderUnavailableError(Exception):
     """A library cannot be used with this tokenizer. The message is the reason."""
 
 
@@ -97,13 +97,13 @@ class TiktokenEncoder:
         """Convert the tokenizer's vocabulary to tiktoken's form.
 
         Raises:
-            EncoderUnavailable: tiktoken is not installed, or the tokenizer is of another kind.
+            EncoderUnavailableError: tiktoken is not installed, or the tokenizer is of another kind.
         """
         self.name = "tiktoken"
         try:
             import tiktoken
         except ImportError as error:
-            raise EncoderUnavailable("it is not installed (pip install tiktoken)") from error
+            raise EncoderUnavailableError("it is not installed (pip install tiktoken)") from error
         ranks, ids = _build_ranks(_get_gpt2_model(tokenizer))
         self._encoding = tiktoken.Encoding(
             "corpus", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
@@ -131,16 +131,16 @@ class GigatokenEncoder:
         """Load the tokenizer's description into gigatoken.
 
         Raises:
-            EncoderUnavailable: gigatoken is not installed, or the tokenizer has no tokenizer.json.
+            EncoderUnavailableError: gigatoken is not installed, or the tokenizer has no tokenizer.json.
         """
         self.name = "gigatoken"
         try:
             import awkward
             import gigatoken
         except ImportError as error:
-            raise EncoderUnavailable("it is not installed (pip install gigatoken)") from error
+            raise EncoderUnavailableError("it is not installed (pip install gigatoken)") from error
         if not isinstance(tokenizer, HFTokenizer):
-            raise EncoderUnavailable("it needs a tokenizer.json")
+            raise EncoderUnavailableError("it needs a tokenizer.json")
         description = tokenizer.backend.to_str()
         self._awkward = awkward
         self._make = lambda: gigatoken.Tokenizer.from_json(description)
@@ -175,7 +175,7 @@ def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder with a name.
 
     Raises:
-        EncoderUnavailable: the library is not installed, or does not support this tokenizer.
+        EncoderUnavailableError: the library is not installed, or does not support this tokenizer.
     """
     kinds: dict[str, Callable[[Tokenizer], Encoder]] = {
         "gigatoken": GigatokenEncoder,
@@ -184,11 +184,11 @@ def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
     }
     try:
         return kinds[name](tokenizer)
-    except EncoderUnavailable:
+    except EncoderUnavailableError:
         raise
     # Libraries raise many kinds of errors for tokenizers that they do not know.
     except Exception as error:
-        raise EncoderUnavailable(f"it does not take this tokenizer: {error}") from error
+        raise EncoderUnavailableError(f"it does not take this tokenizer: {error}") from error
 
 
 def choose_encoder(
@@ -215,9 +215,9 @@ def choose_encoder(
             continue
         try:
             check_encoder(make(name, tokenizer), tokenizer, texts)
-        except EncoderUnavailable as error:
+        except EncoderUnavailableError as error:
             say(f"encoder {name}: not used, {error}")
-        except EncoderMismatch as error:
+        except EncoderMismatchError as error:
             say(f"encoder {name}: NOT USED, {error.reason}")
         else:
             say(
@@ -233,7 +233,7 @@ def check_encoder(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) 
     """Check that the ids of an encoder are the tokenizer's own.
 
     Raises:
-        EncoderMismatch: they differ. The message has the first difference.
+        EncoderMismatchError: they differ. The message has the first difference.
     """
     flat, sizes = run_encoder(encoder, list(texts))
     ends = np.cumsum(sizes)
@@ -251,7 +251,7 @@ def check_encoder(encoder: Encoder, tokenizer: Tokenizer, texts: Sequence[str]) 
                 ),
                 min(len(given), len(expected)),
             )
-            raise EncoderMismatch(
+            raise EncoderMismatchError(
                 encoder.name,
                 f"its ids differ from the tokenizer's at token {same}: "
                 f"{given[same : same + 4].tolist()} instead of "
@@ -263,7 +263,7 @@ def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np
     """Return what `encoder.encode` returns.
 
     Raises:
-        EncoderMismatch: the library failed.
+        EncoderMismatchError: the library failed.
     """
     try:
         return encoder.encode(texts)
@@ -273,7 +273,7 @@ def run_encoder(encoder: Encoder, texts: list[str]) -> tuple[NDArray, NDArray[np
     except BaseException as error:
         if encoder.name == REFERENCE:
             raise
-        raise EncoderMismatch(
+        raise EncoderMismatchError(
             encoder.name, f"it failed: {type(error).__name__}: {error}"
         ) from error
 
@@ -308,10 +308,10 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the BPE model of a tokenizer that treats text like GPT-2's.
 
     Raises:
-        EncoderUnavailable: the tokenizer is of another kind.
+        EncoderUnavailableError: the tokenizer is of another kind.
     """
     if not isinstance(tokenizer, HFTokenizer):
-        raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
+        raise EncoderUnavailableError("it needs a byte-level BPE like GPT-2's")
     whole = json.loads(tokenizer.backend.to_str())
     model = whole["model"]
     splitting = whole["pre_tokenizer"] or {}
@@ -328,7 +328,7 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
         or whole["added_tokens"]
         or model["dropout"]
     ):
-        raise EncoderUnavailable("it needs a byte-level BPE like GPT-2's")
+        raise EncoderUnavailableError("it needs a byte-level BPE like GPT-2's")
     return model
 
 
@@ -336,7 +336,7 @@ def _build_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
     """Return tiktoken's table bytes -> rank, and the id in the vocabulary of each rank.
 
     Raises:
-        EncoderUnavailable: two merges give the same token, which has no single rank.
+        EncoderUnavailableError: two merges give the same token, which has no single rank.
     """
     byte_of = {symbol: byte for byte, symbol in make_byte_symbols().items()}
     ranks: dict[bytes, int] = {}
@@ -346,7 +346,7 @@ def _build_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], list[int]]:
     for token in (*make_byte_symbols().values(), *(left + right for left, right in merges)):
         as_bytes = bytes(byte_of[symbol] for symbol in token)
         if as_bytes in ranks:
-            raise EncoderUnavailable("two merges of this vocabulary give the same token")
+            raise EncoderUnavailableError("two merges of this vocabulary give the same token")
         # The rank of a token is its place in the order of merges, after the 256 bytes.
         ranks[as_bytes] = len(ids)
         ids.append(model["vocab"][token])

@@ -154,7 +154,7 @@ def open_lines(
                 while piece := raw.read(piece_bytes):
                     yield piece, raw.tell()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}. Mend or leave out the file.") from error
+        raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
 
 
 def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[InputBlock]:
@@ -236,7 +236,7 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
                 frame = zstandard.ZstdDecompressor().decompressobj()
                 fresh = True
     except zstandard.ZstdError as error:
-        raise DataError(f"{path} cannot be read: {error}. Mend or leave out the file.") from error
+        raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
     if not fresh:
         raise DataError(f"{path} is cut off: it ends inside a zstd frame. Copy the file again.")
 
@@ -262,7 +262,7 @@ def _open_parquet_file(path: str) -> Iterator[Any]:
             yield file
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{path} cannot be read as Parquet: {error}. Mend or leave out the file."
+            f"{path} cannot be read as Parquet: {error}. Fix or leave out the file."
         ) from error
 
 

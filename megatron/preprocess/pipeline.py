@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import choose_dtype
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.encoders import EncoderMismatch, choose_encoder
+from megatron.preprocess.encoders import EncoderMismatchError, choose_encoder
 from megatron.preprocess.inputs import BLOCK_BYTES, expand_inputs, read_blocks
 from megatron.preprocess.journal import (
     Journal,
@@ -111,7 +111,7 @@ def preprocess(
         while True:
             try:
                 return _run(job, paths, tokenizer, journal, progress, say, choose)
-            except EncoderMismatch as error:
+            except EncoderMismatchError as error:
                 say(
                     f"WARNING: {error.name} cannot be trusted with this corpus: {error.reason}. "
                     "STARTING OVER without it."
@@ -219,7 +219,7 @@ def _encode_all(
                 _save(journal, progress, writers)
                 raise DataError(
                     f"{encoded.bad[0]}. With --on-bad-line skip the run goes on from there; "
-                    f"to mend the line instead, delete {journal.path} and start over."
+                    f"to fix the line instead, delete {journal.path} and start over."
                 )
             _report_bad(encoded.bad, progress.bad_lines, say)
             for key, tokens, lengths in zip(

@@ -25,7 +25,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError, MegatronError
 from megatron.preprocess.encoders import (
     REFERENCE,
-    EncoderMismatch,
+    EncoderMismatchError,
     check_encoder,
     make_encoder,
     run_encoder,
@@ -79,7 +79,7 @@ class BlockEncoder:
         """Load the tokenizer and the library that the job names.
 
         Raises:
-            EncoderUnavailable: the library cannot be used with this tokenizer.
+            EncoderUnavailableError: the library cannot be used with this tokenizer.
         """
         self._job = job
         self._tokenizer = build_tokenizer(job.tokenizer)
@@ -89,7 +89,7 @@ class BlockEncoder:
         """Return an encoded block.
 
         Raises:
-            EncoderMismatch: the library's ids differ from the tokenizer's, or it failed.
+            EncoderMismatchError: the library's ids differ from the tokenizer's, or it failed.
         """
         texts, bad = extract_texts(block, self._job.keys)
         tokens = []
@@ -125,7 +125,7 @@ class BlockEncoder:
         if len(sizes) != len(texts) or not np.array_equal(
             ids[end - sizes[short] : end], self._tokenizer.encode(texts[short])
         ):
-            raise EncoderMismatch(
+            raise EncoderMismatchError(
                 self._encoder.name,
                 f"its ids differ from the tokenizer's for the text {texts[short][:80]!r}",
             )
@@ -151,7 +151,7 @@ def encode_blocks(
     """Yield the encoded blocks in order. One worker means that this process encodes.
 
     Raises:
-        EncoderMismatch: a library gave wrong ids or failed.
+        EncoderMismatchError: a library gave wrong ids or failed.
         DataError: a worker process died.
     """
     if workers == 1:
@@ -259,7 +259,7 @@ def _serve(job: EncodingJob, connection: Connection) -> None:
                 # Built with the first block, so that an error in it is sent to the parent.
                 encode = encode or BlockEncoder(job)
                 result: Encoded | BaseException = encode(block)
-            except (MegatronError, EncoderMismatch) as error:
+            except (MegatronError, EncoderMismatchError) as error:
                 result = error
             except Exception:
                 result = RuntimeError(

@@ -45,7 +45,7 @@ def test_nothing_goes_unless_asked() -> None:
             make_lineage(2, 4, 7, 8, kept=(7,)),
             [2, 4],
         ),
-        # What is kept for ever takes nobody's place among the newest.
+        # What is kept permanently takes nobody's place among the newest.
         (CheckpointConfig(keep_latest_checkpoints=2, keep_every=6), make_lineage(2, 4, 6), [2]),
         # Rolled back from 9 to 3, then saved at 7: in the order of the course, not of the numbers.
         (CheckpointConfig(keep_latest_checkpoints=2), make_lineage(3, 9, 7), [3]),

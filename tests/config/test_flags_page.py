@@ -15,7 +15,7 @@ def test_the_page_is_current():
     printed = subprocess.run(
         [sys.executable, "tools/flags.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    assert PAGE.read_text() == printed, "make it anew: python tools/flags.py > docs/flags.md"
+    assert PAGE.read_text() == printed, "generate it again: python tools/flags.py > docs/flags.md"
 
 
 def test_the_page_has_every_flag():

@@ -133,7 +133,7 @@ def test_a_new_seed_reshuffles_what_is_not_consumed(build, corpus):
     assert after == expected
     (note,) = new.take_notes()
     assert "--seed 1 has become 2; from sample 12 on" in note
-    assert "goes on at its sample 12, shuffled anew" in note
+    assert "goes on at its sample 12, shuffled again" in note
 
 
 def test_only_what_training_will_see_is_reshuffled(build, corpus):
@@ -198,7 +198,7 @@ def test_a_data_set_that_runs_out_within_a_segment_goes_on_afresh(build, corpus)
     assert from_a[:7] == alone[22:]
     assert len(set(from_a[7:])) == 8
     assert from_a[7:] != alone[:8]
-    assert f"{a} goes on at its sample 22, then afresh with seed 2" in new.take_notes()[0]
+    assert f"{a} goes on at its sample 22, then from scratch with seed 2" in new.take_notes()[0]
 
 
 def test_an_exhausted_data_set_begins_afresh(build, corpus):
@@ -209,7 +209,7 @@ def test_an_exhausted_data_set_begins_afresh(build, corpus):
     from_a = [token for token in draw(new, 40) if token < 1_000_000]
     assert len(from_a) == len(set(from_a)) == 20
     assert from_a != before[:20]
-    assert "is exhausted and begins afresh with seed 2" in new.take_notes()[0]
+    assert "is exhausted and begins from scratch with seed 2" in new.take_notes()[0]
 
 
 def test_other_documents_of_the_same_data_are_other_data(build, corpus):

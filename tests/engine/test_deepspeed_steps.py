@@ -203,7 +203,7 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
 
 
 def pretrain_with_slow_copies(argv: list[str]) -> None:
-    """The next step is there before the copy has begun."""
+    """The next step is there before the copy has started."""
     from megatron.checkpoint.save import Saver
 
     original = Saver._copy

@@ -44,7 +44,7 @@ def walk(scale: LossScale, steps: str) -> list[float]:
         (SHORT, "xxxxx", [8, 4, 2, 2, 2]),
         (SHORT, "x.x.x", [8, 8, 4, 4, 2]),  # a good step alone does not restore hysteresis
         (SHORT, "xx...xx", [8, 4, 4, 4, 8, 8, 4]),  # a doubling does
-        (SHORT, "..x..x...", [8, 8, 8, 8, 8, 4, 4, 4, 8]),  # an overflow begins the window anew
+        (SHORT, "..x..x...", [8, 8, 8, 8, 8, 4, 4, 4, 8]),  # an overflow restarts the window
         (PROMPT, "xx..x", [4, 2, 2, 4, 2]),
     ],
 )

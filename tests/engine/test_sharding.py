@@ -20,7 +20,7 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     from megatron.model.gpt import GPT
 
     seen: list[tuple[int, int]] = []
-    begun: list[int] = []
+    started: list[int] = []
     prepare_backward, forward = ShardedModel.prepare_backward, GPT.forward
 
     def count(model: GPT) -> int:
@@ -29,13 +29,13 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
         )
 
     def spy_before(self: ShardedModel, *, last: bool) -> None:
-        begun.append(count(self._model))
+        started.append(count(self._model))
         prepare_backward(self, last=last)
 
     def spy_forward(self, *arguments, **keywords):
         result = forward(self, *arguments, **keywords)
-        if begun:
-            seen.append((begun.pop(), count(self)))
+        if started:
+            seen.append((started.pop(), count(self)))
         return result
 
     ShardedModel.prepare_backward, GPT.forward = spy_before, spy_forward  # type: ignore[method-assign]

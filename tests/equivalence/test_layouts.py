@@ -68,7 +68,7 @@ def test_layout_trains_and_evaluates_as_one_process(
 
 
 def test_the_curve_is_the_golden_one(single: Single) -> None:
-    """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them anew."""
+    """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them again."""
     curves = {
         f"{shape}, {course}": curve(single(shape, shape != "llama", course))
         for shape in SHAPES

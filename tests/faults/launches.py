@@ -373,7 +373,7 @@ def saved_lines(output: str) -> list[int]:
 
 
 def loaded_line(output: str) -> int:
-    """Where a launch went on; 0: afresh."""
+    """Iteration that a launch resumed from, or 0."""
     found = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", output)
     return int(found[1]) if found else 0
 

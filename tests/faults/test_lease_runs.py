@@ -252,9 +252,9 @@ def stop_before_the_pointers_move(launch: Launch, job: Job) -> None:
             (job.folder / "latest").read_text(),
             (job.folder / "latest_checkpointed_iteration.txt").read_text(),
         )
-        begun = any(name.endswith(".new") for name in os.listdir(job.folder))
+        started = any(name.endswith(".new") for name in os.listdir(job.folder))
         newest = max(list_saved_iterations(job.folder))
-        return not begun and int(pointed[1]) < newest and pointed[0] == f"global_step{pointed[1]}"
+        return not started and int(pointed[1]) < newest and pointed[0] == f"global_step{pointed[1]}"
 
     def stopped() -> bool:
         if not seen():

@@ -150,7 +150,7 @@ def _commit(title: str, tree: dict[str, Stored], parent: Commit | None) -> Commi
     return Commit(hashlib.sha1(listing.encode()).hexdigest(), title, tree, parent)
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
         self.status, self.code = status, code
@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = act(
                     self, *(unquote(group) for group in match.groups()), parse_qs(parts.query), body
                 )
-        except _Refused as refused:
+        except _RefusedError as refused:
             headers = {"X-Error-Message": str(refused)} | (
                 {"X-Error-Code": refused.code} if refused.code else {}
             )
@@ -237,11 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_token(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            raise _Refused(401, "Invalid credentials in Authorization header")
+            raise _RefusedError(401, "Invalid credentials in Authorization header")
 
     def _repository(self, repo: str) -> Repository:
         if repo not in self.hub.repositories:
-            raise _Refused(404, "Repository not found", "RepoNotFound")
+            raise _RefusedError(404, "Repository not found", "RepoNotFound")
         return self.hub.repositories[repo]
 
     def _revision(self, repo: str, revision: str) -> Commit:
@@ -252,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
             for commit in self.hub.history(repo, branch):
                 if commit.id == revision:
                     return commit
-        raise _Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        raise _RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
     # What is asked
 
@@ -260,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         repo = f"{asked['organization']}/{asked['name']}"
         if repo in self.hub.repositories:
-            raise _Refused(409, "You already created this model repo")
+            raise _RefusedError(409, "You already created this model repo")
         self.hub.create(repo, private=asked.get("visibility") == "private")
         return {"url": f"{self.hub.url}/{repo}"}
 
@@ -287,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
     def branch(self, repo: str, name: str, query: dict, body: bytes) -> Any:
         repository = self._repository(repo)
         if name in repository.branches:
-            raise _Refused(409, "Reference already exists")
+            raise _RefusedError(409, "Reference already exists")
         repository.branches[name] = self._revision(
             repo, json.loads(body).get("startingPoint", "main")
         )
@@ -307,7 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if recursive or len(names) == 1:
                     entries[path] = _entry(path, stored)
         if below and not entries:
-            raise _Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+            raise _RefusedError(404, f"{folder} does not exist on {revision}", "EntryNotFound")
         listed = [entries[path] for path in sorted(entries)]
         begin = int(query.get("cursor", ["0"])[0])
         page = listed[begin : begin + self.hub.page]
@@ -360,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def upload(self, repo: str, oid: str, query: dict, body: bytes) -> Any:
         if hashlib.sha256(body).hexdigest() != oid:
-            raise _Refused(400, "the content has another digest")
+            raise _RefusedError(400, "the content has another digest")
         self._repository(repo).objects[oid] = body
         self.hub.uploaded.append(oid)
         return {}
@@ -368,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
     def verify(self, repo: str, query: dict, body: bytes) -> Any:
         asked = json.loads(body)
         if len(self._repository(repo).objects.get(asked["oid"], b"")) != asked["size"]:
-            raise _Refused(404, "not uploaded")
+            raise _RefusedError(404, "not uploaded")
         return {}
 
     def commit(self, repo: str, branch: str, query: dict, body: bytes) -> Any:
@@ -377,7 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
         head = self._revision(repo, branch)
         header, *operations = (json.loads(line) for line in body.splitlines())
         if header["value"].get("parentCommit", head.id) != head.id:
-            raise _Refused(412, "A commit has happened since. Please refresh and try again.")
+            raise _RefusedError(412, "A commit has happened since. Please refresh and try again.")
         tree = dict(head.tree)
         for operation in operations:
             value = operation["value"]
@@ -385,10 +385,10 @@ class _Handler(BaseHTTPRequestHandler):
                 tree[value["path"]] = Stored(base64.b64decode(value["content"]), False)
             elif operation["key"] == "lfsFile":
                 if value["oid"] not in repository.objects:
-                    raise _Refused(400, f"{value['oid']} was never uploaded")
+                    raise _RefusedError(400, f"{value['oid']} was never uploaded")
                 tree[value["path"]] = Stored(repository.objects[value["oid"]], True)
             elif tree.pop(value["path"], None) is None:
-                raise _Refused(404, "A file with this name doesn't exist", "EntryNotFound")
+                raise _RefusedError(404, "A file with this name doesn't exist", "EntryNotFound")
         repository.branches[branch] = _commit(header["value"]["summary"], tree, head)
         oid = repository.branches[branch].id
         return {"commitUrl": f"{self.hub.url}/{repo}/commit/{oid}", "commitOid": oid}
@@ -396,12 +396,12 @@ class _Handler(BaseHTTPRequestHandler):
     def resolve(self, repo: str, revision: str, path: str, query: dict, body: bytes) -> Any:
         tree = self._revision(repo, revision).tree
         if path not in tree:
-            raise _Refused(404, "Entry not found", "EntryNotFound")
+            raise _RefusedError(404, "Entry not found", "EntryNotFound")
         return tree[path].content
 
     def _may_write(self) -> None:
         if self.hub.readonly:
-            raise _Refused(403, "you need write access")
+            raise _RefusedError(403, "you need write access")
 
 
 def _entry(path: str, stored: Stored) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron.observe.report import IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.training.state import TrainState
 
-BEGUN = datetime(2026, 1, 31, 12, tzinfo=UTC)
+STARTED = datetime(2026, 1, 31, 12, tzinfo=UTC)
 """Iteration i is done i minutes later."""
 SEQ = 32
 EMISSIONS = "timestamp,run_id,duration,emissions,cpu_model"
@@ -167,7 +167,7 @@ class FakeRun:
         self.codecarbon.mkdir(exist_ok=True)
         if not path.exists():
             path.write_text(EMISSIONS + "\n")
-        local = (BEGUN + timedelta(minutes=iteration)).astimezone().strftime("%Y-%m-%dT%H:%M:%S")
+        local = (STARTED + timedelta(minutes=iteration)).astimezone().strftime("%Y-%m-%dT%H:%M:%S")
         with path.open("a") as file:
             file.write(f'{local},run{self._launches},{60 * iteration},0.5,"a, b"\n')
 
@@ -185,7 +185,7 @@ class FakeRun:
         lines = self.metrics.read_text().splitlines()
         for number, line in enumerate(lines):
             record = json.loads(line)
-            record["time"] = (BEGUN + timedelta(minutes=record["iteration"])).isoformat(
+            record["time"] = (STARTED + timedelta(minutes=record["iteration"])).isoformat(
                 timespec="milliseconds"
             )
             lines[number] = json.dumps(record)

@@ -305,10 +305,10 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_be_silent(
 @pytest.mark.parametrize(
     "damage", ["{", "[1]", '{"lasting": {"stalled": 3}, "outbox": {}}', '{"lasting": {}}']
 )
-def test_damaged_memory_is_told_and_begun_afresh(damage: str, log: Path, mails: Mailbox) -> None:
+def test_damaged_memory_is_reported_and_replaced(damage: str, log: Path, mails: Mailbox) -> None:
     outlets = Outlets(log, mail_to=("a@site.org",), smtp=mails.address)
     outlets.memory.write_text(damage)
-    assert "begun afresh" in deliver([STALLED], outlets, watched=WATCHED).troubles[0]
+    assert "started from scratch" in deliver([STALLED], outlets, watched=WATCHED).troubles[0]
     assert deliver([STALLED], outlets, watched=WATCHED).troubles == []
     assert len(mails.messages) == 1
 
@@ -342,8 +342,8 @@ def test_own_lines_are_no_training_output(log: Path) -> None:
     training = format_training_line(full_report())
     log.write_text(training[:40])  # the trainer is in the middle of a line
     deliver([STALLED], Outlets(log), pulses=["tr8-104B is running"], now=NOON)
-    begun, *own = log.read_text().splitlines()
-    assert begun == training[:40]
+    started, *own = log.read_text().splitlines()
+    assert started == training[:40]
     assert [parse_own_line_time(line) for line in own] == [NOON, NOON]
     assert [parse_log_line(line) or parse_validation_log_line(line) for line in own] == [None, None]
     for line in (

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from operations.run_folder import BEGUN, FakeRun, charts, report
+from operations.run_folder import STARTED, FakeRun, charts, report
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
@@ -219,7 +219,11 @@ def test_torn_lines_go_with_the_line_before(run: FakeRun, tmp_path: Path) -> Non
 def test_the_moment_is_that_of_the_last_passage(run: FakeRun) -> None:
     run.launch(1, 12)
     passage = find_when_passed(run.metrics, 8)
-    assert (passage.to, passage.passed, passage.moment) == (12, True, BEGUN + timedelta(minutes=9))
+    assert (passage.to, passage.passed, passage.moment) == (
+        12,
+        True,
+        STARTED + timedelta(minutes=9),
+    )
     run.back_to(4)
     run.launch(5, 8)
     assert find_when_passed(run.metrics, 8).moment is None  # nothing is later than this passage
@@ -239,7 +243,7 @@ def test_emissions_are_cut_by_the_moment_and_both_parts_are_tables(
     cut_out(
         path,
         tmp_path / "part.csv",
-        find_emissions_cut(path, BEGUN + timedelta(minutes=9)),
+        find_emissions_cut(path, STARTED + timedelta(minutes=9)),
         TEMPORARY,
     )
     kept, gone = (
@@ -253,7 +257,7 @@ def test_emissions_are_cut_by_the_moment_and_both_parts_are_tables(
 def test_emissions_of_the_moments_own_second_stay(run: FakeRun) -> None:
     run.launch(1, 8)
     path = run.codecarbon / "emissions.csv"
-    at = BEGUN + timedelta(minutes=8)
+    at = STARTED + timedelta(minutes=8)
     assert find_emissions_cut(path, at + timedelta(milliseconds=200)).gone == ()
     assert find_emissions_cut(path, at - timedelta(seconds=1)).count == 1
     assert find_emissions_cut(path, None).gone == ()

@@ -184,7 +184,7 @@ def test_history_that_is_damaged_or_cannot_be_kept(folder: Path, tmp_path: Path)
     for damage in ("{", "[1]", '{"a": 3}', '{"a": [[1]]}'):
         history.write_text(damage)
         report = check_disks([parse_watch(f"{folder}=20MB")], [], history, days_left=3)
-        assert ("begun afresh" in report.troubles[0], len(report.pulses)) == (True, 1)
+        assert ("started from scratch" in report.troubles[0], len(report.pulses)) == (True, 1)
     report = check_disks(
         [parse_watch(f"{folder}=20MB")], [], tmp_path / "gone" / "history.json", days_left=3
     )

@@ -600,7 +600,7 @@ def test_killed_in_mid_sync(
     assert hub.requests == ["refs"]
 
 
-# What a person must mend
+# What a person must fix
 
 
 def test_an_expired_token_in_mid_sync(

@@ -746,7 +746,7 @@ class RealRun:
         roll_back(self.runner.folder, RollbackRequest(to, main_log=str(self.log), **asked), print)
 
     def curve(self) -> list[dict[str, Any]]:
-        """As the file's lines have it, not as the reader mends it."""
+        """As the file's lines have it, not as the reader repairs it."""
         lines = map(json.loads, (self.runner.folder / "metrics.jsonl").read_text().splitlines())
         kept = (
             "kind",

@@ -360,7 +360,7 @@ def test_what_was_remembered_is_lost(
     for damage in (None, "{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
         memory.unlink() if damage is None else memory.write_text(damage)
         assert slurm_status.main(arguments) == (0 if damage is None else 2)
-        assert ("begun afresh" in capsys.readouterr().err) == (damage is not None)
+        assert ("started from scratch" in capsys.readouterr().err) == (damage is not None)
     memory.unlink()
     assert "has written nothing" in found(log, now=time.time() + 61 * 60)
     assert "has written nothing" in found(log, now=time.time() + 62 * 60)

@@ -17,8 +17,8 @@ from megatron.preprocess import encoders, workers
 from megatron.preprocess.encoders import (
     REFERENCE,
     Encoder,
-    EncoderMismatch,
-    EncoderUnavailable,
+    EncoderMismatchError,
+    EncoderUnavailableError,
     choose_encoder,
     make_encoder,
 )
@@ -69,7 +69,7 @@ def test_libraries_agree_on_any_text(texts: list[str]) -> None:
     for name in (*encoders.CANDIDATES, REFERENCE):
         try:
             encoder = make_encoder(name, TINY)
-        except EncoderUnavailable:
+        except EncoderUnavailableError:
             continue
         encoders.check_encoder(encoder, TINY, texts)
 
@@ -94,7 +94,9 @@ def test_wrong_number_of_tokens_is_a_difference() -> None:
                 [len(TINY.encode(text)) - 1 for text in texts]
             )
 
-    with pytest.raises(EncoderMismatch, match="its ids differ from the tokenizer's at token 1: "):
+    with pytest.raises(
+        EncoderMismatchError, match="its ids differ from the tokenizer's at token 1: "
+    ):
         encoders.check_encoder(Short("short", ""), TINY, ["a b"])
 
 
@@ -133,12 +135,12 @@ def test_long_texts_are_spot_checked_by_their_beginning(
     from megatron.preprocess.inputs import read_blocks
 
     (block,) = read_blocks([str(long)], ["text"])
-    with pytest.raises(EncoderMismatch):
+    with pytest.raises(EncoderMismatchError):
         encode(block)
 
 
 def test_a_mismatch_travels_between_processes_and_the_tokenizer_itself_may_fail() -> None:
-    error = pickle.loads(pickle.dumps(EncoderMismatch("name", "reason")))
+    error = pickle.loads(pickle.dumps(EncoderMismatchError("name", "reason")))
     assert (error.name, error.reason) == ("name", "reason")
     with pytest.raises(Panic):  # nothing is left to fall back to
         encoders.run_encoder(FailingEncoder(REFERENCE, "a"), ["a"])
@@ -151,21 +153,22 @@ def test_libraries_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in encoders.CANDIDATES:
         pytest.importorskip(name)
         with pytest.raises(
-            EncoderUnavailable, match=r"it needs a (tokenizer.json|byte-level BPE like GPT-2's)"
+            EncoderUnavailableError,
+            match=r"it needs a (tokenizer.json|byte-level BPE like GPT-2's)",
         ):
             make_encoder(name, Own())  # type: ignore[arg-type]
     lower = build_tokenizer(GPT2)
     from tokenizers import normalizers
 
     lower.backend.normalizer = normalizers.Lowercase()  # type: ignore[attr-defined]
-    with pytest.raises(EncoderUnavailable, match="byte-level BPE like GPT-2's"):
+    with pytest.raises(EncoderUnavailableError, match="byte-level BPE like GPT-2's"):
         make_encoder("tiktoken", lower)
     merges = {
         "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5},
         "merges": [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]],
     }
     with pytest.raises(
-        EncoderUnavailable, match="two merges of this vocabulary give the same token"
+        EncoderUnavailableError, match="two merges of this vocabulary give the same token"
     ):
         encoders._build_ranks(
             {
@@ -174,7 +177,7 @@ def test_libraries_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             }
         )
     monkeypatch.setattr(encoders, "TiktokenEncoder", None)
-    with pytest.raises(EncoderUnavailable, match="it does not take this tokenizer"):
+    with pytest.raises(EncoderUnavailableError, match="it does not take this tokenizer"):
         make_encoder("tiktoken", TINY)
 
 

@@ -210,7 +210,7 @@ def test_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         train_bpe(
             [str(write_lines(tmp_path / "a.jsonl", {"text": ""}))], 300, str(tmp_path / "tok")
         )
-    with pytest.raises(DataError, match=r"b.jsonl:2: not JSON.*Mend or remove the line"):
+    with pytest.raises(DataError, match=r"b.jsonl:2: not JSON.*Fix or remove the line"):
         train_bpe(
             [str(write_lines(tmp_path / "b.jsonl", {"text": "a"}, b"{"))],
             300,

@@ -131,7 +131,7 @@ def test_nothing_left_is_mailed_once_and_its_end_too(queue: Queue) -> None:
 
 
 def test_what_can_never_start_is_an_alert(queue: Queue) -> None:
-    """The job it depends on has failed: it would stay in the queue for ever."""
+    """The job it depends on has failed: it would stay in the queue permanently."""
     first = queue.submit("--hold", name="another-run")
     job = queue.submit(f"--dependency=afterok:{first}")
     queue.wait_for(r"waiting on a dependency .*")

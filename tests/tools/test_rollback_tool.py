@@ -149,7 +149,7 @@ def test_a_full_disk_is_said_and_the_same_command_goes_on(run: FakeRun) -> None:
     )
     assert result.returncode == 2
     assert "File too large" in result.stderr
-    assert "mend that, and give the same command again" in result.stderr
+    assert "fix that, and give the same command again" in result.stderr
     assert "is unfinished" in (run.root / "latest").read_text()
     again = tool(run.root, "--to", 4, *paths(run))
     assert again.returncode == 0, again.stderr

@@ -1,4 +1,4 @@
-"""What an attack on the main job once found: each stays mended."""
+"""What an attack on the main job once found: each stays fixed."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 r"""Run one array task of a Slurm job array. Check nodes, train, and act on how the training ended.
 
-    python tools/slurm_element.py --save $CHECKPOINTS --main-log $LOGS/main_log.txt \
+    python tools/slurm_array_task.py --save $CHECKPOINTS --main-log $LOGS/main_log.txt \
         -- pretrain_gpt.py $ARGUMENTS
 
 The tool belongs in a job script with one task for each device. It starts the training by srun, and
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         else (words, [])
     )
     options = tyro.cli(
-        SlurmElementArguments, args=own, prog="slurm_element.py", description=__doc__
+        SlurmElementArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )
     if not command:
         print(
