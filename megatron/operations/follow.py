@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.errors import OperationsError
-from megatron.operations.hub import Hub, HubMoved
+from megatron.operations.hub import Hub, HubMovedError
 from megatron.operations.hub_queue import format_part_name, parse_part_name
 
 _ASKED_AT_ONCE = 500
@@ -91,8 +91,8 @@ class Follower:
         folder = self.path.rpartition("/")[0]
         try:
             there = self.hub.list_files(commit, folder or None)
-        # The Hub answers 404 for a folder that does not exist, which is translated to HubMoved.
-        except HubMoved:
+        # The Hub answers 404 for a folder that does not exist, which is translated to HubMovedError.
+        except HubMovedError:
             there = {}
         parts = {format_part_name(self.path, number) for number in range(len(there))}
         oids = [there[name] for name in sorted(parts & there.keys())]

@@ -44,7 +44,7 @@ class HubUnavailableError(OperationsError):
         self.retry_after_seconds = retry_after_seconds
 
 
-class HubMoved(HubUnavailableError):
+class HubMovedError(HubUnavailableError):
     """The branch has changed since it was listed. List it again before anything is sent."""
 
 
@@ -262,7 +262,7 @@ class Hub:
             The new commit, or `parent` if the repository's .gitignore excludes all operations.
 
         Raises:
-            HubMoved: The branch is not at `parent`. Somebody else committed, or an earlier attempt
+            HubMovedError: The branch is not at `parent`. Somebody else committed, or an earlier attempt
                 succeeded and its answer was lost.
             HubUnavailableError: It is unknown whether the commit was made.
         """
@@ -348,7 +348,7 @@ class Hub:
         if status in (409, 412) or isinstance(
             error, (RemoteEntryNotFoundError, RevisionNotFoundError)
         ):
-            return HubMoved(f"{self.repo} has changed meanwhile ({said})")
+            return HubMovedError(f"{self.repo} has changed meanwhile ({said})")
         if status == 404:
             return UnknownRepositoryError(
                 f"there is no repository {self.repo} on {self.host} that this token can see; check "

@@ -20,7 +20,7 @@ from megatron.errors import OperationsError
 from megatron.operations.hub import (
     MAIN,
     Hub,
-    HubMoved,
+    HubMovedError,
     HubUnavailableError,
     RetryPolicy,
     Say,
@@ -194,7 +194,7 @@ class FolderSync:
             except HubUnavailableError as trouble:
                 # It is unknown whether the deletions were made. Compute them again.
                 deletions = None
-                if isinstance(trouble, HubMoved):
+                if isinstance(trouble, HubMovedError):
                     state.head = None
                 self._patience.wait(trouble)
         if self._request.dry_run:
