@@ -125,11 +125,13 @@ class StoringRank:
             "ignore",
             message="torch.distributed is disabled",
         )
-        loaded, world = load_config(argv), read_launcher_world()
+        loaded = load_config(argv)
+        world = read_launcher_world()
         mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._run = start_run(loaded, mesh, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
-        self._root, self._ranks = root, build_ranks(mesh)
+        self._root = root
+        self._ranks = build_ranks(mesh)
         # One step gives Adam's moments values other than zero.
         one_iteration(self._run)
         self._shards = [shard for shard in self._run.engine.shards(optimizer=True) if shard.owner]
@@ -180,12 +182,13 @@ class StoringRank:
                 forget(path)
         loaders = {"raw": self._load_raw, "ours": self._load_ours, "torch": self._load_torch}
         seconds = self._timed(loaders[how])
-        assert self._fingerprints() == expected, f"{how} loads something else than it saved"
+        assert self._fingerprints() == expected, f"{how} loads other values than it saved"
         return seconds
 
     def stall(self, steps: int) -> Stall:
         """Measure plain steps, a save that training waits for, and an asynchronous save."""
-        run, saver = self._run, self._async_saver
+        run = self._run
+        saver = self._async_saver
         plain = [seconds_of(lambda: one_iteration(run)) for _ in range(steps)]
         sync = self.save("ours")
         self.drop("ours")
@@ -195,7 +198,9 @@ class StoringRank:
         self._barrier()
         copies: list[float] = []
         run.engine.pre_update_hook = lambda: copies.append(seconds_of(saver.wait_for_copy))
-        begin, polls, during = seconds_of(lambda: begin_save(run, saver)), [], []
+        begin = seconds_of(lambda: begin_save(run, saver))
+        polls = []
+        during = []
         # The training loop polls the saver once in each iteration.
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
@@ -403,7 +408,8 @@ def triple(values: Sequence[float]) -> str:
 
 def file_system(folder: str) -> str:
     """Return the type of the file system that holds a folder."""
-    place, found = Path(folder).resolve(), ("", "unknown")
+    place = Path(folder).resolve()
+    found = ("", "unknown")
     for line in Path("/proc/mounts").read_text().splitlines():
         mount, kind = line.split()[1:3]
         # The longest mount point that contains the folder is the one that holds it.
@@ -450,10 +456,11 @@ def main() -> int:
             flush=True,
         )
         # At most three checkpoints exist at a time, with 12 bytes for each parameter.
-        free, needed = shutil.disk_usage(folder).free, 3 * 12 * arguments.parameters
+        free = shutil.disk_usage(folder).free
+        needed = 3 * 12 * arguments.parameters
         if free < 1.2 * needed:
             print(
-                f"{needed / 1e9:.1f} GB are needed, and {folder} has {free / 1e9:.1f} GB; "
+                f"{needed / 1e9:.1f} GB are needed, but {folder} has {free / 1e9:.1f} GB; "
                 "give another --folder",
                 file=sys.stderr,
             )

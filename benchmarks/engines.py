@@ -67,19 +67,23 @@ class BareRank:
         world = read_launcher_world()
         plan = resolve_job(load_config(argv), world.size, None).plan
         mesh = join_ranks(plan, world)
-        self._device, self._size = mesh.device, plan.batch_size.final
+        self._device = mesh.device
+        self._size = plan.batch_size.final
         self._data = open_data(plan, mesh, TrainState()).train
         model = GPT(plan.shape, TensorParallel(), RandomStreams(0, mesh.device)).to(mesh.device)
         for name, parameter in model.named_parameters():
-            torch.nn.init.ones_(parameter) if name.endswith(
-                "norm.weight"
-            ) else torch.nn.init.normal_(parameter, std=0.02)
+            if name.endswith("norm.weight"):
+                torch.nn.init.ones_(parameter)
+            else:
+                torch.nn.init.normal_(parameter, std=0.02)
         self._model = DistributedDataParallel(model) if world.size > 1 else model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def steps(self, count: int) -> Measured:
         """Train `count` steps and return what was measured."""
-        start, cpu, losses = time.perf_counter(), time.process_time(), []
+        losses = []
+        start = time.perf_counter()
+        cpu = time.process_time()
         for _ in range(count):
             assert self._data is not None
             losses.append(self._step(self._data.read_batch(self._size)))
@@ -101,11 +105,9 @@ class BareRank:
                 loss.backward()
             total += loss.detach()
         if dist.is_initialized():
-            dist.all_reduce(
-                # gloo has no average.
-                total,
-                op=dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM,
-            )
+            # The mean over the ranks. gloo has no average, so the sum is divided.
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -149,9 +151,9 @@ def measure_steps(arguments: Arguments, folder: str) -> None:
 def measure_start(arguments: Arguments, folder: str) -> None:
     """Measure the time from the command to the log line of the first iteration."""
     print(
-        "\n### Start\n\nSeconds from `torchrun` to the first iteration, of a model that costs "
-        "nothing; the bare loop imports "
-        "torch, joins, and trains one matrix in DistributedDataParallel."
+        "\n### Start\n\nSeconds from `torchrun` to the first iteration of a tiny model. "
+        "The bare loop imports torch, joins the process group, and trains one matrix in "
+        "DistributedDataParallel."
     )
     shape = shape_flags(2, 128, 64, 1, 8).split()
     rows = []
@@ -193,7 +195,8 @@ def measure_start(arguments: Arguments, folder: str) -> None:
 
 
 def _seconds_to_first_iteration(command: list[str]) -> float:
-    start, found = time.perf_counter(), None
+    start = time.perf_counter()
+    found = None
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     ) as process:

@@ -125,7 +125,8 @@ def table(head: str, rows: Sequence[str]) -> None:
 def measure_steps(arguments: Arguments, folder: str) -> None:
     """Measure the same batch, in the same microbatches, on several layouts."""
     shape = shape_flags(4, 128, 64, 1, 4) if arguments.quick else shape_flags(7, 384, 256, 1, 8)
-    base, many = "one process, one thread", f"one process, {CORES} threads"
+    base = "one process, one thread"
+    many = f"one process, {CORES} threads"
     layouts = (
         ("TP 2", TENSOR, 2),
         ("PP 2", PIPELINE, 2),
@@ -167,7 +168,8 @@ def _steps_row(case: Case, seconds: Sequence[float], base: Sequence[float]) -> s
         else 0.0
     )
     used = f"{case.processes} x {case.threads} | {case.cores}"
-    bound, core_seconds = case.cores * (1 - pipeline), case.cores * statistics.median(seconds)
+    bound = case.cores * (1 - pipeline)
+    core_seconds = case.cores * statistics.median(seconds)
     return (
         f"| {case.name} | {used} | {spread(seconds)} | {speed:.2f} | {bound:.2f} | "
         f"{core_seconds:.2f} |"
@@ -200,16 +202,17 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
         return
     print(
         f"\n### Pipeline bubble\n\nPP 2, microbatches of one sample of {seq} tokens, hidden "
-        f"{hidden}; forward and backward."
+        f"{hidden}, forward and backward pass.\n"
     )
     print(
-        "*1F1B*: 4 layers and 3 with the output projection. *interleaved*: 4 stages of 2 "
-        "layers, the last one longer by the output "
-        "projection. *by the fit*: 1 - m w / t(m). *by the clock*: time in which a rank used "
-        "no CPU (rank 0 / 1), waits for uneven "
-        "stages and messages included."
+        "- *1F1B*: 4 layers on the first stage, 3 and the output projection on the second.\n"
+        "- *interleaved*: 4 stages of 2 layers. The last one also has the output projection.\n"
+        "- *by the fit*: `1 - m w / t(m)`.\n"
+        "- *by the clock*: the share of the time in which a rank used no CPU (rank 0 / 1). This "
+        "includes the wait for uneven stages and for messages."
     )
-    rows, fits = [], []
+    rows = []
+    fits = []
     for name, v in ((plain.name, 1), (interleaved.name, 2)):
         medians = {m: statistics.median(whole for whole, _ in seen[name, m]) for m in counts}
         # A step of m microbatches takes t(m) = m w + c. So t(m) / m is linear in 1 / m, and its
@@ -251,7 +254,8 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     large = (
         shape_flags(4, 256, 64, 1, 4) if arguments.quick else shape_flags(8, 512, 64, 1, 4)
     ) + precision
-    some, threads = small + precision, CORES
+    some = small + precision
+    threads = CORES
     # Attention dropout needs the score matrix [b, n, s, s]. Only then recomputing the attention
     # core saves memory.
     scores = f"{some} --attention-dropout 0.1"
@@ -271,7 +275,9 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
     zero += [Case(f"DP 2, ZeRO {stage}", f"{large} --zero-stage {stage}", 2) for stage in (2, 3)]
     zero += [Case("one process", large)]
     if arguments.quick:
-        kept, core, zero = kept[::2], [], zero[::2]
+        kept = kept[::2]
+        core = []
+        zero = zero[::2]
     print("\n### Memory")
     print(
         "\nPeak MiB of a rank over two steps, in a fresh process each. Recomputation: "
@@ -354,7 +360,8 @@ def compare_losses(folder: str) -> int:
         The number of layouts that fail or whose losses differ by more than 1e-5.
     """
     where = "GPU" if torch.cuda.is_available() else "CPU (no GPU here)"
-    shape, steps = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo", 10
+    shape = f"{shape_flags(4, 128, 64, 2, 8)} --distributed-backend gloo"
+    steps = 10
     layouts = [
         ("TP 2", TENSOR, 2),
         ("PP 2", PIPELINE, 2),
@@ -364,7 +371,8 @@ def compare_losses(folder: str) -> int:
     world = LaunchedWorld(Case("one process", shape), folder)
     expected = world.ask("steps", steps)[0].losses
     world.close()
-    rows, wrong = [], 0
+    rows = []
+    wrong = 0
     for name, flags, processes in layouts:
         try:
             world = LaunchedWorld(Case(name, f"{shape} {flags}", processes), folder)
@@ -417,7 +425,8 @@ def main() -> int:
         "memory": measure_memory,
         "compile": measure_compile,
     }
-    failed, command = 0, " ".join(["python benchmarks/layouts.py", *sys.argv[1:]])
+    failed = 0
+    command = " ".join(["python benchmarks/layouts.py", *sys.argv[1:]])
     print(f"## Layouts\n\n`{command}`\n\n{describe_machine(arguments)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.ranks_on_one_gpu:

@@ -147,7 +147,8 @@ def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
     """Return a step of Hugging Face's model in a bare loop."""
     import transformers
 
-    config, vocab = run.plan.config.model, run.plan.padded_vocab_size
+    config = run.plan.config.model
+    vocab = run.plan.padded_vocab_size
     if shape == "gpt2":
         theirs = transformers.GPT2Config(
             vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size,

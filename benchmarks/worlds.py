@@ -83,7 +83,8 @@ class WorldFailedError(Exception):
 Serving = Callable[[list[str]], Any]
 """Builds the object that serves in a rank from a run's command line. Its methods are the commands.
 
-`Rank` is one such class."""
+`Rank` is one such class.
+"""
 
 
 # In the ranks
@@ -107,9 +108,11 @@ def work(
                 break
             pipe.send(getattr(rank, command)(*arguments))
         leave()
+    # Every exception of a run or of a command must reach the parent, which would otherwise only see
+    # that the rank has ended.
     except Exception:
+        # The parent may have ended. Then no process can read the failure.
         with contextlib.suppress(BrokenPipeError):
-            # The parent may have ended. Then nobody can read the failure.
             pipe.send(Failure(traceback.format_exc()))
 
 
@@ -119,7 +122,8 @@ class Rank:
     def __init__(self, argv: list[str]) -> None:
         """Start the run of `argv` in this rank."""
         _free_at_once()
-        loaded, world = load_config(argv), read_launcher_world()
+        loaded = load_config(argv)
+        world = read_launcher_world()
         mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so it is subtracted later.
@@ -142,18 +146,21 @@ class Rank:
             count: Number of iterations.
             microbatches: Number of microbatches per step. Default: as configured.
         """
-        run, micro = self._run, self._run.plan.config.batch.micro_batch_size
+        run = self._run
+        micro = run.plan.config.batch.micro_batch_size
         if microbatches is not None:
             size = ConstantBatchSize(microbatches * micro * run.plan.data_parallel_size)
             run.plan = replace(run.plan, batch_size=size)
         self._seen.clear()
         # Kernels of earlier steps must not count.
         self._synchronise()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         for _ in range(count):
             one_iteration(run)
         self._synchronise()
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        seconds = time.perf_counter() - start
+        cpu = time.process_time() - cpu
         inside = sum(step.phase_seconds["forward-backward"] for step in self._seen)
         return Measured(
             seconds / count,
@@ -170,9 +177,11 @@ class Rank:
             # Writing 5 resets the peak (VmHWM) to the present size.
             Path("/proc/self/clear_refs").write_text("5")
         self.steps(count)
-        return (
-            torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")
-        ) - self._before
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = _status_bytes("VmHWM")
+        return peak - self._before
 
     def _synchronise(self) -> None:
         if self._cuda:
@@ -204,7 +213,7 @@ def _free_at_once() -> None:
         ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 
-# In the process that asks
+# In the parent process
 
 
 class LaunchedWorld:
@@ -230,12 +239,13 @@ class LaunchedWorld:
             "--metrics-file",
             f"{home}/metrics.jsonl",
         ]
-        self.case, port = case, _free_port()
+        self.case = case
+        port = _free_port()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(case.processes):
-            here, there = context.Pipe()
-            place = {
+            own_end, rank_end = context.Pipe()
+            launcher = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": case.processes,
@@ -243,16 +253,16 @@ class LaunchedWorld:
             }
             environment = {
                 "MASTER_ADDR": "127.0.0.1",
-                **{key: str(value) for key, value in place.items()},
+                **{key: str(value) for key, value in launcher.items()},
             }
             process = context.Process(
-                target=work, args=(there, serve, argv, environment, case.threads), daemon=True
+                target=work, args=(rank_end, serve, argv, environment, case.threads), daemon=True
             )
             process.start()
             # The rank's end must not stay open here. Otherwise `recv` would not notice that the
             # rank has died.
-            there.close()
-            self._pipes.append(here)
+            rank_end.close()
+            self._pipes.append(own_end)
             self._processes.append(process)
         self._answers()
 

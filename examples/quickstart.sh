@@ -43,15 +43,15 @@ export OMP_NUM_THREADS=1
 
 # ---- Text -> tokenizer -> token ids -------------------------------------------------------------
 if [[ ! -f $corpus ]]; then
-    say "building a corpus of the standard library's sources and docs"
+    say "building a corpus from the sources and docs of Python's standard library"
     python examples/quickstart/build_corpus.py --output "$corpus"
 fi
 if [[ ! -f $tokenizer/merges.txt ]]; then
-    say "training a byte-level BPE on it"
+    say "training a byte-level BPE tokenizer on the corpus"
     python tools/train_tokenizer.py --input "$corpus" --vocab-size 4096 --output-dir "$tokenizer"
 fi
 if [[ ! -f ${dataset}_text_document.idx ]]; then
-    say "turning the corpus into token ids"
+    say "converting the corpus to token ids"
     python tools/preprocess_data.py --input "$corpus" --output-prefix "$dataset" --dataset-impl mmap --append-eod \
         --tokenizer-type GPT2BPETokenizer --vocab-file "$tokenizer/vocab.json" --merge-file "$tokenizer/merges.txt" --workers 2
 fi
@@ -76,11 +76,11 @@ train() {
 rm -rf "$checkpoints" "$work/tensorboard"
 say "training 150 iterations"
 train --train-iters 150
-say "resuming from the checkpoint, to iteration 200"
+say "resuming from the checkpoint and training to iteration 200"
 train --train-iters 200
 
 # ---- Results ------------------------------------------------------------------------------------
-say "has the model learned more than how often each token occurs?"
+say "comparing the loss with that of a model that knows only the frequencies of the tokens"
 # A failed comparison ends the script with the message of the comparison.
 comparison=$(python examples/quickstart/compare_with_unigram.py --dataset "${dataset}_text_document" --split "$split" \
     --metrics "$checkpoints/metrics.jsonl") || stop "$comparison"
@@ -88,6 +88,6 @@ echo "$comparison"
 entropy=$(sed -n 's/^unigram entropy[^:]*: *\([0-9.]*\) nats$/\1/p' <<<"$comparison")
 python tools/plot_loss.py "$checkpoints/metrics.jsonl" --output "$work/loss.png" --unigram-entropy "$entropy" \
     --title "Quickstart: a small GPT on Python's standard library, $layout"
-say "text that the model continues"
+say "generating text with the model"
 python tools/generate.py --load "$checkpoints" --prompt 'def __init__(self, ' --max-new-tokens 60
 say "done: the loss curve is in $work/loss.png, the checkpoints in $checkpoints, TensorBoard's events in $work/tensorboard"

@@ -27,7 +27,7 @@ find_python() {
             return
         fi
     done
-    stop "Python 3.11 or newer is needed, and none is on the PATH. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+    stop "no Python 3.11 or newer is on the PATH. Install one, or give its path: PYTHON=/path/to/python3.12 bash $0"
 }
 
 # nvidia-smi may be installed on a machine without a GPU, so the list itself is checked.
@@ -39,16 +39,16 @@ activate_environment() {
     if [[ -n "${VIRTUAL_ENV:-}" ]]; then
         say "using the active environment $VIRTUAL_ENV"
         export PATH="$VIRTUAL_ENV/bin:$PATH"
-        python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || stop "the active environment has a Python older than 3.11; deactivate it"
+        python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || stop "the Python of the active environment is older than 3.11. Deactivate the environment."
         return
     fi
     # The Python of a .venv may be gone after a system upgrade or a move. It is created again then.
     if ! "$repository/.venv/bin/python" -c '' 2>/dev/null; then
         local python
         python="$(find_python)"
-        say "making $repository/.venv with $("$python" --version)"
+        say "creating $repository/.venv with $("$python" --version)"
         "$python" -m venv --clear "$repository/.venv" ||
-            stop "$python cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"
+            stop "$python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv"
     fi
     # shellcheck disable=SC1091
     source "$repository/.venv/bin/activate"
@@ -78,18 +78,18 @@ setup_env() {
     state="$(installation_digest "$torch")"
     if [[ -f "$note" && "$(head -n 1 "$note")" == "$state" ]]; then
         if grep -qxF "[$extras]" "$note"; then
-            say "everything is installed already"
+            say "everything is already installed"
             return
         fi
     else
         rm -f "$note"
     fi
     # torch is installed alone and first. It is large, and without --quiet pip shows the download.
-    say "installing $torch (several hundred MB at the first time)"
-    python -m pip install --disable-pip-version-check "$torch" || stop "pip could not install $torch; its message is above"
-    say "installing this repository and what it needs: .[$extras]"
+    say "installing $torch (several hundred MB the first time)"
+    python -m pip install --disable-pip-version-check "$torch" || stop "pip could not install $torch. Its message is above."
+    say "installing this repository and its dependencies: .[$extras]"
     python -m pip install --disable-pip-version-check --quiet --editable "$repository[$extras]" ||
-        stop "pip could not install $repository[$extras]; its message is above"
+        stop "pip could not install $repository[$extras]. Its message is above."
     # The note is written last, so that an interrupted installation is repeated.
     [[ -f "$note" ]] || echo "$state" >"$note"
     echo "[$extras]" >>"$note"

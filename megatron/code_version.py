@@ -11,13 +11,13 @@ def get_code_version() -> str:
     """Return the version, such as `0.1.0`, or `0.1.0+g1a2b3c4d5e` in a git checkout."""
     # Git's files are read here. Running `git` would fork a process that has threads and open
     # devices, and such a fork can deadlock.
-    commit = _read_commit(Path(__file__).resolve().parents[1] / ".git")
+    commit = read_commit(Path(__file__).resolve().parents[1] / ".git")
     if commit:
         return f"{__version__}+g{commit[:10]}"
     return __version__
 
 
-def _read_commit(git: Path) -> str | None:
+def read_commit(git: Path) -> str | None:
     """Return the commit of HEAD, or None if `git` is not the git directory of a checkout."""
     try:
         # In an additional work tree, `.git` is a file with the path of the git directory.

@@ -4,6 +4,7 @@ Invariant: a reader sees a complete text, the old or the new one. A rename withi
 atomic. It is durable when the folder has been synced.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,15 +23,18 @@ def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: No
         OSError: If the file cannot be written.
     """
     temporary = path.with_name(path.name + ".new")
-    # This syncs the bytes before the rename. In the other order, a power failure could leave an
-    # empty file under the final name.
-    write_file(temporary, text)
     try:
+        # This syncs the bytes before the rename. In the other order, a power failure could leave an
+        # empty file under the final name.
+        write_file(temporary, text)
         confirm()
+        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        # Otherwise a partial file would stay, often on a full disk. If it cannot be removed, the
+        # first error is still the one to report.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
-    os.replace(temporary, path)
     sync_folder(path.parent)
 
 

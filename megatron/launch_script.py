@@ -134,6 +134,122 @@ def _read_launcher_option(words: list[str], name: str) -> int | None:
     return None
 
 
+class _StatementSplitter:
+    """Splits a script into the commands between newlines, semicolons, && and ||.
+
+    Continuation lines are joined. Comments and here-documents are left out.
+    """
+
+    def __init__(self, text: str, source: str) -> None:
+        """Create a splitter of `text`. `source` is the script's name in messages."""
+        # The shell joins continuation lines before it looks at quotes and operators.
+        self._text = text.replace("\\\n", " ")
+        self._source = source
+        self._position = 0
+        self._start = 0
+        """Start of the current statement."""
+        self._quote = ""
+        """The quote character that is open, or nothing."""
+        self._depth = 0
+        """Number of parentheses that are open."""
+        self._heredoc = ""
+        """The word that ends the here-document which starts on the next line, or nothing."""
+
+    def split(self) -> Iterator[str]:
+        """Yield the statements.
+
+        Raises:
+            ConfigError: A quote is not closed.
+        """
+        while self._position <= len(self._text):
+            char = self._get_char()
+            if self._quote:
+                self._read_quoted(char)
+            elif self._is_comment():
+                self._remove_comment()
+            elif self._text.startswith(("&&", "||"), self._position) and not self._depth:
+                yield self._take_statement(length=2)
+            elif char == "\n" or (char == ";" and not self._depth):
+                # Within parentheses a newline does not end the statement (arrays, subshells).
+                if not self._depth or self._is_at_end():
+                    yield self._take_statement(length=1)
+                else:
+                    self._position += 1
+                self._skip_heredoc(char)
+            else:
+                self._read_other(char)
+
+    def _is_at_end(self) -> bool:
+        return self._position == len(self._text)
+
+    def _get_char(self) -> str:
+        """Return the current character. A newline after the end closes the last statement."""
+        if self._is_at_end():
+            return "\n"
+        return self._text[self._position]
+
+    def _take_statement(self, length: int) -> str:
+        """Return the statement before the current position, and pass over its end of `length`."""
+        statement = self._text[self._start : self._position].strip()
+        self._position += length
+        self._start = self._position
+        return statement
+
+    def _read_quoted(self, char: str) -> None:
+        """Pass over one character within quotes."""
+        if char == "\\" and self._quote == '"':
+            self._position += 1
+        elif char == self._quote:
+            self._quote = ""
+        elif self._is_at_end():
+            raise ConfigError(
+                f"{self._source}: a {self._quote} is not closed; the statement begins "
+                f"with {self._text[self._start : self._start + 40]!r}."
+            )
+        self._position += 1
+
+    def _is_comment(self) -> bool:
+        """Return whether a comment starts here. Within a word, # is an ordinary character."""
+        before = self._text[self._position - 1 : self._position]
+        return self._get_char() == "#" and (self._position == 0 or before in " \t\n;(")
+
+    def _remove_comment(self) -> None:
+        """Remove the comment, but not the end of its line. The position stays."""
+        end = self._text.find("\n", self._position)
+        if end < 0:
+            end = len(self._text)
+        self._text = self._text[: self._position] + self._text[end:]
+
+    def _read_other(self, char: str) -> None:
+        """Pass over a character that neither ends a statement nor starts a comment."""
+        if char in "'\"":
+            self._quote = char
+        elif char == "\\":
+            # The next character is literal.
+            self._position += 1
+        elif char == "(":
+            self._depth += 1
+        elif char == ")":
+            self._depth = max(0, self._depth - 1)
+        elif char == "<" and (match := HEREDOC.match(self._text, self._position)):
+            self._heredoc = match[2]
+        self._position += 1
+
+    def _skip_heredoc(self, char: str) -> None:
+        """Pass over a here-document, whose start is the newline `char` that was just read."""
+        if char != "\n" or not self._heredoc:
+            return
+        word = re.compile(rf"^\s*{self._heredoc}\s*$", re.MULTILINE)
+        # The search starts at the newline itself, because `^` also matches after it.
+        end = word.search(self._text, self._position - 1)
+        if end:
+            self._position = end.end()
+        else:
+            self._position = len(self._text)
+        self._start = self._position
+        self._heredoc = ""
+
+
 @dataclass
 class _Shell:
     """The assignments read so far.
@@ -156,7 +272,7 @@ class _Shell:
             ConfigError: The script starts no training script, or a quote is not closed.
         """
         in_assignment: list[str] = []
-        for statement in self._split_statements(text):
+        for statement in _StatementSplitter(text, self.source).split():
             rest = statement
             # Several assignments may precede a command on the same line, as in A=1 B=2 command.
             while match := ASSIGNMENT.match(rest):
@@ -180,63 +296,6 @@ class _Shell:
                 "and its arguments."
             )
         return in_assignment
-
-    def _split_statements(self, text: str) -> Iterator[str]:
-        """Yield the commands between newlines and semicolons.
-
-        Continuation lines are joined. Comments and here-documents are left out.
-        """
-        # The shell joins continuation lines before it looks at quotes and operators.
-        text = text.replace("\\\n", " ")
-        start = i = 0
-        quote = ""
-        depth = 0
-        heredoc = ""
-        while i <= len(text):
-            # A newline after the end closes the last statement.
-            if i < len(text):
-                char = text[i]
-            else:
-                char = "\n"
-            if quote:
-                if char == "\\" and quote == '"':
-                    i += 1
-                elif char == quote:
-                    quote = ""
-                elif i == len(text):
-                    raise ConfigError(
-                        f"{self.source}: a {quote} is not closed; the statement begins "
-                        f"with {text[start : start + 40]!r}."
-                    )
-            elif char in "'\"":
-                quote = char
-            elif char == "\\":
-                i += 1
-            elif char == "#" and (i == 0 or text[i - 1] in " \t\n;("):
-                end = text.find("\n", i)
-                # The comment is removed and `i` stays, so the text after it is read next.
-                text = text[:i] + (text[end:] if end >= 0 else "")
-                continue
-            elif char in "()":
-                depth = max(0, depth + (1 if char == "(" else -1))
-            elif char == "<" and (match := HEREDOC.match(text, i)):
-                heredoc = match[2]
-            elif text.startswith(("&&", "||"), i) and not depth:
-                yield text[start:i].strip()
-                start = i = i + 2
-                continue
-            elif char == "\n" or (char == ";" and not depth):
-                # Within parentheses a newline does not end the statement (arrays, subshells).
-                if not depth or i == len(text):
-                    yield text[start:i].strip()
-                    start = i + 1
-                if char == "\n" and heredoc:
-                    # The here-document starts on the next line and ends with its word.
-                    end_line = re.compile(rf"^\s*{heredoc}\s*$", re.MULTILINE).search(text, i)
-                    start = i = end_line.end() if end_line else len(text)
-                    heredoc = ""
-                    continue
-            i += 1
 
     def _read_assigned_value(self, text: str) -> tuple[str, str]:
         """Return (value, text after it) for the text after 'NAME='."""
@@ -317,8 +376,6 @@ def _find_end_of_word(text: str) -> int:
         elif quote:
             if char == quote:
                 quote = ""
-            else:
-                quote = quote
         elif char in "'\"`":
             quote = char
         elif char == "(":

@@ -293,9 +293,9 @@ def _build_batch_size(
         spelled = bare_thresholds_as_samples(entries)
         if not at_known_position and spelled != step_entries(entries):
             report.warnings.append(
-                f"{report.describe('batch.step_batch_size_schedule')} names no unit. It is planned "
-                f"as '{' '.join(spelled)}', as a resume of a run that was trained so reads it; a "
-                "start is refused."
+                f"{report.describe('batch.step_batch_size_schedule')} has a threshold without a "
+                f"unit. It is planned as '{' '.join(spelled)}', as the resume of an older run "
+                "reads it; a new run is refused."
             )
             entries = spelled
         steps = parse_step_schedule(entries, report.config.model.seq_length)
@@ -391,8 +391,8 @@ def _find_train_end(
     # Fewer samples than one batch would end the run before its first step.
     if iterations < 1:
         report.errors.append(
-            f"{report.describe('batch.train_samples')} makes no whole batch; give at least the "
-            f"first one's {schedule.get_size(0, 0)}."
+            f"{report.describe('batch.train_samples')} is less than one batch; give at least "
+            f"{schedule.get_size(0, 0)}, the first batch size."
         )
     return iterations, batch.train_samples
 
@@ -403,6 +403,9 @@ def _build_lr_schedule(
     """Build the learning-rate schedule, which counts in samples.
 
     An iteration counts as `global_batch_size` samples, the final size, as in Megatron-LM.
+
+    Raises:
+        ConfigError: The flags make no schedule.
     """
     optimizer = config.optimizer
     batch = config.batch
@@ -410,19 +413,19 @@ def _build_lr_schedule(
     def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
         if samples is not None:
             return samples
-        return None if iterations is None else iterations * global_batch_size
+        if iterations is None:
+            return None
+        return iterations * global_batch_size
 
     # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
     if batch.train_samples is not None:
-        whole = train_samples
+        training = train_samples
     else:
-        whole = train_iters * global_batch_size
+        training = train_iters * global_batch_size
     decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
     # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
     if decay is None:
-        decay = max(1, whole)
-    else:
-        decay = decay
+        decay = max(1, training)
     # --lr-warmup-samples 0 is the same as leaving it out.
     warmup: float = (
         convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
@@ -430,7 +433,7 @@ def _build_lr_schedule(
     # A fraction has priority. `config.rules` reports it if a number is given as well.
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
-    return LRSchedule(
+    schedule = LRSchedule(
         max_lr=optimizer.lr or 0.0,
         min_lr=optimizer.min_lr if optimizer.lr is not None else 0.0,
         style=optimizer.lr_decay_style,
@@ -442,6 +445,8 @@ def _build_lr_schedule(
         ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
     )
+    schedule.check_decay_after_warmup()
+    return schedule
 
 
 def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 HEAD_DIM_MULTIPLE = 64
 USUAL_HIDDEN_PER_LAYER = (32, 256)
 # A pipeline idles for about this share with twice as many microbatches as stages.
-IDLE_WORTH_SAYING = 1 / 3
+IDLE_WORTH_WARNING = 1 / 3
 
 
 @dataclass
@@ -167,7 +167,7 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
     elif model.seq_length % tensor:
         report.errors.append(
             f"{report.describe('parallel.tensor_model_parallel_size')} must "
-            f"divide {report.describe('model.seq_length')}, which --sequence-parallel cuts over "
+            f"divide {report.describe('model.seq_length')}, which --sequence-parallel shards over "
             f"the tensor-parallel ranks; use a multiple of {tensor}, or no --sequence-parallel."
         )
 
@@ -219,8 +219,8 @@ def check_batch_sizes(
         )
     else:
         report.errors.append(
-            f"{first}; it is the first of the coming sizes that is not. Choose sizes that are "
-            f"multiples of {share}."
+            f"{first}; it is the first size that does not fit. Choose sizes that are multiples of "
+            f"{share}."
         )
 
 
@@ -249,9 +249,9 @@ def check_curriculum(
     report.warnings += curriculum.list_warnings()
     if config.batch.rampup_batch_size or config.batch.step_batch_size_schedule:
         report.errors.append(
-            "curriculum learning changes the tokens of a batch already: leave out "
-            "--rampup-batch-size and --step-batch-size-schedule beside it; tools/to_curriculum.py "
-            "says what else changes."
+            "curriculum learning already changes the tokens of a batch: leave out "
+            "--rampup-batch-size and --step-batch-size-schedule; tools/to_curriculum.py lists what "
+            "else changes."
         )
     # The number of tokens in an iteration changes with the length. Iterations and samples are
     # therefore no measure of progress.
@@ -318,13 +318,13 @@ def _warn_of_curriculum_end(
             length_flag = "batch.train_iters"
         report.warnings.append(
             f"curriculum learning: {report.describe(length_flag)} ends the run "
-            f"before {report.describe('batch.train_tokens')}, since short sequences make fewer "
-            "tokens; give twice as much, and the tokens decide."
+            f"before {report.describe('batch.train_tokens')}, because short sequences have fewer "
+            "tokens; double the former, so that the tokens end the run."
         )
     last = curriculum.get_seq_length(ahead[-1] if end is None else max(end, ahead[0]))
     if last < full:
         report.warnings.append(
-            f"curriculum learning: it ends at sequences of {last} tokens and never "
+            f"curriculum learning: the run ends at sequences of {last} tokens and never "
             f"reaches {report.describe('model.seq_length')}."
         )
 
@@ -349,14 +349,14 @@ def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
     ):
         report.warnings.append(
             f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "
-            "left over from another model makes a lopsided network of quite another size (a 104B "
-            "run was 58B): check the number of parameters."
+            "that is left from another model changes the size of the network (a 104B run was 58B): "
+            "check the number of parameters."
         )
     if model.ffn_hidden_size is None and model.glu_activation is not None:
         report.warnings.append(
-            f"{report.describe('model.glu_activation')} without --ffn-hidden-size takes 4 x hidden "
-            "size in each of three matrices, half as much again as a plain MLP; "
-            f"--ffn-hidden-size {round(h / 24) * 64 or 64} (8/3 x hidden size) equals that."
+            f"{report.describe('model.glu_activation')} without --ffn-hidden-size uses 4 x hidden "
+            "size in each of three matrices, 1.5 times the parameters of an MLP without a gate; "
+            f"--ffn-hidden-size {round(h / 24) * 64 or 64} (8/3 x hidden size) has the same number."
         )
     # The bounds are wide. They find a digit too many or too few, and not unusual designs.
     low, high = USUAL_HIDDEN_PER_LAYER
@@ -389,12 +389,12 @@ def warn_of_pipeline(
         report.warnings.append(
             f"{report.describe('model.num_layers')} "
             f"over {report.describe('parallel.pipeline_model_parallel_size')} stages is uneven "
-            f"({' '.join(map(str, layers))}): the largest stage sets the pace."
+            f"({' '.join(map(str, layers))}): the largest stage determines the speed."
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None and len(stages) == ranks:
         report.warnings.append(
             f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')} has no effect: "
-            "those are all layers of a rank."
+            "a rank has no more layers."
         )
     share = report.config.batch.micro_batch_size * data_parallel_size
     sizes = [
@@ -429,14 +429,14 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
         report: Receives the findings.
     """
     # Batch sizes usually grow, so the first size that idles is usually the worst one.
-    idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > IDLE_WORTH_SAYING]
+    idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > IDLE_WORTH_WARNING]
     if idle:
         (first, schedule), (final, last) = idle[0], by_size[-1]
         if final != first:
             later = f", and for {100 * last.bubble:.0f} % at batch size {final}"
         else:
             later = ""
-        if last.bubble > IDLE_WORTH_SAYING:
+        if last.bubble > IDLE_WORTH_WARNING:
             advice = "; larger batches, smaller micro-batches or fewer stages shorten that"
         else:
             advice = ""
@@ -450,9 +450,9 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
         report.warnings.append(
             f"{report.describe('parallel.num_layers_per_virtual_pipeline_stage')}: "
             f"the {schedule.microbatches} microbatches of batch size {size} do not divide "
-            f"into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B wants: looped BFS "
-            "runs them, and keeps the activations of all; batch sizes that make a multiple "
-            f"of {ranks} microbatches are free of that."
+            f"into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B requires: looped "
+            "BFS is used, and keeps the activations of all; choose batch sizes with a multiple "
+            f"of {ranks} microbatches to avoid that."
         )
 
 
@@ -476,6 +476,6 @@ def warn_of_files(report: PlanReport) -> None:
         and not Path(parallel.deepspeed_config).is_file()
     ):
         report.warnings.append(
-            f"{report.describe('parallel.deepspeed_config')} is not there: what it sets "
+            f"{report.describe('parallel.deepspeed_config')} does not exist: what it sets "
             "(curriculum, precision) is not in this plan."
         )

@@ -88,7 +88,7 @@ class _EnduringOutput(io.RawIOBase):
         """
         line = (
             f"warning: {self._name} cannot be written ({error.strerror}); "
-            "the program goes on and attempts each line again\n"
+            "the program continues and attempts each line again\n"
         )
         # Both streams may go to the same full disk. The number of lost lines is then reported when
         # there is space again.

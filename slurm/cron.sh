@@ -10,8 +10,8 @@
 
 cron() {
     local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script age
-    : "${CRON:?the folder that holds cron.hourly/ and cron.daily/: export CRON=...}"
-    [[ -d $CRON/cron.$name ]] || { echo "$CRON/cron.$name is no folder; make it, and link the scripts to run into it" >&2; exit 2; }
+    : "${CRON:?is not set. Give the folder with cron.hourly/ and cron.daily/: export CRON=...}"
+    [[ -d $CRON/cron.$name ]] || { echo "$CRON/cron.$name is not a folder. Create it, and link the scripts to run into it." >&2; exit 2; }
 
     exec >>"$CRON/cron-$name.out" 2>&1
     echo "[$(date '+%Y-%m-%d %H:%M:%S')] cron-$name, job $SLURM_JOB_ID"
@@ -26,7 +26,7 @@ cron() {
     if [[ -d $CRON/cron.$other ]]; then
         age=$(($(date +%s) - $(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)))
         if ((age > 3 * other_seconds)) && [[ -z $(squeue --noheader --me --name="cron-$other") ]]; then
-            echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is in no queue, and last ran $age s ago; submitted again"
+            echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is not in the queue, and last ran $age s ago; submitted again"
             sbatch --output="$CRON/%x.out" "slurm/cron-$other.slurm"
         fi
     fi

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["ProcessPool"]:  # noqa: F821
-    """Eight real processes, started once for the whole session."""
+    """Pool of eight real processes, which start once in a session."""
     from process_pool import ProcessPool
 
     shared = ProcessPool()
@@ -20,12 +21,6 @@ def pool() -> Iterator["ProcessPool"]:  # noqa: F821
 
 @pytest.fixture(scope="session")
 def corpus() -> str:
-    """Prefix of a small indexed data set of real web text (5000 ids)."""
-    from pathlib import Path
-
-    return str(
-        Path(__file__).parent
-        / "fixtures"
-        / "openwebtext-100"
-        / "meg-gpt2-openwebtext_text_document"
-    )
+    """Prefix of a small indexed data set of real web text with a vocabulary of 5000."""
+    folder = Path(__file__).parent / "fixtures" / "openwebtext-100"
+    return str(folder / "meg-gpt2-openwebtext_text_document")

@@ -1,5 +1,4 @@
-"""I/O errors at an exact call: what a disk does that fails at one moment of a save, and not before
-or after."""
+"""I/O errors at one chosen call, as from a disk that fails once during a save."""
 
 import builtins
 import errno
@@ -10,40 +9,49 @@ from pathlib import Path
 from typing import Any
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "link", "fsync")
-"""Functions of `os` that change a file system or wait for it; `open` for writing is watched,
-too."""
+"""Functions of `os` that change a file system or wait for it.
+
+`open` for writing is watched as well.
+"""
 
 
 class FailingCalls:
-    """Fails calls that change what is under a folder with EIO, in this process, and lists all such
-    calls.
+    """Makes calls of this process that change a folder fail with EIO, and lists all such calls.
 
     Args:
-        root: Calls outside of it are not touched.
-        fails: Called with the number of a call, from 1, and its description such as "rename
-            latest.new".
-        late: The call takes effect before the error: as on a network file system that loses the
+        root: The folder. Calls outside of it are not changed.
+        fails: Return whether a call fails. It is called with the number of the call, from 1, and
+            its description, such as "rename latest.new".
+        late: The call takes effect before the error, as on a network file system that loses the
             answer.
     """
 
     def __init__(
         self, root: Path, fails: Callable[[int, str], bool], *, late: bool = False
     ) -> None:
-        self._root, self._fails, self._late = os.path.realpath(root), fails, late
+        self._root = os.path.realpath(root)
+        self._fails = fails
+        self._late = late
         self.calls: list[str] = []
 
     def _path(self, target: Any, dir_fd: int | None) -> str:
+        """Return the absolute path of a call's target."""
         if isinstance(target, int):
             return os.readlink(f"/proc/self/fd/{target}")
-        folder = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
+        folder = ""
+        if dir_fd is not None:
+            folder = os.readlink(f"/proc/self/fd/{dir_fd}")
         return os.path.abspath(os.path.join(folder, target))
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that replaces `original` while the errors are installed."""
+
         def call(target: Any, *arguments: Any, **keywords: Any) -> Any:
             mode = arguments[0] if arguments else keywords.get("mode", "r")
-            reads = name == "open" and not set("wax+").intersection(mode)
-            path = "" if reads else self._path(target, keywords.get("dir_fd"))
-            if reads or not path.startswith(self._root):
+            if name == "open" and not set("wax+").intersection(mode):
+                return original(target, *arguments, **keywords)
+            path = self._path(target, keywords.get("dir_fd"))
+            if not path.startswith(self._root):
                 return original(target, *arguments, **keywords)
             self.calls.append(f"{name} {os.path.relpath(path, self._root)}")
             if not self._fails(len(self.calls), self.calls[-1]):
@@ -58,13 +66,13 @@ class FailingCalls:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Watch all calls of this process meanwhile."""
-        places = [(os, name) for name in CALLS] + [(builtins, "open")]
-        originals = [getattr(module, name) for module, name in places]
-        for (module, name), original in zip(places, originals, strict=True):
+        """Return a context in which all calls of this process are watched."""
+        functions = [(os, name) for name in CALLS] + [(builtins, "open")]
+        originals = [getattr(module, name) for module, name in functions]
+        for (module, name), original in zip(functions, originals, strict=True):
             setattr(module, name, self._wrap(name, original))
         try:
             yield
         finally:
-            for (module, name), original in zip(places, originals, strict=True):
+            for (module, name), original in zip(functions, originals, strict=True):
                 setattr(module, name, original)

@@ -1,7 +1,8 @@
-"""Real ranks for tests: a pool of processes that import torch once and then run many small worlds, one after the other.
+"""Real ranks for tests: processes that import torch once and run many small worlds.
 
-A torchrun launch costs 5 to 10 seconds, most of it imports; a world of this pool costs what its process group costs. Each world
-runs `pretrain_gpt.pretrain` with a command line, as torchrun would.
+A launch by torchrun takes 5 to 10 seconds, most of which are imports. A world of this pool takes
+only the time of its process group. Most worlds run `pretrain_gpt.pretrain` with a command line, as
+torchrun would.
 """
 
 import contextlib
@@ -25,33 +26,36 @@ _TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did."""
+    """The result of one rank."""
 
     value: Any
     error: str | None
     """Text of the exception, if there was one."""
     kind: str | None
-    """Its class."""
+    """Class of the exception."""
     output: str
-    """What it printed."""
+    """Text that the rank printed."""
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _is_spent() -> bool:
-    """Whether DeepSpeed's ZeRO 3 ran in this process, which it marks for life: running numbers, a patched `linear`.
+    """Return whether DeepSpeed's ZeRO 3 ran in this process.
 
-    Ranks of a later world that have no such past would order their gradients and collectives in another way.
+    It changes the process permanently: its parameters get running numbers, and `linear` is patched.
+    Other ranks of a later world would order their gradients and collectives differently.
     """
     zero_3 = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     return zero_3 is not None and zero_3.Init.param_id > 0
 
 
 def _serve(pipe: Connection) -> None:
+    """Run the functions that the pool sends, until it closes the pipe."""
     import torch
     import torch.distributed as dist
 
@@ -63,12 +67,15 @@ def _serve(pipe: Connection) -> None:
             return
         os.environ.update(environment)
         printed = io.StringIO()
-        value = error = kind = None
+        value = None
+        error = None
+        kind = None
         with contextlib.redirect_stdout(printed):
             try:
                 value = function(*arguments)
             except Exception as failure:
-                error, kind = f"{failure}", type(failure).__name__
+                error = str(failure)
+                kind = type(failure).__name__
                 printed.write(traceback.format_exc())
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -76,17 +83,19 @@ def _serve(pipe: Connection) -> None:
 
 
 class ProcessPool:
+    """Processes that run worlds of up to `WORKERS` ranks."""
+
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["pretrain_gpt", "megatron.engine.native"])
         self._workers = [self._start() for _ in range(WORKERS)]
 
     def _start(self) -> tuple[Connection, BaseProcess]:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there,), daemon=True)
+        own_end, worker_end = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(worker_end,), daemon=True)
         process.start()
-        there.close()
-        return here, process
+        worker_end.close()
+        return own_end, process
 
     def _replace(self, rank: int) -> None:
         pipe, process = self._workers[rank]
@@ -96,8 +105,14 @@ class ProcessPool:
         self._workers[rank] = self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
-        """`function(*arguments)` on ranks 0 .. world_size - 1; `per_rank(rank)` values of arguments are called with the rank."""
-        port = _free_port()
+        """Call a function on ranks 0 to `world_size` - 1, and return the outcome of each rank.
+
+        Args:
+            world_size: Number of ranks.
+            function: The function. It is imported by its name in the workers.
+            arguments: Its arguments. Of a `PerRank`, each rank gets its own value.
+        """
+        port = find_free_port()
         for rank in range(world_size):
             environment = {
                 "RANK": str(rank),
@@ -125,6 +140,7 @@ class ProcessPool:
         return outcomes
 
     def close(self) -> None:
+        """End all processes."""
         for pipe, _ in self._workers:
             pipe.close()
         for _, process in self._workers:
@@ -140,11 +156,12 @@ class PerRank:
     values: Sequence[Any]
 
     def of(self, rank: int) -> Any:
+        """Return the value of one rank."""
         return self.values[rank]
 
 
 def pretrain(argv: list[str]) -> None:
-    """What each rank of a world runs."""
+    """Run a command line on this rank."""
     import pretrain_gpt
     from megatron.config.cli import load_config
 
@@ -152,7 +169,7 @@ def pretrain(argv: list[str]) -> None:
 
 
 def succeed(outcomes: list[Outcome]) -> str:
-    """All ranks did; returns what rank 0 printed."""
+    """Check that all ranks succeeded. Return what rank 0 printed."""
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
             pytest.fail(f"rank {rank}: {outcome.kind}: {outcome.error}\n{outcome.output}")

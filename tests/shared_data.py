@@ -1,4 +1,4 @@
-"""Where the tests find the reference data: `shared/` beside the checkout, or $MEGATRON_SHARED."""
+"""The folder of the reference data: `shared/` next to the checkout, or $MEGATRON_SHARED."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,12 @@ import pytest
 
 
 def shared_dir(*parts: str) -> Path:
-    """Path below shared/; skips the test, loudly, where it is absent."""
+    """Return a path below `shared/`. Skip the test if it does not exist."""
     root = Path(os.environ.get("MEGATRON_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     path = root.joinpath(*parts)
     if not path.exists():
         pytest.skip(
-            f"REFERENCE DATA ABSENT: {'/'.join(('shared', *parts))} is not there; set MEGATRON_SHARED to run this test"
+            f"REFERENCE DATA ABSENT: {'/'.join(('shared', *parts))} does not exist; "
+            "set MEGATRON_SHARED to run this test"
         )
     return path

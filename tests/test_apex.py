@@ -1,4 +1,4 @@
-"""apex is recognised by what it offers: PyPI's package of that name is another one."""
+"""NVIDIA's apex is recognised by its contents, because PyPI has another package of that name."""
 
 import sys
 import types
@@ -8,11 +8,12 @@ import pytest
 from megatron import apex
 
 
-def test_apex_is_known_by_what_it_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apex_is_recognised_by_its_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
     assert apex.find("apex.optimizers", "FusedAdam")[0] is None
-    toolkit = types.ModuleType("apex")  # PyPI's: a package without optimizers
+    # PyPI's package has no optimizers.
+    toolkit = types.ModuleType("apex")
     toolkit.__path__ = []  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "apex", toolkit)
     monkeypatch.delitem(sys.modules, "apex.optimizers")

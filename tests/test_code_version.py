@@ -1,4 +1,4 @@
-"""The commit that runs, from git's own files; a fixture made by git itself."""
+"""The commit of the running code is read from git's files, in a repository made by git."""
 
 import shutil
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.code_version import _read_commit
+from megatron.code_version import read_commit
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-C"]
 
@@ -19,26 +19,24 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_the_commit_is_gits(tmp_path: Path) -> None:
+def test_commit_equals_the_one_that_git_reports(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
     git(repository, "init")
     git(repository, "commit", "--allow-empty", "-m", "first")
     head = git(repository, "rev-parse", "HEAD")
-    assert _read_commit(repository / ".git") == head
+    assert read_commit(repository / ".git") == head
     git(repository, "pack-refs", "--all")
     assert not (repository / ".git" / "refs" / "heads" / "main").exists()
-    assert _read_commit(repository / ".git") == head
+    assert read_commit(repository / ".git") == head
     git(repository, "worktree", "add", "-b", "other", str(tmp_path / "tree"))
     git(tmp_path / "tree", "commit", "--allow-empty", "-m", "second")
-    assert (
-        _read_commit(tmp_path / "tree" / ".git")
-        == git(tmp_path / "tree", "rev-parse", "HEAD")
-        != head
-    )
+    second = git(tmp_path / "tree", "rev-parse", "HEAD")
+    assert second != head
+    assert read_commit(tmp_path / "tree" / ".git") == second
     git(repository, "checkout", "--detach", "HEAD")
-    assert _read_commit(repository / ".git") == head
+    assert read_commit(repository / ".git") == head
 
 
-def test_without_a_checkout_there_is_none(tmp_path: Path) -> None:
-    assert _read_commit(tmp_path / ".git") is None
+def test_no_commit_without_a_checkout(tmp_path: Path) -> None:
+    assert read_commit(tmp_path / ".git") is None

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory against published numbers and the module that is built."""
+"""Parameters, FLOPs and memory equal published numbers and those of the built module."""
 
 import dataclasses
 import itertools
@@ -62,25 +62,24 @@ def test_parameters_of_published_models():
 
 
 def test_parameters_of_gpt2_by_formula():
-    n, h, s, v = GPT2.num_layers, GPT2.hidden_size, GPT2.seq_length, 1024
-    assert (
-        flops.count_parameters(shaped(GPT2, v)) == n * (12 * h**2 + 13 * h) + v * h + s * h + 2 * h
-    )
+    n = GPT2.num_layers
+    h = GPT2.hidden_size
+    s = GPT2.seq_length
+    v = 1024
+    counted = flops.count_parameters(shaped(GPT2, v))
+    assert counted == n * (12 * h**2 + 13 * h) + v * h + s * h + 2 * h
     table = dataclasses.replace(GPT2, max_position_embeddings=100)
-    assert (
-        flops.count_parameters(shaped(table, v)) - flops.count_parameters(shaped(GPT2, v))
-        == (100 - s) * h
-    )
+    assert flops.count_parameters(shaped(table, v)) - counted == (100 - s) * h
 
 
-def built(shape: ModelShape, tp: TensorParallel) -> int:
-    """Parameters of the real module, made without memory."""
+def count_built_parameters(shape: ModelShape, tp: TensorParallel) -> int:
+    """Count the parameters of the real module, which is built without memory."""
     with torch.device("meta"):
         model = GPT(shape, tp, RandomStreams(0, torch.device("cpu")))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_counts_are_those_of_the_built_model():
+def test_counts_equal_those_of_the_built_model():
     switches = itertools.product(
         [None, 2],
         ["LayerNorm", "RMSNorm"],
@@ -101,39 +100,41 @@ def test_counts_are_those_of_the_built_model():
             embed_layernorm=embed_norm,
             position_embedding_type=position,
         )
-        assert flops.count_parameters(shaped(model)) == built(shaped(model), TensorParallel())
+        assert flops.count_parameters(shaped(model)) == count_built_parameters(
+            shaped(model), TensorParallel()
+        )
         assert flops.count_stage_parameters(shaped(model), 2, (3,)) == (
-            built(shaped(model), TensorParallel(size=2)),
+            count_built_parameters(shaped(model), TensorParallel(size=2)),
         )
 
 
-def test_unusual_sizes_are_counted_as_built():
+def test_counts_of_unusual_sizes_equal_those_of_the_built_model():
     model = dataclasses.replace(
         GPT2, ffn_hidden_size=72, kv_channels=24, max_position_embeddings=100, num_query_groups=4
     )
     shape = ModelShape(model, 1000, 1024)
     for size in (1, 4):
         assert flops.count_stage_parameters(shape, size, (3,)) == (
-            built(shape, TensorParallel(size=size)),
+            count_built_parameters(shape, TensorParallel(size=size)),
         )
 
 
-def test_stages_add_up_to_the_whole_and_a_copy_of_the_embedding():
-    whole, words = flops.count_parameters(shaped(GPT2, 256)), 256 * 64
-    assert flops.count_stage_parameters(shaped(GPT2, 256), 1, (3,)) == (whole,)
-    assert sum(flops.count_stage_parameters(shaped(GPT2, 256), 1, (1, 2))) == whole + words
+def test_stages_add_up_to_the_model_and_a_copy_of_the_embedding():
+    total = flops.count_parameters(shaped(GPT2, 256))
+    embedding = 256 * 64
+    assert flops.count_stage_parameters(shaped(GPT2, 256), 1, (3,)) == (total,)
+    assert sum(flops.count_stage_parameters(shaped(GPT2, 256), 1, (1, 2))) == total + embedding
     untied = dataclasses.replace(GPT2, untie_embeddings_and_output_weights=True)
-    assert sum(flops.count_stage_parameters(shaped(untied, 256), 1, (1, 2))) == whole + words
+    assert sum(flops.count_stage_parameters(shaped(untied, 256), 1, (1, 2))) == total + embedding
 
 
-def test_tensor_parallel_ranks_cut_matrices_and_repeat_norms():
+def test_tensor_parallel_ranks_shard_matrices_and_replicate_norms():
     h = 64
-    replicated = (
-        3 * (2 * h + 4 * h) + 32 * h + 2 * h
-    )  # row-parallel biases, norms, positions, final norm
-    whole = flops.count_parameters(shaped(GPT2, 256))
+    # Row-parallel biases, norms, positions and the final norm are replicated.
+    replicated = 3 * (2 * h + 4 * h) + 32 * h + 2 * h
+    total = flops.count_parameters(shaped(GPT2, 256))
     assert flops.count_stage_parameters(shaped(GPT2, 256), 4, (3,)) == (
-        (whole - replicated) // 4 + replicated,
+        (total - replicated) // 4 + replicated,
     )
 
 
@@ -145,7 +146,11 @@ def test_logged_tflops_of_tr11():
 
 @pytest.mark.parametrize(("recompute", "factor", "logits"), [(True, 96, 16), (False, 72, 12)])
 def test_iteration_flops_of_gpt2_by_formula(recompute, factor, logits):
-    n, h, s, v, batch = 70, 14336, 2048, 250_880, 512
+    n = 70
+    h = 14336
+    s = 2048
+    v = 250_880
+    batch = 512
     expected = factor * batch * s * n * h**2 * (1 + s / (6 * h) + v / (logits * n * h))
     assert flops.count_iteration_flops(
         shaped(TR11, v), batch, recompute=recompute
@@ -156,36 +161,32 @@ def test_flops_of_a_llama_shape():
     linears = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32_000
     attention = LLAMA.num_layers * 2 * 4096 * 4096
     assert flops.count_model_flops_per_token(shaped(LLAMA, 32_000)) == 6 * (linears + attention)
-    grouped = dataclasses.replace(
-        LLAMA, num_query_groups=8
-    )  # key and value projections shrink to a quarter, scores do not
+    # Key and value projections shrink to a quarter. The scores keep their size.
+    grouped = dataclasses.replace(LLAMA, num_query_groups=8)
     saved = 6 * LLAMA.num_layers * 2 * 4096 * (4096 - 1024)
-    assert (
-        flops.count_model_flops_per_token(shaped(LLAMA, 32_000))
-        - flops.count_model_flops_per_token(shaped(grouped, 32_000))
-        == saved
-    )
+    full = flops.count_model_flops_per_token(shaped(LLAMA, 32_000))
+    assert full - flops.count_model_flops_per_token(shaped(grouped, 32_000)) == saved
 
 
 def test_hardware_flops_count_the_layers_again_but_not_the_logits():
-    layers, logits = flops.count_forward_flops_per_token(shaped(GPT2, 256))
-    assert (
-        flops.count_hardware_flops_per_token(shaped(GPT2, 256))
-        == flops.count_model_flops_per_token(shaped(GPT2, 256))
-        == 3 * (layers + logits)
-    )
-    assert (
-        flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=True)
-        == 4 * layers + 3 * logits
-    )
-    third = flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=Fraction(1, 3))
+    shape = shaped(GPT2, 256)
+    layers, logits = flops.count_forward_flops_per_token(shape)
+    assert flops.count_model_flops_per_token(shape) == 3 * (layers + logits)
+    assert flops.count_hardware_flops_per_token(shape) == 3 * (layers + logits)
+    recomputed = flops.count_hardware_flops_per_token(shape, recompute=True)
+    assert recomputed == 4 * layers + 3 * logits
+    third = flops.count_hardware_flops_per_token(shape, recompute=Fraction(1, 3))
     assert third == 3 * layers + layers // 3 + 3 * logits
-    half = flops.count_hardware_flops_per_token(shaped(GPT2, 256), recompute=0.5)  # layers 1 and 3
+    # A half of three layers is rounded to layers 1 and 3.
+    half = flops.count_hardware_flops_per_token(shape, recompute=0.5)
     assert half == 3 * layers + 2 * layers // 3 + 3 * logits
 
 
 def layers_of_fms_fsdp(share: float, count: int) -> list[int]:
-    """Walk the blocks as fms-fsdp does, whose threshold rises by 1 with each block that it takes."""
+    """Return the layers that fms-fsdp's loop chooses.
+
+    Its threshold rises by 1 with each layer that it chooses.
+    """
     chosen: list[int] = []
     for number in range(1, count + 1):
         if number * share >= len(chosen) + 0.5:
@@ -210,14 +211,17 @@ def layers_of_fms_fsdp(share: float, count: int) -> list[int]:
         ("1/10", 4, []),
     ],
 )
-def test_recomputed_layers_are_those_of_fms_fsdp(share, count, recomputed):
+def test_recomputed_layers_equal_those_of_fms_fsdp(share, count, recomputed):
     recomputes = Execution(recomputed_part=Fraction(share)).is_recomputed
     assert [layer + 1 for layer in range(count) if recomputes(layer)] == recomputed
     assert layers_of_fms_fsdp(float(Fraction(share)), count) == recomputed
 
 
-def test_every_share_recomputes_the_layers_of_fms_fsdp():
-    """Also where rounding decides: of 7/10, exact arithmetic takes layer 45 and fms-fsdp layer 46."""
+def test_every_fraction_recomputes_the_layers_of_fms_fsdp():
+    """The layers are the same even where rounding decides.
+
+    For 7/10, exact arithmetic would choose layer 45, and fms-fsdp chooses layer 46.
+    """
     shares = {Fraction(a, b) for b in range(1, 33) for a in range(b + 1)}
     shares |= {Fraction(f"{percent / 100:.2f}") for percent in range(101)}
     for share in shares:
@@ -227,12 +231,11 @@ def test_every_share_recomputes_the_layers_of_fms_fsdp():
 
 
 @pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 3), Fraction(2, 5), Fraction(1)])
-def test_recomputed_layers_are_those_that_the_blocks_recompute(share):
+def test_counted_recomputed_layers_equal_those_of_the_model(share):
     recomputes = Execution(recomputed_part=share).is_recomputed
     for start, stop in itertools.combinations(range(13), 2):
-        assert flops.count_recomputed_layers(range(start, stop), share) == sum(
-            map(recomputes, range(start, stop))
-        )
+        layers = range(start, stop)
+        assert flops.count_recomputed_layers(layers, share) == sum(map(recomputes, layers))
 
 
 def test_shorter_sequences_cost_less_attention():
@@ -241,15 +244,14 @@ def test_shorter_sequences_cost_less_attention():
     assert flops.count_iteration_flops(shaped(GPT2, 256), 10, 16) == 160 * half
 
 
-def test_eighteen_bytes_a_parameter():
+def test_a_parameter_takes_eighteen_bytes():
     memory = flops.estimate_parameter_memory(104_000_000_000, half=True)
-    assert memory.total == 1_872_000_000_000  # the 104B run's notes
-    assert (
-        memory.master_weights,
-        memory.working_weights,
-        memory.optimizer_states,
-        memory.gradients,
-    ) == tuple(104_000_000_000 * n for n in (4, 2, 8, 4))
+    # The notes of the 104B run have this number.
+    assert memory.total == 1_872_000_000_000
+    assert memory.master_weights == 104_000_000_000 * 4
+    assert memory.working_weights == 104_000_000_000 * 2
+    assert memory.optimizer_states == 104_000_000_000 * 8
+    assert memory.gradients == 104_000_000_000 * 4
     assert flops.estimate_parameter_memory(10, half=False).total == 160
 
 
@@ -263,7 +265,7 @@ def test_zero_shards_more_with_each_stage(stage, total):
     assert memory.total == total
 
 
-def test_zero_in_fp32_has_whole_weights_beside_the_shard_until_stage_3():
+def test_zero_in_fp32_has_full_weights_and_the_shard_until_stage_3():
     totals = [
         flops.estimate_parameter_memory_per_rank(
             1000, half=False, data_parallel_size=4, zero_stage=z
@@ -274,56 +276,44 @@ def test_zero_in_fp32_has_whole_weights_beside_the_shard_until_stage_3():
     alone = flops.estimate_parameter_memory_per_rank(
         1000, half=False, data_parallel_size=1, zero_stage=1
     )
-    assert (alone.total, alone.working_weights) == (16_000, 0)
+    assert alone.total == 16_000
+    assert alone.working_weights == 0
 
 
 def test_activations_of_gpt2_by_formula():
-    s, b, h, a = 32, 2, 64, 4
+    s = 32
+    b = 2
+    h = 64
+    a = 4
     for t in (1, 2, 4):
         plain = s * b * h * (10 + 24 / t)
         assert flops.estimate_layer_activation_bytes(shaped(GPT2), b, t) == plain
-        assert (
-            flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
-            == s * b * h * 34 / t
-        )
-        assert (
-            flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
-            == plain + 5 * a * s**2 * b / t
-        )
+        sharded = flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
+        assert sharded == s * b * h * 34 / t
+        with_scores = flops.estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
+        assert with_scores == plain + 5 * a * s**2 * b / t
     assert flops.estimate_layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
-    assert (
-        flops.estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
-        == 2 * s * b * h // 4
-    )
+    sharded_input = flops.estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
+    assert sharded_input == 2 * s * b * h // 4
     assert flops.estimate_layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
     assert flops.estimate_logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
 
 
 def test_activations_without_dropout_have_no_masks():
     bare = dataclasses.replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-    assert (
-        flops.estimate_layer_activation_bytes(shaped(GPT2), 1)
-        - flops.estimate_layer_activation_bytes(shaped(bare), 1)
-        == 32 * 2 * 64
-    )
-    scores = flops.estimate_layer_activation_bytes(
-        shaped(bare), 1, scores_kept=True
-    ) - flops.estimate_layer_activation_bytes(shaped(bare), 1)
-    assert scores == 2 * 4 * 32**2
+    with_dropout = flops.estimate_layer_activation_bytes(shaped(GPT2), 1)
+    without_dropout = flops.estimate_layer_activation_bytes(shaped(bare), 1)
+    assert with_dropout - without_dropout == 32 * 2 * 64
+    with_scores = flops.estimate_layer_activation_bytes(shaped(bare), 1, scores_kept=True)
+    assert with_scores - without_dropout == 2 * 4 * 32**2
 
 
 def test_a_stage_keeps_the_inputs_of_recomputed_layers():
-    whole, kept = (
-        flops.estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True),
-        flops.estimate_layer_input_bytes(shaped(GPT2), 2),
+    layer = flops.estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True)
+    layer_input = flops.estimate_layer_input_bytes(shaped(GPT2), 2)
+    kept = flops.estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
+    assert kept == 3 * layer
+    recomputed = flops.estimate_stage_activation_bytes(
+        shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True
     )
-    assert (
-        flops.estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
-        == 3 * whole
-    )
-    assert (
-        flops.estimate_stage_activation_bytes(
-            shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True
-        )
-        == whole + 2 * kept
-    )
+    assert recomputed == layer + 2 * layer_input

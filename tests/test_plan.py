@@ -1,4 +1,4 @@
-"""Plans of the published runs, and every way in which a plan can fail."""
+"""Plans of published runs and of small models, with all their errors and warnings."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.batch import BatchConfig
+from megatron.config.cli import load_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -26,7 +27,7 @@ BASE = Config(
 
 
 def with_changes(**groups: dict) -> Config:
-    """BASE with fields changed: with_changes(model={"seq_length": 64})."""
+    """Return BASE with fields changed, as in with_changes(model={"seq_length": 64})."""
     return dataclasses.replace(
         BASE,
         **{
@@ -46,26 +47,32 @@ def warnings_of(world_size: int, **groups: dict) -> str:
     return "\n".join(plan.warnings)
 
 
-def test_derived_numbers():
+def test_numbers_that_the_plan_derives():
     plan = resolve(with_changes(parallel={"tensor_model_parallel_size": 2}), 8)
     assert plan.errors == ()
-    assert (plan.data_parallel_size, plan.vocab_size, plan.padded_vocab_size) == (4, 1000, 1024)
-    assert (plan.ffn_hidden_size, plan.head_dim, plan.num_query_groups) == (1024, 64, 4)
+    assert plan.data_parallel_size == 4
+    assert plan.vocab_size == 1000
+    assert plan.padded_vocab_size == 1024
+    assert plan.ffn_hidden_size == 1024
+    assert plan.head_dim == 64
+    assert plan.num_query_groups == 4
     assert plan.get_num_microbatches(16) == 2
-    assert (plan.train_iters, plan.train_samples) == (100, 1600)
+    assert plan.train_iters == 100
+    assert plan.train_samples == 1600
     assert plan.batch_size == ConstantBatchSize(16)
-    assert (plan.lr_schedule.warmup_steps, plan.lr_schedule.decay_steps) == (160, 1600)
+    assert plan.lr_schedule.warmup_steps == 160
+    assert plan.lr_schedule.decay_steps == 1600
     assert plan.parameters == 4 * (12 * 256**2 + 13 * 256) + 1024 * 256 + 128 * 256 + 2 * 256
     plan.raise_on_errors()
 
 
-def test_absent_batch_size_is_one_microbatch_for_each_rank():
+def test_default_batch_size_is_one_microbatch_for_each_rank():
     plan = resolve(with_changes(batch={"global_batch_size": None}), 4)
     assert plan.batch_size.final == 8
     assert plan.get_num_microbatches(8) == 1
 
 
-def test_a_batch_that_is_no_whole_number_of_microbatches_is_refused():
+def test_batch_that_cannot_be_divided_into_microbatches_is_an_error():
     with pytest.raises(
         LayoutError,
         match="batch size 12 must be divisible by micro-batch size 2 x data-parallel size 4 = 8",
@@ -74,14 +81,13 @@ def test_a_batch_that_is_no_whole_number_of_microbatches_is_refused():
 
 
 @pytest.mark.parametrize(("world", "start"), [(6, "4 or 8"), (3, "4"), (0, "4")])
-def test_world_that_the_layout_does_not_divide(world, start):
+def test_layout_must_divide_the_number_of_processes(world, start):
     errors = errors_of(
         world, parallel={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     )
-    assert errors == (
-        f"--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 must divide the number of processes, {world}; "
-        f"start {start} processes."
-    )
+    layout = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4"
+    assert f"{layout} must divide the number of processes, {world}" in errors
+    assert f"start {start} processes" in errors
 
 
 def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
@@ -96,14 +102,9 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
         batch={"global_batch_size": 6},
         parallel={"tensor_model_parallel_size": 3},
     )
-    assert (
-        "--tensor-model-parallel-size 3 (run.yaml:9) must divide --num-attention-heads 16; use 1, 2, 4, 8 or 16."
-        in errors
-    )
-    assert (
-        "--tensor-model-parallel-size 3 (run.yaml:9) must divide --ffn-hidden-size 1024 (by default); use 1, 2, 4"
-        in errors
-    )
+    given = "--tensor-model-parallel-size 3 (run.yaml:9)"
+    assert f"{given} must divide --num-attention-heads 16; use 1, 2, 4, 8 or 16." in errors
+    assert f"{given} must divide --ffn-hidden-size 1024 (by default); use 1, 2, 4" in errors
     assert "--num-query-groups" not in errors
     narrow = {"ffn_hidden_size": 1002, "num_attention_heads": 4}
     assert "must divide --ffn-hidden-size 1002; use 1 or 2." in errors_of(
@@ -125,23 +126,21 @@ def test_sequence_parallel():
     )
 
 
-def test_batch_size_that_the_ranks_cannot_share():
-    assert errors_of(3) == (
-        "--global-batch-size 16 must be divisible by --micro-batch-size 2 x data-parallel size 3 = 6; use 12 or 18."
-    )
+def test_batch_size_that_the_ranks_cannot_divide():
+    error = errors_of(3)
+    assert "--global-batch-size 16 must be divisible by --micro-batch-size 2" in error
+    assert "data-parallel size 3 = 6; use 12 or 18" in error
 
 
 def test_first_batch_size_of_the_ramp_that_does_not_fit_is_named():
     batch = {"rampup_batch_size": (8, 4, 64), "global_batch_size": 24}
     errors = errors_of(4, batch=batch)
-    assert (
-        "--rampup-batch-size 8 4 64: batch size 12 must be divisible by --micro-batch-size 2 x data-parallel size 4 = 8"
-        in errors
-    )
+    assert "--rampup-batch-size 8 4 64: batch size 12 must be divisible by" in errors
+    assert "--micro-batch-size 2 x data-parallel size 4 = 8" in errors
     assert "batch size 20" not in errors
 
 
-def test_batch_sizes_that_lie_behind_a_resume_do_not_matter():
+def test_batch_sizes_before_a_resume_need_not_fit():
     config = with_changes(batch={"rampup_batch_size": (8, 8, 64), "global_batch_size": 32})
     assert "batch size 8 must" in resolve(config, 8).errors[0]
     assert "batch size 24 must" in resolve(config, 8, consumed_samples=30).errors[0]
@@ -150,20 +149,17 @@ def test_batch_sizes_that_lie_behind_a_resume_do_not_matter():
 
 def test_unknown_position_allows_a_resume_that_cannot_be_a_start():
     ramp = with_changes(batch={"rampup_batch_size": (8, 8, 64), "global_batch_size": 32})
-    plan = resolve(
-        ramp, 8, consumed_samples=None
-    )  # 8 samples do not fit 16, so the run began on fewer processes
+    # Batch size 8 does not fit 8 ranks of 2 samples, so the run began on fewer processes.
+    plan = resolve(ramp, 8, consumed_samples=None)
     assert plan.errors == ()
     assert "this can only be a resume past batch size 24" in "\n".join(plan.warnings)
     assert "batch size 24 must" in resolve(ramp, 4 * 2, consumed_samples=30).errors[0]
     start = with_changes(batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": 24})
-    assert (
-        "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]
-    )  # it may well have started here
+    # This run can start here, so a later size that does not fit is an error.
+    assert "batch size 12 must" in resolve(start, 4, consumed_samples=None).errors[0]
     end = with_changes(batch={"rampup_batch_size": (8, 12, 64), "global_batch_size": 20})
-    assert (
-        "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]
-    )  # and it cannot end here
+    # This run cannot end here, because its final size does not fit.
+    assert "batch size 8 must" in resolve(end, 8, consumed_samples=None).errors[0]
 
 
 def test_step_schedule():
@@ -173,14 +169,13 @@ def test_step_schedule():
         with_changes(batch={**batch, "step_batch_size_schedule": ("0:16", "800samples:32")}), 8
     )
     assert plan.errors == ()
-    assert (plan.train_iters, plan.train_samples) == (100, 16 * 50 + 32 * 50)
+    assert plan.train_iters == 100
+    assert plan.train_samples == 16 * 50 + 32 * 50
     contradiction = errors_of(
         8, batch={**batch, "global_batch_size": 64, "step_batch_size_schedule": ("0:16 1B:32",)}
     )
-    assert (
-        "--global-batch-size 64 contradicts --step-batch-size-schedule 0:16 1B:32, which ends with 32"
-        in contradiction
-    )
+    assert "--global-batch-size 64 contradicts --step-batch-size-schedule" in contradiction
+    assert "ends with 32" in contradiction
     assert "is not THRESHOLD:SIZE" in errors_of(
         8, batch={**batch, "step_batch_size_schedule": ("0:16 x",)}
     )
@@ -195,7 +190,7 @@ def test_bare_thresholds_are_planned_for_a_resume_only():
     assert plan.train_samples == 16 * 50 + 32 * 50
 
 
-def test_ramp_without_an_end():
+def test_ramp_needs_a_global_batch_size():
     errors = errors_of(1, batch={"rampup_batch_size": (8, 4, 64), "global_batch_size": None})
     assert "--rampup-batch-size 8 4 64 needs --global-batch-size" in errors
 
@@ -205,13 +200,15 @@ def test_training_by_samples():
     optimizer = {"lr_warmup_iters": 0, "lr_warmup_samples": 100, "lr_decay_samples": 900}
     plan = resolve(with_changes(batch=samples, optimizer=optimizer), 1)
     assert plan.errors == ()
-    assert (plan.train_iters, plan.train_samples) == (62, 1000)
-    assert (plan.lr_schedule.warmup_steps, plan.lr_schedule.decay_steps) == (100, 900)
+    assert plan.train_iters == 62
+    assert plan.train_samples == 1000
+    assert plan.lr_schedule.warmup_steps == 100
+    assert plan.lr_schedule.decay_steps == 900
     none = errors_of(1, batch={**samples, "train_samples": 15}, optimizer=optimizer)
-    assert "--train-samples 15 makes no whole batch; give at least the first one's 16" in none
+    assert "--train-samples 15 is less than one batch; give at least 16" in none
 
 
-def test_warm_up_as_a_part_of_the_decay():
+def test_warm_up_as_a_fraction_of_the_decay():
     plan = resolve(with_changes(optimizer={"lr_warmup_iters": 0, "lr_warmup_fraction": 0.05}), 1)
     assert plan.lr_schedule.warmup_steps == 0.05 * 1600
     assert plan.forecast().predict([5])[0].lr == 1e-3
@@ -220,8 +217,12 @@ def test_warm_up_as_a_part_of_the_decay():
 def test_wsd_and_token_schedules_reach_the_plan():
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "linear"}
     plan = resolve(with_changes(optimizer=wsd), 1)
-    assert (plan.lr_schedule.wsd_decay_steps, plan.lr_schedule.wsd_decay_style) == (320, "linear")
+    assert plan.lr_schedule.wsd_decay_steps == 320
+    assert plan.lr_schedule.wsd_decay_style == "linear"
     assert plan.forecast().predict([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
+    too_long = errors_of(1, optimizer=wsd | {"lr_wsd_decay_iters": 91})
+    assert "final decay of 1456 samples" in too_long
+    assert "must not reach into the warm-up of 160 samples; use at most 1440" in too_long
     tokens = resolve(
         with_changes(optimizer={"lr_decay_tokens": 150_000}, batch={"train_tokens": 150_000}), 1
     )
@@ -229,7 +230,7 @@ def test_wsd_and_token_schedules_reach_the_plan():
     assert tokens.forecast().predict([100])[0].lr == 1e-4
 
 
-def test_learning_rate_that_makes_no_schedule():
+def test_invalid_learning_rate_schedule_is_an_error():
     assert "must be shorter than its decay" in errors_of(1, optimizer={"lr_warmup_iters": 100})
 
 
@@ -260,12 +261,8 @@ def test_pipeline_stages():
     assert sum(stages()) == 30
     assert sorted(stages()) == [7, 7, 8, 8]
     assert stages(pp_partition_method="type:transformer|embedding") == (7, 8, 8, 7)
-    assert stages(pp_partition_method="parameters") == (
-        7,
-        8,
-        8,
-        7,
-    )  # the embedding weighs a third of a layer
+    # The embedding has a third of the parameters of a layer.
+    assert stages(pp_partition_method="parameters") == (7, 8, 8, 7)
     assert "num-layers 30 over" in warnings_of(
         4, model={"num_layers": 30}, parallel={"pipeline_model_parallel_size": 4}
     )
@@ -281,7 +278,7 @@ def test_pipeline_stages():
         )
 
 
-def test_a_heavy_embedding_takes_layers_off_the_outer_stages():
+def test_large_embedding_reduces_the_layers_of_the_outer_stages():
     config = with_changes(
         model={"num_layers": 12, "hidden_size": 512},
         tokenizer={"vocab_size": 12_288},
@@ -292,7 +289,7 @@ def test_a_heavy_embedding_takes_layers_off_the_outer_stages():
     assert max(plan.stage_parameters) < 1.2 * min(plan.stage_parameters)
 
 
-def test_shapes_that_are_likely_a_slip_are_warnings():
+def test_shapes_that_are_likely_a_mistake_are_warnings():
     assert resolve(BASE, 1).warnings == ()
     assert "head size 32" in warnings_of(1, model={"num_attention_heads": 8})
     assert "--ffn-hidden-size 512 is not 4 x --hidden-size 256 = 1024" in warnings_of(
@@ -308,14 +305,13 @@ def test_shapes_that_are_likely_a_slip_are_warnings():
     assert "= 8 is an unusual ratio" in warnings_of(1, model={"num_layers": 32})
 
 
-def test_few_microbatches_make_a_bubble():
+def test_few_microbatches_leave_ranks_idle():
     pipeline = {"pipeline_model_parallel_size": 4}
     alone = warnings_of(4, parallel=pipeline, batch={"global_batch_size": 4})
-    assert (
-        "pipeline: GPipe, 2 microbatches for 4 stages: ranks stand idle for 60 % of the time at batch size 4; larger"
-        in alone
-    )
-    assert "idle" not in warnings_of(4, parallel=pipeline, batch={"global_batch_size": 16})  # 3/11
+    assert "pipeline: GPipe, 2 microbatches for 4 stages" in alone
+    assert "idle for 60 % of the time at batch size 4; larger batches" in alone
+    # With 8 microbatches the ranks are idle for 3/11 of the time.
+    assert "idle" not in warnings_of(4, parallel=pipeline, batch={"global_batch_size": 16})
     ramp = {
         "rampup_batch_size": (4, 4, 100),
         "global_batch_size": 40,
@@ -329,18 +325,18 @@ def test_few_microbatches_make_a_bubble():
 def test_virtual_stages():
     virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2}
     plan = resolve(with_changes(model={"num_layers": 8}, parallel=virtual), 2)
-    assert (plan.errors, plan.warnings) == ((), ())
-    assert (plan.layers_per_stage, plan.stages_per_rank, plan.pipeline_size) == ((2, 2, 2, 2), 2, 2)
-    assert [stage.layers for stage in select_stages_of_rank(plan.stages, 1, 2)] == [
-        range(2, 4),
-        range(6, 8),
-    ]
+    assert plan.errors == ()
+    assert plan.warnings == ()
+    assert plan.layers_per_stage == (2, 2, 2, 2)
+    assert plan.stages_per_rank == 2
+    assert plan.pipeline_size == 2
+    second = select_stages_of_rank(plan.stages, 1, 2)
+    assert [stage.layers for stage in second] == [range(2, 4), range(6, 8)]
     plain = resolve(
         with_changes(model={"num_layers": 8}, parallel={"pipeline_model_parallel_size": 2}), 2
     )
-    assert (
-        plan.stage_parameters == plain.stage_parameters
-    )  # the embedding is on the first rank, its copy on the last
+    # The embedding is on the first rank, and its copy is on the last one.
+    assert plan.stage_parameters == plain.stage_parameters
     assert sum(plan.stage_parameters) == plan.parameters + plan.padded_vocab_size * 256
     assert plan.choose_pipeline_schedule(16).name == "interleaved 1F1B"
     assert plain.choose_pipeline_schedule(16).name == "1F1B"
@@ -362,12 +358,12 @@ def test_virtual_stages_that_do_not_fit():
     assert errors(24, 4, 4).endswith(
         "x --pipeline-model-parallel-size 4 = 16 must divide --num-layers 24; use 1, 2, 3, 6."
     )
-    assert "no value fits: 4 does not divide 30; leave it out" in errors(30, 4, 2)
-    assert "give --pipeline-model-parallel-size 2 or more" in errors(4, 1, 2)
+    assert "4 does not divide 30; remove this flag" in errors(30, 4, 2)
+    assert "use --pipeline-model-parallel-size 2 or more" in errors(4, 1, 2)
     assert "--num-layers-per-virtual-pipeline-stage 0 must be at least 1" in errors(4, 2, 0)
 
 
-def test_batch_sizes_that_interleaving_cannot_take():
+def test_batch_sizes_that_interleaving_cannot_divide():
     virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     assert "looped BFS" not in warnings_of(2, parallel=virtual, batch={"global_batch_size": 12})
     ramp = {
@@ -377,10 +373,8 @@ def test_batch_sizes_that_interleaving_cannot_take():
         "train_samples": 1000,
     }
     warnings = warnings_of(2, parallel=virtual, batch=ramp, optimizer={"lr_warmup_iters": None})
-    assert (
-        "the 5 microbatches of batch size 10 do not divide into 2 equal rounds over 2 ranks"
-        in warnings
-    )  # 3 are one round
+    # 3 microbatches of batch size 6 are one round, which interleaving accepts.
+    assert "the 5 microbatches of batch size 10 do not divide into 2 equal rounds" in warnings
     assert warnings.count("looped BFS") == 1
 
 
@@ -388,16 +382,13 @@ def test_zero_that_communicates_for_every_microbatch():
     def warnings(world_size: int, **parallel) -> str:
         return warnings_of(world_size, parallel={"pipeline_model_parallel_size": 2, **parallel})
 
-    assert (
-        "--pipeline-model-parallel-size 2 gathers the parameters again for every microbatch, 4 times"
-        in warnings(4, zero_stage=3)
-    )
-    assert (
-        "reduces the gradients for every microbatch, 4 times a step at batch size 16"
-        in warnings(4, zero_stage=2)
-    )
+    stage_3 = warnings(4, zero_stage=3)
+    assert "gathers the parameters again for every microbatch, 4 times a step" in stage_3
+    stage_2 = warnings(4, zero_stage=2)
+    assert "reduces the gradients for every microbatch, 4 times a step" in stage_2
     assert "every microbatch" not in warnings(4, zero_stage=1)
-    assert "every microbatch" not in warnings(2, zero_stage=3)  # nobody to communicate with
+    # With a data-parallel size of 1 there is no communication.
+    assert "every microbatch" not in warnings(2, zero_stage=3)
 
 
 def test_skip_ranges():
@@ -432,24 +423,21 @@ def test_curriculum():
     ).errors
     assert "leave out --rampup-batch-size" in alone[0]
     assert "give --train-tokens and --lr-decay-tokens" in alone[1]
-    cut = {
+    sharded = {
         **tokens,
         "parallel": {"sequence_parallel": True, "tensor_model_parallel_size": 8},
         "model": {"num_attention_heads": 8},
     }
-    assert (
-        "must divide every sequence length, but iteration 1 has 12"
-        in resolve(with_changes(**cut), 8).errors[0]
-    )
-    # A resume has only the full length before it, and the first length of another schedule is its first multiple.
-    assert resolve(with_changes(**cut), 8, iteration=50, consumed_samples=800).errors == ()
+    error = resolve(with_changes(**sharded), 8).errors[0]
+    assert "must divide every sequence length, but iteration 1 has 12" in error
+    # After iteration 50 only the full length is left.
+    assert resolve(with_changes(**sharded), 8, iteration=50, consumed_samples=800).errors == ()
+    # Steps of 8 round the first length up to 16.
     rounded = curriculum | {"curriculum_difficulty_step": 8}
-    assert resolve(with_changes(**cut | {"curriculum": rounded}), 8).errors == ()
+    assert resolve(with_changes(**sharded | {"curriculum": rounded}), 8).errors == ()
     uneven = rounded | {"curriculum_max_difficulty": 100}
-    assert (
-        "has 100; make the lengths"
-        in resolve(with_changes(**cut | {"curriculum": uneven}), 8).errors[0]
-    )
+    error = resolve(with_changes(**sharded | {"curriculum": uneven}), 8).errors[0]
+    assert "has 100; make the lengths" in error
 
 
 FLAGS: dict[str, dict] = {
@@ -468,7 +456,7 @@ def curriculum_flags(tokens: int = 150_000, **changes: object) -> dict[str, dict
     return FLAGS | {"batch": {"train_tokens": tokens}, "curriculum": FLAGS["curriculum"] | changed}
 
 
-def test_curriculum_of_the_flags():
+def test_curriculum_that_flags_describe():
     plan = resolve(with_changes(**curriculum_flags()), 1)
     assert plan.errors == ()
     assert plan.curriculum == Curriculum(
@@ -501,34 +489,38 @@ def test_curriculum_of_the_flags():
         ({"max_difficulty": 256}, "max_difficulty 256 must not exceed --seq-length 128"),
     ],
 )
-def test_curriculum_flags_that_make_none(changes: dict[str, object], message: str):
+def test_invalid_curriculum_flags_are_errors(changes: dict[str, object], message: str):
     (error,) = resolve(with_changes(**curriculum_flags(**changes)), 1).errors
     assert message in error
 
 
 def test_end_of_a_run_with_a_curriculum():
-    """100 iterations of 16 samples: 50 that grow, about 55,000 tokens, and 50 of 128 tokens, 102,400."""
+    """A run that ends too early for its tokens or for the full length gets a warning.
 
-    def remarks(config: dict[str, dict], **position: int) -> list[str]:
+    It has 100 iterations of 16 samples. The length grows in the first 50, which take about 55,000
+    tokens. The other 50 have 128 tokens a sample and take 102,400.
+    """
+
+    def find_warnings(config: dict[str, dict], **position: int) -> list[str]:
         return [
             text
             for text in resolve(with_changes(**config), 1, **position).warnings
             if "curriculum" in text
         ]
 
-    assert remarks(curriculum_flags()) == []
-    (short,) = remarks(curriculum_flags(tokens=200_000))
+    assert find_warnings(curriculum_flags()) == []
+    (short,) = find_warnings(curriculum_flags(tokens=200_000))
     assert "--train-iters 100 ends the run before --train-tokens 200000" in short
-    (early,) = remarks(curriculum_flags(tokens=10_000))
+    (early,) = find_warnings(curriculum_flags(tokens=10_000))
     assert "ends at sequences of" in early
     assert "never reaches --seq-length 128" in early
     assert (
         "sequences of 64 tokens"
-        in remarks(curriculum_flags(tokens=9000, max_difficulty=64, total_step=3))[0]
+        in find_warnings(curriculum_flags(tokens=9000, max_difficulty=64, total_step=3))[0]
     )
-    # what lies behind a resume counts
+    # Tokens before a resume count.
     assert (
-        remarks(
+        find_warnings(
             curriculum_flags(tokens=200_000),
             iteration=60,
             consumed_samples=960,
@@ -537,19 +529,21 @@ def test_end_of_a_run_with_a_curriculum():
         == []
     )
     assert (
-        remarks(curriculum_flags(), iteration=99, consumed_samples=99 * 16, consumed_tokens=150_001)
+        find_warnings(
+            curriculum_flags(), iteration=99, consumed_samples=99 * 16, consumed_tokens=150_001
+        )
         == []
     )
 
 
 def test_absent_deepspeed_configuration_is_a_warning(tmp_path: Path):
     parallel = {"deepspeed": True, "deepspeed_config": str(tmp_path / "ds.json")}
-    assert "ds.json is not there" in warnings_of(1, parallel=parallel)
+    assert "ds.json does not exist" in warnings_of(1, parallel=parallel)
     (tmp_path / "ds.json").write_text("{}")
     assert "ds.json" not in warnings_of(1, parallel=parallel)
 
 
-def test_sizes_below_one_are_errors_and_the_plan_still_comes_back():
+def test_sizes_below_one_are_errors_and_the_plan_is_returned():
     plan = resolve(
         with_changes(
             model={"num_layers": 0, "num_attention_heads": 0, "seq_length": -1},
@@ -584,25 +578,23 @@ def test_all_failures_are_reported_together():
     assert len(plan.errors) == 5
     with pytest.raises(ConfigError, match="5 errors in the configuration:") as failure:
         plan.raise_on_errors()
-    assert all(error in str(failure.value) for error in plan.errors)
+    for error in plan.errors:
+        assert error in str(failure.value)
     with pytest.raises(ConfigError, match=r"^--global-batch-size 16 must"):
         resolve(BASE, 3).raise_on_errors()
 
 
 def published(run: str) -> tuple[dict, Plan]:
-    """A published run's facts and its plan on the world that it ran on."""
-    from megatron.config.cli import load_config
-
-    record = json.loads(
-        (Path(__file__).parent / "fixtures" / "published_runs" / f"{run}.json").read_text()
-    )
+    """Return a published run's facts, and its plan on the number of processes that it had."""
+    file = Path(__file__).parent / "fixtures" / "published_runs" / f"{run}.json"
+    record = json.loads(file.read_text())
     loaded = load_config(record["arguments"])
     world = record["facts"]["nodes"] * record["facts"]["gpus_per_node"]
     return record["facts"], resolve(loaded.config, world, loaded.origin, consumed_samples=None)
 
 
 @pytest.mark.parametrize("run", ["tr1-13B", "tr8-104B", "tr11-176B-ml"])
-def test_published_runs_resolve_unchanged(run):
+def test_plans_of_published_runs(run):
     facts, plan = published(run)
     assert plan.errors == ()
     assert plan.data_parallel_size == facts["data"]
@@ -611,23 +603,16 @@ def test_published_runs_resolve_unchanged(run):
     assert any("ds_config.0.json" in warning for warning in plan.warnings)
 
 
-def test_published_oddities_are_warnings():
-    assert any("head size 145" in warning for warning in published("tr8-104B")[1].warnings)
-    assert any(
-        "GPipe, 4 microbatches for 32 stages: ranks stand idle for 89 %" in warning
-        for warning in published("tr8-104B")[1].warnings
-    )
-    assert any(
-        "can only be a resume past batch size 1008" in warning
-        for warning in published("tr1-13B")[1].warnings
-    )
+def test_unusual_settings_of_published_runs_are_warnings():
+    tr8 = "\n".join(published("tr8-104B")[1].warnings)
+    assert "head size 145" in tr8
+    assert "GPipe, 4 microbatches for 32 stages: ranks are idle for 89 %" in tr8
+    tr1 = "\n".join(published("tr1-13B")[1].warnings)
+    assert "can only be a resume past batch size 1008" in tr1
 
 
 def test_stages_of_tr11():
     plan = published("tr11-176B-ml")[1]
-    assert plan.layers_per_stage == (
-        5,
-        *[6] * 10,
-        5,
-    )  # 72 layers with the embedding and the output projection, 6 a stage
+    # With the embedding and the output projection there are 72 layers, 6 in each stage.
+    assert plan.layers_per_stage == (5, *[6] * 10, 5)
     assert plan.padded_vocab_size == 250_880

@@ -5,8 +5,8 @@
 
 tools/hub_sync.py stores the log there in parts. The log goes to standard output, and everything
 else goes to standard error. If the Hub does not answer, a message is printed and the tool keeps
-asking. If a rollback cut the log, a message is printed and the tool follows it from there. A public
-repository needs no token. Others need HF_TOKEN or `hf auth login`.
+trying. If a rollback truncated the log, a message is printed and the tool follows it from there. A
+public repository needs no token. Others need HF_TOKEN or `hf auth login`.
 
 Exit code 0 means that standard output was closed. Exit code 2 means an error, and 130 means Ctrl-C.
 """
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.lines < 0 or given.every <= 0 or given.timeout <= 0:
             raise ConfigError(
-                "--lines must be 0 or more, --every and --timeout more than 0 seconds"
+                "--lines must be 0 or more, and --every and --timeout more than 0 seconds"
             )
         hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=False)
         follow(Follower(hub, given.path, given.lines), given.every, sys.stdout.buffer)

@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     found = check_disks(
         watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left
     )
-    told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=found.pulses)
-    return told.report(found.troubles, alert=bool(found.alerts))
+    delivery = deliver(found.alerts, given.outlets, watched=found.watched, pulses=found.pulses)
+    return delivery.report(found.troubles, alert=bool(found.alerts))
 
 
 if __name__ == "__main__":

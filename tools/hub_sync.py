@@ -6,6 +6,9 @@ r"""Keep a Hugging Face Hub repository in sync with a run's events, emissions, l
     python tools/hub_sync.py ... --checkpoints RUN --every 1500
                                                    push checkpoints to branches global_stepN, too
     python tools/hub_sync.py ... --dry-run         print what would be sent and deleted
+    HF_HUB_OFFLINE=1 python tools/hub_sync.py ... --dry-run
+                                                   the same without network and token: compared
+                                                   with the state of the last sync
 
 Only differences are sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at
 most 1 MiB, whose joined contents are the log. tools/follow_log.py follows them. A file that was
@@ -18,7 +21,7 @@ Hub.
 
 - Exit code 0: in sync. Or another sync of this folder is running and does the work.
 - Exit code 1: in sync except for what was left out. A pattern matched nothing, or a file cannot be
-  read or lies elsewhere.
+  read or is outside of the folder.
 - Exit code 2: an error that a person must fix.
 - Exit code 3: the Hub did not answer in time. Nothing is lost, and the next sync continues.
 """
@@ -70,11 +73,12 @@ class HubSync:
     state: Path | None = None
     """File that records what was sent. Default: in the folder .hub_sync of --folder."""
     patience: float = 300.0
-    """Seconds to keep asking a Hub that does not answer."""
+    """Seconds to keep trying if the Hub does not answer."""
     timeout: float = 120.0
     """Seconds without an answer after which one request fails."""
     dry_run: bool = False
-    """Only list what would be sent and deleted."""
+    """Only list what would be sent and deleted. With HF_HUB_OFFLINE=1 this needs neither network
+    nor token, and compares with the state of the last sync."""
 
 
 def say(line: str) -> None:
@@ -96,9 +100,10 @@ def sync(given: HubSync) -> int:
     state = given.state or get_default_state_path(given.folder, given.repo)
     if not given.folder.is_dir():
         raise OperationsError(
-            f"--folder {given.folder} is no folder; give the one that holds the run's logs"
+            f"--folder {given.folder} is not a folder; give the folder of the run's logs"
         )
-    hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn)
+    # A dry run only reads. A public repository can be read without a token.
+    hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=not given.dry_run)
     patience = RetryPolicy(given.patience, warn)
     request = SyncRequest(
         given.folder, given.patterns, state, given.create, given.private, given.dry_run
@@ -114,10 +119,9 @@ def sync(given: HubSync) -> int:
             outcome.left_out += push_checkpoints(
                 given.checkpoints,
                 given.every,
-                state,
+                request,
                 hub,
                 patience,
-                dry_run=given.dry_run,
                 say=say,
                 warn=warn,
             )
@@ -126,7 +130,7 @@ def sync(given: HubSync) -> int:
             size = format_size(outcome.added_bytes)
             sent = f"{outcome.added} sent ({size}), {outcome.deleted} deleted"
         else:
-            sent = "all there"
+            sent = "nothing to send"
         say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
     # Files that were left out are a success for the others, and cron should report them anyway.
     if outcome.left_out:
@@ -143,9 +147,7 @@ def try_sync(given: HubSync) -> int:
         warn(str(busy))
         return 0
     except HubUnavailableError as trouble:
-        warn(
-            f"{trouble}; nothing is lost: what is not on {given.repo} yet is sent by the next sync"
-        )
+        warn(f"{trouble}; nothing is lost, because the next sync sends what is not on {given.repo}")
         return 3
     except (MegatronError, OSError) as error:
         warn(f"error: {error}")
@@ -163,7 +165,9 @@ def check(given: HubSync) -> None:
     if given.every < 1:
         raise ConfigError(f"--every {given.every} must be 1 or more")
     if given.timeout <= 0 or given.patience < 0 or (given.watch is not None and given.watch <= 0):
-        raise ConfigError("--timeout and --watch must be more than 0 seconds, --patience not less")
+        raise ConfigError(
+            "--timeout and --watch must be more than 0 seconds, and --patience at least 0 seconds"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

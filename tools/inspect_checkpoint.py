@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         # Each flag selects another report, and a JSON output can hold only one of them.
         if sum((given.parameters, given.verify, given.compare is not None, given.config)) > 1:
             raise ConfigError(
-                "--parameters, --verify, --compare and --config are different reports; ask "
-                "for one at a time"
+                "--parameters, --verify, --compare and --config select different reports; "
+                "give one of them"
             )
         folder, root = find_checkpoint(Path(given.path), given.iteration)
         if given.compare is None:
@@ -196,21 +196,21 @@ def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | Non
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not there; give a run's folder (--save) or one of its checkpoints"
+            f"{path} does not exist; give a run's folder (--save) or one of its checkpoints"
         )
     # A copy of a checkpoint may have any name. Its manifest identifies it then.
     itself = path.name.startswith("global_step") or (path / MANIFEST).is_file()
     if itself and iteration is not None:
         raise ConfigError(
-            f"--iteration {iteration} goes with a run's folder, and {path} is one checkpoint; "
-            "leave one of them out"
+            f"--iteration {iteration} selects a checkpoint in a run's folder, but {path} is a "
+            "checkpoint itself; remove the flag or give the run's folder"
         )
     if itself:
         return path, None
     if iteration is not None and iteration not in list_saved_iterations(path):
-        there = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
+        existing = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
         raise CheckpointError(
-            f"--iteration {iteration}: {path} has no such checkpoint; there are: {there}"
+            f"--iteration {iteration}: {path} has no such checkpoint; existing ones: {existing}"
         )
     # A save that replaces this iteration may have moved the checkpoint aside for the moment.
     return find_stored_folder(*locate_checkpoint(path, iteration)), path
@@ -285,8 +285,8 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
     state = found["state"]
     optimizer = found["optimizer"]
     rate = found["learning_rate"]
-    clock = (
-        f"clock at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens "
+    progress = (
+        f"schedule at {_count(state, 'lr_samples')} samples, {_count(state, 'lr_tokens')} tokens "
         "of applied steps"
     )
     rows = [
@@ -295,33 +295,27 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
         (
             "written by",
             f"version {found['version'] or '?'}, format {found['format']}, "
-            f"{found['layout'] or 'layout not said'}",
+            f"{found['layout'] or 'layout not recorded'}",
         ),
         (
             "consumed",
             f"{_count(state, 'consumed_samples')} samples, {_count(state, 'consumed_tokens')} "
             "tokens",
         ),
-        ("learning rate", clock if rate is None else f"{rate:.4g} at the next step; {clock}"),
     ]
-    rows.append(
-        (
-            "optimizer",
-            "not in it"
-            if optimizer is None
-            else f"in it, {_count(optimizer, 'optimizer_step')} steps",
-        )
-    )
-    if optimizer is not None:
+    if rate is not None:
+        progress = f"{rate:.4g} at the next step; {progress}"
+    rows.append(("learning rate", progress))
+    if optimizer is None:
+        rows.append(("optimizer", "not stored"))
+    else:
+        rows.append(("optimizer", f"stored, {_count(optimizer, 'optimizer_step')} steps"))
         scale = optimizer.get("loss_scale")
-        rows.append(
-            (
-                "loss scale",
-                "none"
-                if scale is None
-                else ", ".join(f"{key} {value}" for key, value in scale.items()),
-            )
-        )
+        if scale is None:
+            scale_text = "none"
+        else:
+            scale_text = ", ".join(f"{key} {value}" for key, value in scale.items())
+        rows.append(("loss scale", scale_text))
     if state.get("skip_ranges"):
         rows.append(
             ("skipped ranges", " ".join(f"{first}-{last}" for first, last in state["skip_ranges"]))
@@ -331,7 +325,7 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
     rows.append(
         (
             "files",
-            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in all, "
+            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in total, "
             f"{found['tensors']:,} tensors",
         )
     )
@@ -353,9 +347,11 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     """
     try:
         pointer = read_pointer(root)
-        pointed, remark = (
-            (None, None) if pointer is None else (pointer.iteration, pointer.contradiction)
-        )
+        pointed = None
+        remark = None
+        if pointer is not None:
+            pointed = pointer.iteration
+            remark = pointer.contradiction
     except CheckpointError as error:
         pointed = None
         remark = str(error)
@@ -377,9 +373,13 @@ def describe_run_folder(root: Path, shown: Path) -> dict[str, Any]:
     holder = read_holder(root)
     lease = None
     if holder is not None:
-        # Clocks of hosts differ, so the heartbeat may lie in the future by this host's clock.
-        sign = {"silent_seconds": max(0.0, get_heartbeat_age(root)), "alive": is_alive(holder)}
-        lease = {**vars(holder), "holder": holder.describe(), **sign}
+        # Clocks of hosts differ, so the heartbeat may be in the future by this host's clock.
+        lease = {
+            **vars(holder),
+            "holder": holder.describe(),
+            "silent_seconds": max(0.0, get_heartbeat_age(root)),
+            "alive": is_alive(holder),
+        }
     # Folders with a suffix are the remains of a save or a deletion, or they were set aside as
     # damaged.
     leftovers = sorted(
@@ -406,7 +406,7 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
     """Format the result of `describe_run_folder` for people."""
     rows = [("folder", folder["path"])]
     rows += [
-        (name, "not there" if text is None else text) for name, text in folder["pointers"].items()
+        (name, "missing" if text is None else text) for name, text in folder["pointers"].items()
     ]
     if folder["remark"]:
         rows.append(("pointers", folder["remark"]))
@@ -423,16 +423,16 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
         rows.append((f"  {entry['name']}", ", ".join([size, *marks])))
     rows += [(f"  {name}", "damaged, set aside") for name in folder["damaged"]]
     rows += [
-        (f"  {name}", "being written or removed, or left by one that was cut off")
+        (f"  {name}", "being written or removed, or left by an interrupted save or removal")
         for name in folder["unfinished"]
     ]
     lease = folder["lease"]
-    alive = {True: "alive", False: "gone", None: "on another host"}
+    alive = {True: "running", False: "no longer running", None: "on another host"}
     if lease is None:
-        rows.append(("lease", "held by nobody"))
+        rows.append(("lease", "not held"))
     else:
-        silence = f"last sign of life {lease['silent_seconds']:.0f} s ago"
-        rows.append(("lease", f"{lease['holder']}, {alive[lease['alive']]}, {silence}"))
+        heartbeat = f"last heartbeat {lease['silent_seconds']:.0f} s ago"
+        rows.append(("lease", f"{lease['holder']}, {alive[lease['alive']]}, {heartbeat}"))
     return align_columns(rows, left=2)
 
 
@@ -489,8 +489,7 @@ def format_comparison(found: CheckpointComparison) -> list[str]:
         lines += [*align_columns([head, *rows], left=1), ""]
     return [
         *lines,
-        f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} tensors of both are "
-        "equal bit by bit",
+        f"{len(found.tensors) - len(unequal)} of {len(found.tensors)} common tensors are bit-equal",
     ]
 
 
@@ -498,7 +497,7 @@ def format_verification(folder: Path, found: Verification) -> list[str]:
     """Format all damage, the tensors with numbers that are not finite, and the notes."""
     notes = [f"note: {note}" for note in found.notes]
     if found.not_finite:
-        head = "not finite, so that no run can go on from it:"
+        head = "numbers that are not finite, so no run can resume from it:"
         listed = [
             f"  {each.tensor}: {counts_text(each.nan, each.inf)} of {each.numbers:,} numbers"
             for each in found.not_finite
@@ -506,7 +505,7 @@ def format_verification(folder: Path, found: Verification) -> list[str]:
         notes = [head, *listed, *notes]
     if found.damage:
         head = (
-            f"{folder} is damaged; in {len({damage.file for damage in found.damage})} of its files:"
+            f"{folder} is damaged in {len({damage.file for damage in found.damage})} of its files:"
         )
         return [
             head,
@@ -514,7 +513,7 @@ def format_verification(folder: Path, found: Verification) -> list[str]:
             *notes,
         ]
     what = f"{found.files} files, {found.tensors:,} tensors, {format_gigabytes(found.bytes)}"
-    return [f"{folder} is whole: iteration {found.iteration:,}, {what}", *notes]
+    return [f"{folder} is undamaged: iteration {found.iteration:,}, {what}", *notes]
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:

@@ -36,17 +36,17 @@ def main(argv: list[str] | None = None) -> int:
 
     # Findings are kept as they arrive. A check that hangs later still reports what it measured
     # before.
-    def tell(report: NodeReport) -> None:
+    def keep(report: NodeReport) -> None:
         last[:] = [report]
         if options.report is not None:
             write(options.report, report)
 
     def give_up() -> None:
         if last:
-            said = last[-1].format_line()
+            findings = last[-1].format_line()
         else:
-            said = "nothing was found out"
-        print(f"{said}; not done after {options.seconds:g} s", flush=True)
+            findings = "no part of the check has ended"
+        print(f"{findings}; not done after {options.seconds:g} s", flush=True)
         # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
         # process.
         os._exit(1)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.operations.node_probe import probe
 
     try:
-        report = probe(options, tell)
+        report = probe(options, keep)
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ import tyro
 
 from megatron.config.cli import load_config
 from megatron.engine.support import list_unsupported
-from megatron.errors import MegatronError
+from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
 from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
@@ -91,6 +91,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(options: PlanArguments, training: list[str]) -> int:
+    negative = [iteration for iteration in options.at if iteration < 0]
+    if negative:
+        raise ConfigError(
+            f"--at {' '.join(map(str, negative))}: an iteration must be at least 0, the start."
+        )
     source = read_source(training)
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
@@ -112,15 +117,15 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         position = 0
     plan = resolve(loaded.config, world_size, loaded.origin, consumed_samples=position)
     # Iteration 0 is the state before the first step, so it may be forecast.
-    late = [iteration for iteration in options.at if not 0 <= iteration <= plan.train_iters]
+    late = [iteration for iteration in options.at if iteration > plan.train_iters]
     if late:
         warnings.append(
             f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}."
         )
-    at = plan.forecast().predict(iteration for iteration in options.at if iteration >= 0)
+    at = plan.forecast().predict(options.at)
     refused = list_unsupported(plan)
     if refused:
-        warnings.append(f"planned, but --deepspeed does not run it: {'; '.join(refused)}.")
+        warnings.append(f"planned, but --deepspeed does not support it: {'; '.join(refused)}.")
     # Two stages of planning may report the same warning. A dict keeps the order and drops
     # repetitions.
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
@@ -153,15 +158,15 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
             own.append(word)
         elif name in ("--world-size", "--consumed-samples"):
             # The value is attached with '=', or it is the next word.
-            own += [word] if "=" in word else [word, *words[:1]]
-            if "=" in word:
-                words = words
-            else:
+            own.append(word)
+            if "=" not in word:
+                own += words[:1]
                 words = words[1:]
         elif name == "--at":
             values = word.partition("=")[2].replace(",", " ").split()
             # `--at` takes any number of values. The first word that is no number ends them.
-            while words and re.fullmatch(r"\d[\d_]*", words[0]):
+            # Negative numbers are taken too, so that the message about them names this flag.
+            while words and re.fullmatch(r"-?\d[\d_]*", words[0]):
                 values.append(words.pop(0))
             own += ["--at", *values]
         else:
@@ -192,7 +197,7 @@ def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSou
     unset = ", ".join(f"${name}" for name in command.unresolved)
     warnings: tuple[str, ...] = ()
     if unset:
-        warnings = (f"left as written, for nothing here sets them: {unset}.",)
+        warnings = (f"left as written, because nothing here sets them: {unset}.",)
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
@@ -271,9 +276,9 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    whole = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
+    model = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
     return {
-        "model": {**vars(whole), "total": whole.total},
+        "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
         "rank": {**vars(parts[fullest]), "total": parts[fullest].total},
         "activations": estimate_activations(plan, fullest, share),

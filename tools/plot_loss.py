@@ -73,7 +73,7 @@ def read_curves(source: Path) -> Curves:
     """
     if not source.is_file():
         raise DataError(
-            f"{source} is no file; give the metrics.jsonl of a run (in its --save folder) or "
+            f"{source} is not a file; give the metrics.jsonl of a run (in its --save folder) or "
             "its log"
         )
     if source.suffix == ".jsonl":
@@ -83,7 +83,7 @@ def read_curves(source: Path) -> Curves:
     # An empty picture would look like a run that has not started.
     if not curves.train[0] and not curves.validation:
         raise DataError(
-            f"{source} holds neither metrics (it would end in .jsonl) nor log lines with a loss"
+            f"{source} has no loss; give a metrics file (.jsonl) or a log with Megatron's lines"
         )
     return curves
 

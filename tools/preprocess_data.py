@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         # The journal on disk makes the same command continue, so a traceback would be noise.
-        print("interrupted; the same command goes on from the last journal entry", file=sys.stderr)
+        print(
+            "interrupted; the same command continues from the last journal entry", file=sys.stderr
+        )
         return 130
     for key, prefix in done.prefixes.items():
         print(f"{prefix}: {done.documents[key]} documents, {done.tokens[key]} tokens")

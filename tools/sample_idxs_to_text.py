@@ -86,7 +86,9 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
         MegatronError: The run or its data cannot be read, or a sample does not exist.
     """
     if not options.samples and not options.iterations:
-        raise ConfigError("nothing is asked for; give --samples 0-3 17 or --iterations 8401-8402.")
+        raise ConfigError(
+            "no samples are requested; give --samples 0-3 17 or --iterations 8401-8402."
+        )
     config, checkpoint = read_run(options.checkpoint, arguments)
     # Old checkpoints counted bare thresholds in samples. The same reading is needed to find the
     # same samples.
@@ -167,11 +169,10 @@ def find_samples_of_iterations(
         recorded = checkpoint.state["consumed_samples"]
         if then.consumed_samples != recorded:
             raise DataError(
-                f"by this configuration {then.consumed_samples} samples are consumed after "
-                f"iteration {checkpoint.iteration}, but "
-                f"{checkpoint.folder} records {recorded}: the batch size changed in mid-run. "
-                "Take the consumed samples from "
-                "the log and give --samples."
+                f"with this configuration {then.consumed_samples} samples are consumed after "
+                f"iteration {checkpoint.iteration}, but {checkpoint.folder} records {recorded}: "
+                "the batch size changed during the run. Take the consumed samples from the log "
+                "and give --samples."
             )
     iterations = sorted(
         {iteration for first, last in ranges for iteration in range(first, last + 1)}

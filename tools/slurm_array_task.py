@@ -42,7 +42,7 @@ from megatron.standard_streams import protect_standard_streams
 
 
 @dataclass(frozen=True)
-class SlurmElementArguments:
+class ArrayTaskArguments:
     """The options before '--'."""
 
     save: Path
@@ -73,11 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         else (words, [])
     )
     options = tyro.cli(
-        SlurmElementArguments, args=own, prog="slurm_array_task.py", description=__doc__
+        ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )
     if not command:
         print(
-            "error: nothing to train: put -- pretrain_gpt.py and its arguments behind the options",
+            "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options",
             file=sys.stderr,
         )
         return 2
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:
         for trouble in deliver(
-            [Alert("element", text)], Outlets(main_log=options.main_log)
+            [Alert("array task", text)], Outlets(main_log=options.main_log)
         ).troubles:
             print(f"error: {trouble}", file=sys.stderr)
 

@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         pulses = []
     else:
         pulses = [found.pulse]
-    told = deliver(found.alerts, given.outlets, watched=found.watched, pulses=pulses)
-    return told.report(found.troubles, alert=bool(found.alerts))
+    delivery = deliver(found.alerts, given.outlets, watched=found.watched, pulses=pulses)
+    return delivery.report(found.troubles, alert=bool(found.alerts))
 
 
 if __name__ == "__main__":

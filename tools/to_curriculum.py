@@ -82,8 +82,6 @@ def main(argv: list[str] | None = None) -> int:
     """Print what changes for `argv` (default: the command line) and return the exit code."""
     if argv is None:
         argv = sys.argv[1:]
-    else:
-        argv = argv
     if "--" in argv:
         end = argv.index("--")
     else:
@@ -152,8 +150,8 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
     # depends on it.
     if batch.global_batch_size is None and batch.step_batch_size_schedule is None:
         raise ConfigError(
-            "--global-batch-size is not given, and how many processes there will be is not "
-            "known here; give it."
+            "--global-batch-size is not given, and the number of processes is not known here. "
+            "Give --global-batch-size."
         )
     if loaded.config.curriculum.curriculum_schedule_type is not None:
         raise ConfigError(
@@ -183,12 +181,12 @@ def convert_to_curriculum(
     seq_length = plan.config.model.seq_length
     if optimizer.lr_decay_style == "WSD":
         raise ConfigError(
-            "--lr-decay-style WSD counts samples, a curriculum needs a decay by tokens; use "
+            "--lr-decay-style WSD counts samples, and a curriculum needs a decay by tokens; use "
             "cosine or linear."
         )
     if plan.train_samples < 1:
         raise ConfigError(
-            "the old command line says no end; give --train-samples or --train-iters."
+            "the old command line gives no end; give --train-samples or --train-iters."
         )
     tokens = _choose_first_given(
         options.train_tokens, batch.train_tokens, plan.train_samples * seq_length
@@ -273,9 +271,9 @@ def _compute_length(plan: Plan, new: Config, tokens: int) -> dict[str, int]:
 
 def format_flags(change: CurriculumChange) -> list[str]:
     """List the flags to remove, to change and to add, each with its present origin."""
-    out = []
+    removed = []
     changed = []
-    put_in = []
+    added = []
     for dotted, value in change.values.items():
         before = change.old[dotted]
         # An unchanged field needs no line. The step is printed anyway, because the user must know
@@ -284,14 +282,14 @@ def format_flags(change: CurriculumChange) -> list[str]:
             # This field has a default, so it may be unchanged and yet needs to be in the new
             # command line.
             if dotted == "curriculum.curriculum_difficulty_step":
-                put_in.append(f"  {_format_flag(dotted, value)}")
+                added.append(f"  {_format_flag(dotted, value)}")
         elif value is None:
-            out.append(f"  {change.old.describe(dotted)}")
+            removed.append(f"  {change.old.describe(dotted)}")
         elif before is None or not change.old.is_changed(dotted):
-            put_in.append(f"  {_format_flag(dotted, value)}")
+            added.append(f"  {_format_flag(dotted, value)}")
         else:
             changed.append(f"  {change.old.describe(dotted)}  ->  {_format_flag(dotted, value)}")
-    parts = (("take out", out), ("change", changed), ("put in", put_in))
+    parts = (("remove", removed), ("change", changed), ("add", added))
     return [line for title, lines in parts if lines for line in (title, *lines)]
 
 
@@ -334,20 +332,18 @@ def list_consequences(old: Plan, new: Plan) -> list[str]:
     change_every = new.curriculum.total_curriculum_step / len(stages)
     lines = [
         f"the run ends at iteration {end:,} with {tokens:,} tokens of {end * batch:,} "
-        "samples; the old one had "
-        f"{old.train_iters:,} iterations and {old.train_samples:,} samples",
+        f"samples; the old one had {old.train_iters:,} iterations and {old.train_samples:,} "
+        "samples",
         f"there are {len(stages)} lengths from {stages[0][1]} to {stages[-1][1]} tokens; one "
         f"lasts {change_every:,.0f} iterations",
         *_describe_warmup(old, new),
         "the training loss is that of the current length: compare by the validation loss, "
-        "which always has the full one, and "
-        "evaluate more often (--eval-interval)",
+        "which is always that of the full length, and evaluate more often (--eval-interval)",
         "memory is largest at the full length: try --micro-batch-size without the curriculum; "
-        "it may grow, since the batch size no "
-        "longer starts small",
+        "it may grow, since the batch size no longer starts small",
     ]
     return [
-        "what comes of it",
+        "consequences",
         *(f"- {line}" for line in [*lines, *new.curriculum.list_warnings()]),
     ]
 
@@ -368,10 +364,9 @@ def _describe_warmup(old: Plan, new: Plan) -> list[str]:
     (state,) = new.forecast().predict([steps])
     return [
         f"the warm-up's {samples:,.0f} samples are {steps:,} iterations and "
-        f"{state.consumed_tokens:,} tokens now, instead of "
-        f"{before:,} iterations in the old run; if that is too steep, lengthen it (the 104B "
-        "run went from 216,320 samples to "
-        "3,750,000: 375M tokens by a mean length of 100)"
+        f"{state.consumed_tokens:,} tokens now, instead of {before:,} iterations in the old run; "
+        "if that is too steep, lengthen it (the 104B run went from 216,320 samples to 3,750,000: "
+        "375M tokens at a mean length of 100)"
     ]
 
 

@@ -13,7 +13,7 @@ setup_env "data,observe"
 
 work="${QUICKSTART_DIR:-quickstart}"
 run=$work/curriculum
-[[ -f ${work}/stdlib_text_document.idx ]] || stop "there is no corpus in $work; run 'bash examples/quickstart.sh' first"
+[[ -f ${work}/stdlib_text_document.idx ]] || stop "$work has no corpus. Run 'bash examples/quickstart.sh' first."
 
 arguments=(
     --config examples/curriculum_learning/curriculum.yaml --data-path "$work/stdlib_text_document"
@@ -23,11 +23,11 @@ arguments=(
 # Each call trains a new run. Otherwise the first training command would resume the previous one.
 rm -rf "$run"
 
-say "what will be trained: samples, tokens, sequence length and learning rate after some iterations"
+say "the plan: samples, tokens, sequence length and learning rate after some iterations"
 python tools/plan.py --world-size 1 --at 1 10 25 50 100 123 -- "${arguments[@]}"
 # The interruption is planned, and shows that a resume continues at the same sequence length.
-say "training; the job ends after 40 iterations, while the length still grows"
+say "training for 40 iterations; the sequence length still grows then"
 python pretrain_gpt.py "${arguments[@]}" --exit-interval 40
-say "the same command goes on, until the tokens are trained"
+say "the same command resumes, and trains until the run has its tokens"
 python pretrain_gpt.py "${arguments[@]}"
 say "done: validation losses at the full length are in $run/metrics.jsonl, TensorBoard's curriculum_seqlen in $run/tensorboard"

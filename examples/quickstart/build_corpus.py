@@ -45,7 +45,7 @@ class BuildCorpus:
     """Stop after this much text."""
 
 
-def documents(library: Path) -> Iterator[tuple[str, str]]:
+def iterate_documents(library: Path) -> Iterator[tuple[str, str]]:
     """Yield (source, text) of each file below `library` and of each documentation topic."""
     for folder, names, files in os.walk(library):
         # Assigning to the slice makes os.walk skip folders. Sorting makes the order the same on all
@@ -62,12 +62,12 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
                 # A few old sources declare another encoding.
                 continue
             if source == "pydoc_data/topics.py":
-                yield from topics(source, text)
+                yield from iterate_topics(source, text)
             else:
                 yield source, text
 
 
-def topics(source: str, text: str) -> Iterator[tuple[str, str]]:
+def iterate_topics(source: str, text: str) -> Iterator[tuple[str, str]]:
     """Yield the topics of the language reference, which are stored as one dictionary of texts."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -79,25 +79,27 @@ def build(options: BuildCorpus) -> tuple[int, int]:
     """Write the corpus and return (documents, characters)."""
     unique = {
         hashlib.sha256(text.encode()).hexdigest(): (source, text)
-        for source, text in documents(_library())
+        for source, text in iterate_documents(_find_library())
         if text.strip()
     }
     # The file gets its name when it is complete. The quickstart keeps a corpus that exists, so a
     # partial one would stay.
     temporary = options.output.with_name(options.output.name + ".unfinished")
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    count = characters = 0
+    count = 0
+    characters = 0
     with temporary.open("w", encoding="utf-8") as file:
         for _, (source, text) in sorted(unique.items()):
             if characters + len(text) > options.max_megabytes * 1e6:
                 break
             file.write(json.dumps({"source": source, "text": text}, ensure_ascii=False) + "\n")
-            count, characters = count + 1, characters + len(text)
+            count += 1
+            characters += len(text)
     temporary.rename(options.output)
     return count, characters
 
 
-def _library() -> Path:
+def _find_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -106,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(BuildCorpus, args=argv)
     count, characters = build(options)
     print(
-        f"{count} documents, {characters / 1e6:.1f} million characters of {_library()} in "
+        f"{count} documents, {characters / 1e6:.1f} million characters of {_find_library()} in "
         f"{options.output}"
     )
     return 0

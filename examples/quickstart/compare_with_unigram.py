@@ -32,7 +32,7 @@ class CompareWithUnigram:
     """The loss must be lower than the entropy by this number of nats."""
 
 
-def unigram_entropy(dataset: IndexedDataset, split: str) -> float:
+def compute_unigram_entropy(dataset: IndexedDataset, split: str) -> float:
     """Return the entropy of the validation documents' token distribution, in nats."""
     bounds = compute_split_bounds(split, dataset.num_documents)
     # Bounds count documents. The offsets translate them into indices of the stored sequences.
@@ -43,7 +43,7 @@ def unigram_entropy(dataset: IndexedDataset, split: str) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def last_validation_loss(metrics: Path) -> float:
+def read_last_validation_loss(metrics: Path) -> float:
     """Return the last loss of the validation set that --split gives.
 
     Raises:
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print both numbers and return the exit code."""
     options = tyro.cli(CompareWithUnigram, args=argv)
     try:
-        entropy = unigram_entropy(IndexedDataset(options.dataset), options.split)
-        loss = last_validation_loss(options.metrics)
+        entropy = compute_unigram_entropy(IndexedDataset(options.dataset), options.split)
+        loss = read_last_validation_loss(options.metrics)
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"validation loss of the model:             {loss:.4f} nats")
     if loss < entropy - options.margin:
         return 0
-    print(f"error: the loss should be lower by {options.margin} at least", file=sys.stderr)
+    print(f"error: the loss must be lower by at least {options.margin}", file=sys.stderr)
     return 1
 
 

@@ -214,22 +214,26 @@ def compare(a: Checkpoint, b: Checkpoint) -> CheckpointComparison:
     state = _compare_states(a, b)
     # Tensors are compared one by one, so that two checkpoints larger than the memory can be
     # compared.
-    with _open_tensors(a) as (here, read), _open_tensors(b) as (there, read_other):
-        both = sort_by_parameter(here.keys() & there.keys())
-        other = [key for key in both if here[key]["shape"] != there[key]["shape"]]
-        same = [key for key in both if here[key]["shape"] == there[key]["shape"]]
+    with _open_tensors(a) as (of_a, read_a), _open_tensors(b) as (of_b, read_b):
+        both = sort_by_parameter(of_a.keys() & of_b.keys())
+        reshaped = [key for key in both if of_a[key]["shape"] != of_b[key]["shape"]]
+        same = [key for key in both if of_a[key]["shape"] == of_b[key]["shape"]]
         tensors = [
-            compute_difference(key, read(key), read_other(key))
-            for key in _show_progress(same, here, "compare")
+            compute_difference(key, read_a(key), read_b(key))
+            for key in _show_progress(same, of_a, "compare")
         ]
     shapes = [
-        ShapeDifference(key, tuple(here[key]["shape"]), tuple(there[key]["shape"])) for key in other
+        ShapeDifference(key, tuple(of_a[key]["shape"]), tuple(of_b[key]["shape"]))
+        for key in reshaped
     ]
-    only = (
-        sort_by_parameter(here.keys() - there.keys()),
-        sort_by_parameter(there.keys() - here.keys()),
+    return CheckpointComparison(
+        config,
+        state,
+        only_in_first=sort_by_parameter(of_a.keys() - of_b.keys()),
+        only_in_second=sort_by_parameter(of_b.keys() - of_a.keys()),
+        shapes=shapes,
+        tensors=tensors,
     )
-    return CheckpointComparison(config, state, *only, shapes, tensors)
 
 
 def compute_difference(key: str, a: Tensor, b: Tensor) -> TensorDifference:

@@ -37,7 +37,7 @@ class Digester:
 
     def __init__(self) -> None:
         """Create the digester of an empty file."""
-        self._whole = xxhash.xxh3_128()
+        self._file = xxhash.xxh3_128()
         self._block = xxhash.xxh3_64()
         self._bytes = 0
         self._in_block = 0
@@ -47,7 +47,7 @@ class Digester:
         """Add the next bytes. Their number need not be that of a block."""
         # As bytes, whatever the type of the elements was, so that `len` is the number of bytes.
         view = memoryview(data).cast("B")
-        self._whole.update(view)
+        self._file.update(view)
         self._bytes += len(view)
         while len(view) > 0:
             part = view[: BLOCK - self._in_block]
@@ -67,7 +67,7 @@ class Digester:
         # The last block is usually shorter than BLOCK.
         if self._in_block:
             self._end_block()
-        return FileDigest(self._bytes, self._whole.hexdigest(), "".join(self._blocks))
+        return FileDigest(self._bytes, self._file.hexdigest(), "".join(self._blocks))
 
 
 def digest_of_block(data: bytes | memoryview) -> str:

@@ -27,7 +27,7 @@ _SHOWN = 8
 """Number of tensors that a message names."""
 
 
-def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
+def describe_not_finite(shards: Sequence[TensorShard]) -> list[str]:
     """Return a line for each tensor that holds NaN or an infinity.
 
     Each tensor is read once. A sum is finite unless an element is not finite or the sum overflows.
@@ -35,18 +35,18 @@ def describe_not_finite(chunks: Sequence[TensorShard]) -> list[str]:
     """
     # All sums are queued on the device before the first one is read. Reading each sum immediately
     # would synchronise with the device once for each tensor.
-    sums = [chunk.tensor.detach().sum() for chunk in chunks]
+    sums = [shard.tensor.detach().sum() for shard in shards]
     suspects = [
-        chunk for chunk, total in zip(chunks, sums, strict=True) if not math.isfinite(float(total))
+        shard for shard, total in zip(shards, sums, strict=True) if not math.isfinite(float(total))
     ]
     lines = []
-    for chunk in suspects:
-        nan, inf = count_not_finite(chunk.tensor)
+    for shard in suspects:
+        nan, inf = count_not_finite(shard.tensor)
         # Both are 0 if finite numbers have overflowed in the sum.
         if nan or inf:
             lines.append(
-                f"{chunk.name} ({chunk.kind}): {counts_text(nan, inf)} of "
-                f"{chunk.tensor.numel():,} numbers"
+                f"{shard.name} ({shard.kind}): {counts_text(nan, inf)} of "
+                f"{shard.tensor.numel():,} numbers"
             )
     return lines
 
@@ -89,11 +89,11 @@ def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks)
     found = gather_not_finite([*mine, *(scalars if ranks.rank == 0 else ())], ranks)
     if found:
         raise CheckpointError(
-            f"{checkpoint.folder} holds numbers that are not finite; each step from it would be "
-            "dropped:\n  " + "\n  ".join(found) + "\ngo back to an older one: python "
-            f"tools/rollback.py {checkpoint.folder.parent} --to ITERATION; "
-            "tools/inspect_checkpoint.py --verify says whether that one is finite. If only exp_avg "
-            "and exp_avg_sq are not, --no-load-optim goes on with fresh moments"
+            f"{checkpoint.folder} holds numbers that are not finite. Each step from it would be "
+            "dropped:\n  " + "\n  ".join(found) + "\nGo back to an older checkpoint with: python "
+            f"tools/rollback.py {checkpoint.folder.parent} --to ITERATION. "
+            "tools/inspect_checkpoint.py --verify reports whether that one is finite. If only "
+            "exp_avg and exp_avg_sq are not finite, --no-load-optim resumes with new moments"
         )
 
 

@@ -118,28 +118,32 @@ def read_pointer(root: Path) -> Pointer | None:
     else:
         number_iteration = parse_iteration(f"global_step{by_number}")
     text = _read_pointer_text(latest)
-    pointer, iteration = (
-        (latest, parse_iteration(text)) if text is not None else (number, number_iteration)
-    )
-    if text is None and by_number is None:
+    if text is not None:
+        pointer = latest
+        held = text
+        iteration = parse_iteration(text)
+    elif by_number is not None:
+        pointer = number
+        held = by_number
+        iteration = number_iteration
+    else:
         return None
-    there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
+    saved = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
     if iteration is None:
-        held = by_number if text is None else text
         raise CheckpointError(
-            f"{pointer} holds {held!r}, which names no checkpoint; write one of those that are "
-            f"there: {there}"
+            f"{pointer} holds {held!r}, which names no checkpoint; write the name of one into it; "
+            f"there are: {saved}"
         )
     if not find_stored_folder(root, iteration).is_dir():
         raise CheckpointError(
             f"{pointer} names global_step{iteration}, which is not a finished checkpoint; "
-            f"there are: {there}"
+            f"there are: {saved}"
         )
     contradiction = None
     if text is not None and by_number is not None and number_iteration != iteration:
         contradiction = (
-            f"{LATEST} says global_step{iteration}, {LATEST_ITERATION} {by_number!r}; "
-            f"{LATEST} decides"
+            f"{LATEST} names global_step{iteration}, and {LATEST_ITERATION} holds {by_number!r}; "
+            f"{LATEST} is used"
         )
     return Pointer(iteration, contradiction)
 
@@ -148,7 +152,7 @@ def _read_pointer_text(path: Path) -> str | None:
     """Return the text of a pointer file, or None if the file does not exist."""
     if path.is_dir():
         raise CheckpointError(
-            f"{path} is a folder; it must be a file that names a checkpoint: remove it"
+            f"{path} is a folder, and must be a file that names a checkpoint; remove the folder"
         )
     if path.is_file():
         return path.read_text(errors="replace").strip()
@@ -182,12 +186,10 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
         return path.parent, named
     if iteration is None:
         iteration = read_pointed_iteration(path)
-    else:
-        iteration = iteration
     if iteration is None:
-        there = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
+        saved = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
         raise CheckpointError(
-            f"{path} has no pointer {LATEST} to a checkpoint; name an iteration; there are: {there}"
+            f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"
         )
     return path, iteration
 
@@ -270,7 +272,7 @@ def remove_interrupted_leftovers(root: Path) -> list[str]:
     try:
         entries = sorted(root.iterdir())
     except OSError as error:
-        return [f"{root} could not be cleared up: {error}"]
+        return [f"{root} could not be cleaned up: {error}"]
     for entry in entries:
         if not entry.name.startswith("global_step"):
             continue

@@ -145,7 +145,7 @@ class Lease:
             if alive is None:
                 say(
                     f"{path} was left by {other.describe()}; waiting up to {STALE_SECONDS:g} s for "
-                    "a sign of life of it before this run takes the folder over"
+                    "its heartbeat before this run takes the folder over"
                 )
                 alive = _watch_heartbeat(path, other)
             if alive:
@@ -177,8 +177,8 @@ class Lease:
             other = _read(self._path)
         if other is not None and other.token != self._holder.token:
             self.lost = (
-                f"{self._path.parent} was taken over by {other.describe()}: this process gave no "
-                f"sign of life for {STALE_SECONDS:g} s; it ends without writing there"
+                f"{self._path.parent} was taken over by {other.describe()}, because this process "
+                f"had no heartbeat for {STALE_SECONDS:g} s; it ends without writing there"
             )
             raise CheckpointError(self.lost)
 
@@ -242,22 +242,32 @@ def _create(path: Path, holder: LeaseHolder) -> bool:
     # The complete text is written under another name and linked. So no reader sees a part of it,
     # and the link fails if the file exists. A rename would replace another run's file.
     fresh = path.with_name(f"{path.name}.{holder.token}")
-    text = json.dumps(asdict(holder)) + "\n"
     try:
-        fresh.write_text(text)
-        try:
-            os.link(fresh, path)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            # This file system has no hard links. Mode "x" fails as well if the file exists.
-            with open(path, "x") as file:
-                file.write(text)
+        fresh.write_text(json.dumps(asdict(holder)) + "\n")
+        _link(fresh, path)
     except FileExistsError:
         return False
     finally:
         fresh.unlink(missing_ok=True)
     return True
+
+
+def _link(source: Path, path: Path) -> None:
+    """Give a file a second name, or copy it if the file system has no hard links.
+
+    Raises:
+        FileExistsError: If `path` exists.
+        OSError: If it cannot be written.
+    """
+    try:
+        os.link(source, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        text = source.read_text()
+        # Mode "x" fails as well if the file exists.
+        with open(path, "x") as file:
+            file.write(text)
 
 
 def _read(path: Path) -> LeaseHolder | None:
@@ -339,5 +349,5 @@ def _take_over(path: Path, other: LeaseHolder | None) -> None:
     found = _read(gone)
     if found is not None and (other is None or found.token != other.token):
         with contextlib.suppress(FileExistsError):
-            os.link(gone, path)
+            _link(gone, path)
     gone.unlink()

@@ -122,7 +122,7 @@ def is_entry_on_disk(root: Path, entry: LineageEntry) -> bool:
 
 
 def iterate_counting(
-    lineage: Sequence[LineageEntry], there: Callable[[LineageEntry], bool]
+    lineage: Sequence[LineageEntry], is_on_disk: Callable[[LineageEntry], bool]
 ) -> Iterator[LineageEntry]:
     """Yield the checkpoints that count for --keep-latest-checkpoints, the newest first.
 
@@ -132,10 +132,10 @@ def iterate_counting(
 
     Args:
         lineage: Checkpoints in the order in which they were saved.
-        there: Return whether a checkpoint is on the disk. It is called only as often as needed,
-            because it reads a manifest.
+        is_on_disk: Return whether a checkpoint is on the disk. It reads a manifest, so it is called
+            only as often as needed.
     """
-    present = filter(there, reversed(lineage))
+    present = filter(is_on_disk, reversed(lineage))
     newer = next(present, None)
     while newer is not None:
         older = next(present, None)
@@ -147,7 +147,7 @@ def iterate_counting(
 def select_removable_entries(
     lineage: Sequence[LineageEntry],
     config: CheckpointConfig,
-    there: Callable[[LineageEntry], bool] = lambda entry: True,
+    is_on_disk: Callable[[LineageEntry], bool] = lambda entry: True,
 ) -> list[LineageEntry]:
     """Return the checkpoints of a lineage that may be removed when the last one is safe.
 
@@ -157,7 +157,7 @@ def select_removable_entries(
     Args:
         lineage: Checkpoints in the order in which they were saved.
         config: The flags of retention.
-        there: Return whether a checkpoint is on the disk.
+        is_on_disk: Return whether a checkpoint is on the disk.
     """
     if config.keep_latest_checkpoints is None:
         return []
@@ -169,6 +169,6 @@ def select_removable_entries(
     # The last one stays even if it does not count, because the pointers name it.
     newest = {
         *lineage[-1:],
-        *islice(iterate_counting(lineage, there), config.keep_latest_checkpoints),
+        *islice(iterate_counting(lineage, is_on_disk), config.keep_latest_checkpoints),
     }
     return [entry for entry in lineage if entry not in newest and not is_kept(entry)]

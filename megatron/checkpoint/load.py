@@ -87,8 +87,8 @@ class Checkpoint:
         with TensorReader(self.folder, collect_digests(self.manifest, index)) as reader:
             for shard in shards:
                 tensor = f"{shard.kind}/{shard.name}"
-                box = (shard.offset, tuple(shard.tensor.shape))
-                reader.read_into(shard.tensor, box, index.tensors[tensor]["boxes"], tensor)
+                needed = (shard.offset, tuple(shard.tensor.shape))
+                reader.read_into(shard.tensor, needed, index.tensors[tensor]["boxes"], tensor)
 
     def read_index(self) -> TensorIndex:
         """Return the positions of the stored tensors.
@@ -150,10 +150,11 @@ class Checkpoint:
         for shard in shards:
             stored = index.tensors.get(f"{shard.kind}/{shard.name}")
             if stored is None:
-                problems.append(f"{shard.kind} of {shard.name} is not in it")
+                problems.append(f"{shard.kind} of {shard.name} is not in the checkpoint")
             elif tuple(stored["shape"]) != shard.global_shape:
                 problems.append(
-                    f"{shard.name} is {tuple(stored['shape'])} in it, and {shard.global_shape} here"
+                    f"{shard.name} is {tuple(stored['shape'])} in the checkpoint, and "
+                    f"{shard.global_shape} in this run"
                 )
         if problems:
             # A weight and its two moments give the same line. One is enough, in the same order.
@@ -171,10 +172,10 @@ def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:
         if before != now and field.name not in _FREE_TO_CHANGE:
             flag = "--" + field.name.replace("_", "-")
             if field.name == "embed_layernorm":
-                hint = "; a norm added in mid-run begins untrained: start a new run for it"
+                hint = "; a norm that is added later is untrained: start a new run for it"
             else:
                 hint = ""
-            differences.append(f"{flag} is {before} in it, and {now} here{hint}")
+            differences.append(f"{flag} is {before} in the checkpoint, and {now} in this run{hint}")
     return differences
 
 

@@ -119,8 +119,8 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         )
     if not agrees:
         raise DamagedError(
-            f"{MANIFEST} is not what was written: it says {digest} of itself, and is "
-            f"{_digest_of(record)}",
+            f"{MANIFEST} is not what was written: its own digest field is {digest}, and "
+            f"its digest is {_digest_of(record)}",
             MANIFEST,
         )
     _check_names(record)
@@ -141,14 +141,14 @@ def _check_names(record: Mapping[str, Any]) -> None:
     course = record.get("course")
     if not isinstance(files, dict) or not isinstance(course, list):
         raise DamagedError(
-            f"{MANIFEST} is not what was written: it has no files or no course", MANIFEST
+            f"{MANIFEST} is not what was written: it has no 'files' or no 'course'", MANIFEST
         )
     for name, facts in files.items():
         if not is_plain_name(name):
             raise DamagedError(
-                f"{MANIFEST} names the file {name!a}; a checkpoint holds plain file names only, "
-                "without separators or control characters: it was not written by this program, "
-                "and nothing of it is read",
+                f"{MANIFEST} names the file {name!a}; a checkpoint has plain file names only, "
+                "without separators or control characters. This program did not write it, and "
+                "reads nothing of it",
                 MANIFEST,
             )
         if (
@@ -168,7 +168,7 @@ def _check_names(record: Mapping[str, Any]) -> None:
     for iteration in iterations:
         if not is_count(iteration):
             raise DamagedError(
-                f"{MANIFEST} is not what was written: {iteration!a} is no iteration", MANIFEST
+                f"{MANIFEST} is not what was written: {iteration!a} is not an iteration", MANIFEST
             )
 
 
@@ -305,11 +305,11 @@ def collect_digests(manifest: Manifest, index: TensorIndex) -> dict[str, FileDig
     """
     # Only names in the manifest have been checked. Any other could lead out of the folder.
     named = {
-        box["file"] for tensor in index.tensors.values() for box in tensor["boxes"]
+        stored["file"] for tensor in index.tensors.values() for stored in tensor["boxes"]
     } | index.blocks.keys()
-    strangers = sorted(named - manifest.files.keys())
-    if strangers:
-        raise DamagedError(f"{INDEX} names {strangers[0]!a}, which {MANIFEST} does not name", INDEX)
+    unknown = sorted(named - manifest.files.keys())
+    if unknown:
+        raise DamagedError(f"{INDEX} names {unknown[0]!a}, which {MANIFEST} does not name", INDEX)
     return {
         name: FileDigest(manifest.files[name]["bytes"], manifest.files[name]["xxh128"], b)
         for name, b in index.blocks.items()

@@ -141,10 +141,7 @@ class Ranks:
         reported = 0.0
         while True:
             work.wait(_ROUND_SECONDS)
-            # A single process has nobody to report to, so it waits without a limit.
-            if self.size == 1:
-                work.wait()
-            if self.size == 1 or (until_failure and work.error is not None):
+            if until_failure and work.error is not None:
                 return
             # All ranks use rank 0's time. With their own, some would raise and others would not.
             busy, seconds = self._ask(work.done, time.monotonic() - start)
@@ -160,17 +157,16 @@ class Ranks:
                 more = ""
             if seconds >= PATIENCE_SECONDS:
                 raise CheckpointError(
-                    f"{what} has taken {seconds:.0f} s, the longest that ranks wait for each "
-                    f"other's files, and is not done on {names}{more}; look at the file system as "
-                    "that host sees it, and start again with the same command"
+                    f"{what} has taken {seconds:.0f} s, the longest time that ranks wait, and is "
+                    f"not done on {names}{more}; check the file system on that host, and start "
+                    "again with the same command"
                 )
-            say(
-                f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; "
-                "the other ranks wait"
-            )
+            say(f"{what} has taken {seconds:.0f} s and is not done on {names}{more}; the run waits")
 
     def _ask(self, done: bool, seconds: float) -> tuple[list[int], float]:
         """Return the ranks that are not done, and the seconds that rank 0 has waited."""
+        if self.size == 1:
+            return ([] if done else [0]), seconds
         # float64 holds the seconds and the flag in one message.
         everyone = [torch.empty(2, dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(

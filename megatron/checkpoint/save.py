@@ -1,7 +1,7 @@
 """Saving of checkpoints.
 
 Every rank writes the shards that it owns into a new folder `global_stepN.unfinished`. Then rank 0
-renames the folder to `global_stepN` and moves the pointers to it.
+renames the folder to `global_stepN` and moves the pointers to it, see `publish.py`.
 
 Invariants:
 
@@ -29,27 +29,11 @@ from torch import Tensor
 
 from megatron.checkpoint.digest import FileDigest, digest_of_text
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
-from megatron.checkpoint.folder import (
-    LATEST,
-    UNFINISHED,
-    point_to,
-    put_in_place,
-    remove,
-    remove_interrupted_leftovers,
-    remove_started_marker,
-    step_folder,
-)
+from megatron.checkpoint.folder import UNFINISHED, remove, step_folder
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.lineage import (
-    Lineage,
-    LineageEntry,
-    is_entry_on_disk,
-    make_entry,
-    read_lineage,
-    select_removable_entries,
-    write_lineage,
-)
+from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, TensorIndex, verify_file
+from megatron.checkpoint.publish import Published, Publisher
 from megatron.checkpoint.ranks import Ranks, Work
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.config.checkpoint import CheckpointConfig
@@ -86,30 +70,13 @@ class WrittenFile:
 
     file: str
     digest: FileDigest
-    boxes: list[dict[str, Any]]
+    slices: list[dict[str, Any]]
     """One record for each shard in the file, as `_describe` returns it."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "WrittenFile":
         """Return the file that `asdict` described on another rank."""
-        return cls(record["file"], FileDigest(**record["digest"]), record["boxes"])
-
-
-@dataclass(frozen=True)
-class Published:
-    """A saved checkpoint that the pointers name."""
-
-    iteration: int
-    lineage: Lineage
-    """Checkpoints that the run came through, this one last, without those that were removed."""
-    lines: list[str]
-    """Messages and warnings to log."""
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Published":
-        """Return the checkpoint that `asdict` described on rank 0."""
-        lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
-        return cls(record["iteration"], lineage, record["lines"])
+        return cls(record["file"], FileDigest(**record["digest"]), record["slices"])
 
 
 @dataclass
@@ -171,12 +138,9 @@ class Saver:
         self._retry_at: int | None = None
         self.saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this process has written and that is safe."""
-        self._lineage = lineage
-        self._unpointed: Manifest | None = None
-        """Checkpoint that the pointers do not name because of an I/O error. Only on rank 0.
-
-        It may have its final name already.
-        """
+        self.lineage = lineage
+        """Checkpoints that the run came through, the newest last, without those removed."""
+        self._publisher = Publisher(root, self._config, lease)
         self._keep = False
         """The next checkpoint must be kept permanently."""
         self._ending = False
@@ -199,7 +163,7 @@ class Saver:
         )
         room = int(free // (size + SMALL_FILES))
         if self._config.async_save:
-            how = "written while training goes on"
+            how = "written while training continues"
         else:
             how = "training waits for them"
         keep = self._config.keep_latest_checkpoints
@@ -208,12 +172,12 @@ class Saver:
         else:
             kept = f"the newest {keep} are kept"
         if room > 0:
-            enough = ""
+            shortage = ""
         else:
-            enough = "; THERE IS NO ROOM: saves will fail"
+            shortage = "; THERE IS NO ROOM: saves will fail"
         return (
             f"{format_gigabytes(size)} each",
-            f"{how}, {kept}; {format_gigabytes(free)} free, for {room} of them{enough}",
+            f"{how}, {kept}; {format_gigabytes(free)} free, enough for {room}{shortage}",
         )
 
     def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:
@@ -266,9 +230,9 @@ class Saver:
         # still written from.
         if self._save is not None:
             self._say(
-                f"the save of iteration {self._save.contents.iteration} is still being written; "
-                f"iteration {contents.iteration}'s waits for it. Is --save-interval too short for "
-                "this file system?"
+                f"the save of iteration {self._save.contents.iteration} is still in progress, so "
+                f"the save of iteration {contents.iteration} waits for it. Is --save-interval too "
+                "short for this file system?"
             )
             self.complete()
         self._refuse_not_finite(contents, shards)
@@ -280,7 +244,7 @@ class Saver:
         # An earlier attempt may have left a complete checkpoint without pointers. Its pointers move
         # first. Otherwise the next start would not find it if this save is killed.
         finished = Work(
-            lambda: self._finish_earlier() if self._ranks.rank == 0 else None, in_thread=True
+            lambda: self._publish_earlier() if self._ranks.rank == 0 else None, in_thread=True
         )
         self._wait_for(finished, contents)
         earlier = self._gather_outcome(finished, contents, fresh)
@@ -331,17 +295,18 @@ class Saver:
             return
         raise TrainingError(
             f"after iteration {contents.iteration}, the state of this run holds numbers that are "
-            "not finite:\n  " + "\n  ".join(found) + "\nno step from here can be right, so the run "
-            f"ends, and no checkpoint of it is written to {self._root}. Older ones are untouched, "
-            f"the last: {self._last()}. Start again with the same command to go on from that one; "
-            "if it happens again, skip the data with --skip-train-iteration-range or lower --lr"
+            "not finite:\n  " + "\n  ".join(found) + "\nAll further steps would be wrong. So the "
+            f"run ends, and no checkpoint of this state is written to {self._root}. Older "
+            f"checkpoints are untouched, the newest: {self._newest()}. Start again with the same "
+            "command to resume from it. If it happens again, skip the data with "
+            "--skip-train-iteration-range or lower --lr"
         )
 
-    def _last(self) -> str:
+    def _newest(self) -> str:
         """Return the name of the newest checkpoint of this lineage, for messages."""
-        if self._lineage:
-            return f"global_step{self._lineage[-1].iteration}"
-        return "there is none"
+        if self.lineage:
+            return f"global_step{self.lineage[-1].iteration}"
+        return "none"
 
     def _set(self, save: _PendingSave | None) -> None:
         self._save = save
@@ -415,7 +380,7 @@ class Saver:
         self._failures = 0
         self.saved_iteration = published.iteration
         self._saved(published.iteration)
-        self._lineage = published.lineage
+        self.lineage = published.lineage
         for line in published.lines:
             self._say(line)
 
@@ -436,6 +401,8 @@ class Saver:
         elif isinstance(work.error, CheckpointError):
             fatal = str(work.error)
         elif work.error is not None:
+            # A mistake in this package. The other ranks wait in `gather` until this process has
+            # ended. Their connection is lost then, and `RollCall` reports this error.
             raise work.error
         outcomes = self._ranks.gather([work.result, failure, fatal])
         for _, _, reason in outcomes:
@@ -472,39 +439,35 @@ class Saver:
         """
         self._failures += 1
         allowed = self._config.max_save_failures
-        if self._lineage:
-            last = f"it is {self._last()}"
-        else:
-            last = "there is none"
         head = (
             f"saving iteration {iteration} to {self._root} failed "
             f"({self._failures} of {allowed} in a row):"
         )
-        told = "\n  ".join([head, *failures])
+        problem = "\n  ".join([head, *failures])
         if self._failures >= allowed:
             # `from cause` keeps the errno. `error_report` needs it to find a host with a bad disk.
             raise CheckpointError(
-                f"{told}\nthe run ends here, so as not to train what cannot be kept; its last "
-                f"checkpoint is untouched: {last}. "
+                f"{problem}\nthe run ends here, because further training could not be saved. Older "
+                f"checkpoints are untouched, the newest: {self._newest()}. "
                 "Make room or fix the file system, and start again with the same command"
             ) from cause
         self._retry_at = iteration + self._config.save_retry_interval
         if self._ending:
-            again = "at once"
+            retry = "immediately"
         else:
-            again = f"after iteration {self._retry_at}"
-        self._say(f"warning: {told}\nolder checkpoints are untouched; tried again {again}")
+            retry = f"after iteration {self._retry_at}"
+        self._say(f"warning: {problem}\nolder checkpoints are untouched; tried again {retry}")
 
     # The phases follow. Each runs in its own thread and returns JSON, which `gather` can send.
     # A phase must not use a collective, because the main thread uses the same group meanwhile.
 
     def _prepare(self, fresh: Path, size: int) -> None:
         """Check lease and free space, and make the empty folder of a save. Rank 0 only."""
-        self._confirm_lease()
+        self._publisher.confirm_lease()
         free = free_bytes(self._root)
         if free < size + SMALL_FILES:
             raise OSError(
-                f"the checkpoint has {format_gigabytes(size)}, and {self._root} has "
+                f"the checkpoint needs {format_gigabytes(size)}, and {self._root} has "
                 f"{format_gigabytes(free)} free; make room"
             )
         remove(fresh)
@@ -527,13 +490,13 @@ class Saver:
             fresh: The folder to write into.
             own: Key in the file -> a shard that this rank owns.
             copied: Event to set when the shards may change again.
-            ready: Event of the device, see `_copy`.
+            ready: Event of the device, see `copy_to_host`.
             copy: Copy the shards to the host first, so that training continues during the write.
         """
         try:
             tensors = {key: shard.tensor for key, shard in own.items()}
             if copy:
-                tensors = self._copy(tensors, ready)
+                tensors = copy_to_host(tensors, self._buffers, ready)
                 copied.set()
             if not own:
                 return None
@@ -549,39 +512,6 @@ class Saver:
                 [_describe(shard, name, written.begins[key]) for key, shard in own.items()],
             )
         )
-
-    def _copy(
-        self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None"
-    ) -> dict[str, Tensor]:
-        """Copy tensors to host buffers, which are kept for the next save.
-
-        Args:
-            tensors: Key -> a tensor on the host or the device.
-            ready: Recorded on the computation's stream when the save started. None on the host.
-        """
-        copies = {}
-        for key, tensor in tensors.items():
-            buffer = self._buffers.get(key)
-            if buffer is None:
-                buffer = self._buffers[key] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
-            copies[key] = buffer
-        if ready is None:
-            for key, tensor in tensors.items():
-                copies[key].copy_(tensor.detach())
-            return copies
-        device = next(iter(tensors.values())).device
-        # A separate stream overlaps the copy with the next forward and backward pass. It waits for
-        # `ready`, because the optimizer's step before the save may still be running on the device.
-        stream = torch.cuda.Stream(device)
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            for key, tensor in tensors.items():
-                copies[key].copy_(tensor.detach(), non_blocking=True)
-        # Without this, the file would be written from buffers that are not filled yet.
-        stream.synchronize()
-        return copies
 
     def _read_back(self, fresh: Path, parts: list[WrittenFile]) -> None:
         """Read the next rank's file back from the disk and compare it with its digest.
@@ -603,134 +533,25 @@ class Saver:
         if self._ranks.rank != 0:
             return None
         # The new checkpoint replaces one of the same iteration, which then is no longer on disk.
-        before = tuple(entry for entry in self._lineage if entry.iteration != contents.iteration)
+        before = tuple(entry for entry in self.lineage if entry.iteration != contents.iteration)
         manifest = write_small_files(fresh, contents, parts, before, keep=keep)
         # Read back before the pointers move, because older checkpoints are removed after that.
         for name in (INDEX, CONFIG):
             verify_file(fresh, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
         text = manifest.dump_json()
         verify_file(fresh, MANIFEST, len(text.encode()), digest_of_text(text))
-        self._confirm_lease()
-        return asdict(self._publish(manifest, fresh))
+        self._publisher.confirm_lease()
+        return asdict(self._publisher.publish(manifest, fresh))
 
-    def _finish_earlier(self) -> dict[str, Any] | None:
-        """Move the pointers to the checkpoint that an earlier attempt left without them. Rank 0.
+    def _publish_earlier(self) -> dict[str, Any] | None:
+        """Publish what an earlier attempt left, and return the `Published` checkpoint as JSON.
 
-        Returns:
-            The `Published` checkpoint as JSON, or None if no attempt left one.
+        None if there is none. Rank 0 only.
         """
-        manifest = self._unpointed
-        if manifest is None:
+        published = self._publisher.publish_earlier()
+        if published is None:
             return None
-        self._confirm_lease()
-        # An operator may have removed or replaced it meanwhile.
-        if not is_entry_on_disk(self._root, make_entry(manifest)):
-            self._unpointed = None
-            return None
-        return asdict(self._publish(manifest, None))
-
-    def _publish(self, manifest: Manifest, fresh: Path | None) -> Published:
-        """Rename the folder, move the pointers to it and clean up.
-
-        After an I/O error, the state of the disk decides. The save has succeeded if `latest` names
-        the checkpoint. Otherwise it has failed. In that case a checkpoint that has its final name
-        stays, and the next attempt moves the pointers to it first.
-
-        Args:
-            manifest: The manifest of the checkpoint.
-            fresh: The folder to rename. None if it has its final name already.
-
-        Raises:
-            OSError: If `latest` does not name the checkpoint.
-            CheckpointError: If another run took the folder over.
-        """
-        iteration = manifest.iteration
-        lineage = read_lineage(manifest)
-        # Set before the first rename, so that no error below can lose track of the checkpoint.
-        self._unpointed = manifest
-        # The order of the writes below matters. The pointers move last. Otherwise a kill could
-        # leave them at a folder without its final name, or without the copy of its lineage.
-        try:
-            if fresh is not None:
-                put_in_place(fresh, step_folder(self._root, iteration))
-            write_lineage(self._root, manifest, self._confirm_lease)
-            point_to(self._root, iteration, self._confirm_lease)
-            self._confirm_lease()
-        except OSError as error:
-            if not self._is_there(manifest):
-                raise
-            if not self._is_pointed_to(iteration):
-                raise OSError(
-                    f"{error}; global_step{iteration} is whole and stays, but "
-                    f"{self._root / LATEST} does not name it: the next attempt begins with that, "
-                    "or "
-                    f"write global_step{iteration} there by hand"
-                ) from error
-            self._unpointed = None
-            said = f"global_step{iteration} is saved, although: {error}"
-            return Published(
-                iteration, lineage, [f"warning: {said}; nothing is removed before the next save"]
-            )
-        self._unpointed = None
-        return self._clean_up(iteration, lineage)
-
-    def _is_there(self, manifest: Manifest) -> bool:
-        """Return whether the checkpoint has its final name. False if that cannot be read."""
-        try:
-            return is_entry_on_disk(self._root, make_entry(manifest))
-        except OSError:
-            return False
-
-    def _is_pointed_to(self, iteration: int) -> bool:
-        """Return whether `latest` names the iteration. False if that cannot be read."""
-        try:
-            text = (self._root / LATEST).read_text(errors="replace")
-        except OSError:
-            return False
-        return text.strip() == f"global_step{iteration}"
-
-    def _confirm_lease(self) -> None:
-        """Raise CheckpointError if another run has taken the folder over.
-
-        Call it before each rename or removal. The process may have been suspended since the last
-        call, and another run may own the folder now.
-        """
-        if self._lease is not None:
-            self._lease.confirm()
-
-    def _clean_up(self, iteration: int, lineage: Lineage) -> Published:
-        """Remove what the checkpoint of `iteration`, the last of `lineage`, makes superfluous.
-
-        A failure here does not harm the checkpoint and does not stop the next removal. The next
-        save tries again.
-        """
-        said = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
-        try:
-            remove_started_marker(self._root)
-        except OSError as error:
-            said.append(f"warning: {error}; the next save tries again to remove it")
-        gone: list[LineageEntry] = []
-
-        def there(entry: LineageEntry) -> bool:
-            try:
-                return entry == lineage[-1] or is_entry_on_disk(self._root, entry)
-            except OSError:
-                # A checkpoint that cannot be read may be lost. It does not count, so one more of
-                # the others stays.
-                return False
-
-        for entry in select_removable_entries(lineage, self._config, there):
-            try:
-                # The folder may hold a checkpoint of another lineage, which is not ours to remove.
-                if is_entry_on_disk(self._root, entry):
-                    remove(step_folder(self._root, entry.iteration))
-                    said.append(
-                        f"removed by --keep-latest-checkpoints: global_step{entry.iteration}"
-                    )
-                gone.append(entry)
-            except OSError as error:
-                said.append(f"warning: global_step{entry.iteration} could not be removed: {error}")
-        return Published(iteration, tuple(entry for entry in lineage if entry not in gone), said)
+        return asdict(published)
 
 
 def save_checkpoint(
@@ -751,6 +572,41 @@ def save_checkpoint(
     saver.begin(contents, shards)
     saver.complete()
     return step_folder(root, contents.iteration)
+
+
+def copy_to_host(
+    tensors: dict[str, Tensor], buffers: dict[str, Tensor], ready: "torch.cuda.Event | None"
+) -> dict[str, Tensor]:
+    """Copy tensors to host buffers, which are kept for the next save.
+
+    Args:
+        tensors: Key -> a tensor on the host or the device.
+        buffers: Key -> the buffer of an earlier save. New buffers are added.
+        ready: Recorded on the computation's stream when the save started. None on the host.
+    """
+    copies = {}
+    for key, tensor in tensors.items():
+        buffer = buffers.get(key)
+        if buffer is None:
+            buffer = buffers[key] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+        copies[key] = buffer
+    if ready is None:
+        for key, tensor in tensors.items():
+            copies[key].copy_(tensor.detach())
+        return copies
+    device = next(iter(tensors.values())).device
+    # A separate stream overlaps the copy with the next forward and backward pass. It waits for
+    # `ready`, because the optimizer's step before the save may still be running on the device.
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        for key, tensor in tensors.items():
+            copies[key].copy_(tensor.detach(), non_blocking=True)
+    # Without this, the file would be written from buffers that are not filled yet.
+    stream.synchronize()
+    return copies
 
 
 def write_small_files(
@@ -775,11 +631,13 @@ def write_small_files(
     """
     index = TensorIndex({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:
-        for box in part.boxes:
+        for stored in part.slices:
             entry = index.tensors.setdefault(
-                box["tensor"], {"shape": box["global_shape"], "boxes": []}
+                stored["tensor"], {"shape": stored["global_shape"], "boxes": []}
             )
-            entry["boxes"].append({key: box[key] for key in ("file", "begin", "offset", "shape")})
+            entry["boxes"].append(
+                {key: stored[key] for key in ("file", "begin", "offset", "shape")}
+            )
     files: dict[str, dict[str, Any]] = {
         part.file: {"bytes": part.digest.bytes, "xxh128": part.digest.xxh128} for part in parts
     }

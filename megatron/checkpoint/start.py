@@ -22,7 +22,7 @@ from megatron.checkpoint.folder import (
     remove_interrupted_leftovers,
     set_aside,
 )
-from megatron.checkpoint.lineage import find_lineage_before
+from megatron.checkpoint.lineage import Lineage, find_lineage_before
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
 from megatron.checkpoint.ranks import Ranks
@@ -138,33 +138,95 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
             raise CheckpointError("--require-load needs --load FOLDER")
         return StartPoint(None)
     root = Path(config.load)
-    if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
-        raise CheckpointError(
-            f"--load {root} is one checkpoint; give its run's folder, and --load-iteration to "
-            "choose one of it"
-        )
+    _refuse_single_checkpoint(root)
     saved = list_saved_iterations(root)
     if config.load_iteration is not None:
-        if config.load_iteration not in saved:
-            there = ", ".join(f"global_step{i}" for i in saved) or "none"
-            raise CheckpointError(
-                f"--load-iteration {config.load_iteration}: {root} has no such checkpoint; "
-                f"there are: {there}"
-            )
-        # Without fallback: an operator who names an iteration wants that one or an error.
-        checkpoint = _open_complete(root, config.load_iteration, known_damage)
-        return StartPoint(checkpoint, (), _note_later(saved, config.load_iteration, config))
+        return _take_requested(root, config.load_iteration, saved, config, known_damage)
+    pointer = _read_start_pointer(root, saved)
+    if pointer is None:
+        _refuse_to_start_over(config, root, saved)
+        return StartPoint(None)
+    return _take_newest_intact(root, pointer, saved, config, known_damage)
+
+
+def _refuse_single_checkpoint(root: Path) -> None:
+    """Raise if `--load` is the folder of a checkpoint, and not that of a run.
+
+    Raises:
+        CheckpointError: If it is.
+    """
+    if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
+        raise CheckpointError(
+            f"--load {root} is a single checkpoint; give the folder of its run, and "
+            "--load-iteration to choose a checkpoint"
+        )
+
+
+def _take_requested(
+    root: Path,
+    iteration: int,
+    saved: list[int],
+    config: CheckpointConfig,
+    known_damage: Mapping[int, str] | None,
+) -> StartPoint:
+    """Return the start from the checkpoint that --load-iteration names.
+
+    There is no fallback. An operator who names an iteration wants that one or an error.
+
+    Args:
+        root: Folder of the checkpoints.
+        iteration: The iteration that was given.
+        saved: Iterations of all checkpoints in `root`.
+        config: See `find_start`.
+        known_damage: See `find_start`.
+
+    Raises:
+        CheckpointError: If it does not exist.
+        DamagedError: If it is damaged.
+    """
+    if iteration not in saved:
+        existing = ", ".join(f"global_step{i}" for i in saved) or "none"
+        raise CheckpointError(
+            f"--load-iteration {iteration}: {root} has no such checkpoint; there are: {existing}"
+        )
+    checkpoint = _open_complete(root, iteration, known_damage)
+    return StartPoint(checkpoint, (), _note_later(saved, iteration, config))
+
+
+def _read_start_pointer(root: Path, saved: list[int]) -> Pointer | None:
+    """Return what the pointers name, or None if the run has no checkpoint to start from.
+
+    Raises:
+        CheckpointError: See `read_pointer`.
+    """
     pointer = read_pointer(root)
     if pointer is None and len(saved) == 1 and has_no_checkpoint_yet(root):
         # The very first save was killed between the rename of its folder and the pointers. The
         # marker proves that no older checkpoint existed, so this one must be it.
-        pointer = Pointer(saved[0], None)
-    if pointer is None:
-        _refuse_to_start_over(config, root, saved)
-        return StartPoint(None)
-    notes: tuple[str, ...] = ()
-    if pointer.contradiction is not None:
-        notes = (f"{root}: {pointer.contradiction}",)
+        return Pointer(saved[0], None)
+    return pointer
+
+
+def _take_newest_intact(
+    root: Path,
+    pointer: Pointer,
+    saved: list[int],
+    config: CheckpointConfig,
+    known_damage: Mapping[int, str] | None,
+) -> StartPoint:
+    """Return the start from the pointed checkpoint, or the newest intact one of its lineage.
+
+    Args:
+        root: Folder of the checkpoints.
+        pointer: The checkpoint that is tried first.
+        saved: Iterations of all checkpoints in `root`.
+        config: See `find_start`.
+        known_damage: See `find_start`.
+
+    Raises:
+        DamagedError: If every checkpoint that could be taken is damaged.
+        CheckpointError: If a checkpoint cannot be read.
+    """
     # Damaged checkpoints of an earlier attempt were renamed meanwhile, so the loop below does not
     # meet them. They are still part of the report.
     damaged = [
@@ -173,14 +235,7 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
         if iteration not in saved
     ]
     lineage = find_lineage_before(root, pointer.iteration)
-    before = [
-        (a.iteration, a.digest)
-        for a in reversed(lineage or ())
-        if find_stored_folder(root, a.iteration).is_dir()
-    ]
-    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
-    # pointers. An older one must have the digest that the lineage gives.
-    for iteration, digest in [(pointer.iteration, None), *before]:
+    for iteration, digest in _list_candidates(root, pointer, lineage):
         try:
             found = _open_complete(root, iteration, known_damage)
         except DamagedError as damage:
@@ -188,25 +243,37 @@ def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> S
             if config.load_fallback:
                 continue
             raise _make_no_start_error(
-                damaged, "--no-load-fallback forbids to take an older one"
+                damaged, "--no-load-fallback forbids an older one"
             ) from damage
         if digest not in (None, found.manifest.digest):
             # This folder has the same iteration, but its checkpoint belongs to another lineage.
             continue
-        return StartPoint(
-            found, tuple(damaged), (*notes, *_note_later(saved, pointer.iteration, config))
-        )
+        notes = _note_later(saved, pointer.iteration, config)
+        if pointer.contradiction is not None:
+            notes = (f"{root}: {pointer.contradiction}", *notes)
+        return StartPoint(found, tuple(damaged), notes)
     others = ", ".join(f"global_step{i}" for i in saved if i not in dict(damaged)) or "none"
     if lineage is None:
         # Without a lineage, nothing is guessed. A checkpoint of a lineage that was rolled back
         # would bring back the data or the loss spike that the operator wanted to avoid.
-        raise _make_no_start_error(
-            damaged, f"which older ones the run came through cannot be read; there are: {others}"
-        )
-    raise _make_no_start_error(
-        damaged,
-        f"and there is no older one of this lineage that is whole; of others there are: {others}",
-    )
+        why = f"the lineage of this run cannot be read; there are: {others}"
+    else:
+        why = f"this lineage has no older intact one; checkpoints of other lineages: {others}"
+    raise _make_no_start_error(damaged, why)
+
+
+def _list_candidates(
+    root: Path, pointer: Pointer, lineage: Lineage | None
+) -> list[tuple[int, str | None]]:
+    """Return (iteration, digest of the manifest) of each checkpoint to try, in this order."""
+    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
+    # pointers. An older one must have the digest that the lineage gives.
+    older = [
+        (entry.iteration, entry.digest)
+        for entry in reversed(lineage or ())
+        if find_stored_folder(root, entry.iteration).is_dir()
+    ]
+    return [(pointer.iteration, None), *older]
 
 
 def _open_complete(
@@ -233,8 +300,8 @@ def _make_no_start_error(damaged: list[tuple[int, str]], why: str) -> DamagedErr
     """Return the error that lists all damaged checkpoints."""
     listed = "\n  ".join(what for _, what in damaged)
     return DamagedError(
-        f"there is nothing to go on from:\n  {listed}\n{why}; restore it from a copy, or point "
-        f"{LATEST} to another checkpoint",
+        f"there is no checkpoint to resume from:\n  {listed}\n{why}; restore one from a copy, or "
+        f"write the name of another checkpoint into {LATEST}",
         "",
     )
 
@@ -245,8 +312,8 @@ def _note_later(saved: list[int], iteration: int, config: CheckpointConfig) -> t
     if not later or not config.resumes_itself:
         return ()
     return (
-        f"later than global_step{iteration}, where this run starts: {', '.join(later)}; each stays "
-        "until a save of the same iteration replaces it",
+        f"later than global_step{iteration}, from which this run starts: {', '.join(later)}; each "
+        "stays until a save of the same iteration replaces it",
     )
 
 
@@ -263,19 +330,24 @@ def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]
             flag = "--require-load"
         else:
             flag = "--finetune"
-        raise CheckpointError(f"{flag}: {root / LATEST} is not there, so there is nothing to load")
+        raise CheckpointError(
+            f"{flag}: {root / LATEST} does not exist, so there is nothing to load"
+        )
     found = list_run_leftovers(root)
     # A run that ended before its first checkpoint left traces, too. The marker shows that nothing
     # is lost, so the same command starts again without a flag.
     if found and not config.allow_fresh_start and not (has_no_checkpoint_yet(root) and not saved):
         if saved:
-            point = f"write global_step{saved[-1]} into {root / LATEST} to go on from there, or "
+            advice = f"write global_step{saved[-1]} into {root / LATEST} to resume from it, or "
         else:
-            point = ""
+            advice = ""
+        if len(found) > 8:
+            more = ", ..."
+        else:
+            more = ""
         raise CheckpointError(
-            f"{root} holds traces of a run "
-            f"({', '.join(found[:8])}{', ...' if len(found) > 8 else ''}) but no pointer "
-            f"{LATEST}; {point}give --allow-fresh-start to begin at iteration 0"
+            f"{root} holds traces of a run ({', '.join(found[:8])}{more}) but no pointer "
+            f"{LATEST}; {advice}give --allow-fresh-start to start at iteration 0"
         )
 
 
@@ -300,14 +372,14 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         else:
             leave_out = ""
         if config.resumes_itself:
-            why = "--finetune would begin at iteration 0 over it"
+            why = "--finetune would start at iteration 0 and overwrite it"
         else:
             why = "--load does not lead there"
         raise CheckpointError(
             f"--save {config.save} holds a run (its last checkpoint is global_step{saved[-1]}) "
             f"and {why}; "
-            f"give --load {config.save}{leave_out} to go on with it, another --save, or "
-            "--allow-fresh-start to begin over it"
+            f"give --load {config.save}{leave_out} to continue it, another --save, or "
+            "--allow-fresh-start to overwrite it"
         )
 
 
@@ -367,12 +439,12 @@ def _report(
     for note in start.notes:
         say(f"warning: {note}")
     # Those that were renamed in an earlier attempt have been reported then.
-    still_there = [
+    remaining = [
         (i, what)
         for i, what in start.damaged
         if find_stored_folder(Path(str(config.load)), i).is_dir()
     ]
-    for iteration, what in still_there:
+    for iteration, what in remaining:
         say(f"warning: {what}")
         if holds_lease and start.iteration is not None:
             root = Path(str(config.load))
@@ -380,10 +452,10 @@ def _report(
             # does not exist.
             point_to(root, start.iteration)
             say(f"warning: set aside as {set_aside(root, iteration).name}")
-    if still_there:
+    if remaining:
         say(
-            f"warning: going on from global_step{start.iteration}, "
-            "the newest good checkpoint before it"
+            f"warning: resuming from global_step{start.iteration}, "
+            "the newest intact checkpoint before it"
         )
 
 
@@ -428,8 +500,9 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
             problem = f"{checkpoint.folder / file} cannot be read: {error}"
             return None, problem, error
         problem = (
-            f"rank {rank} reads of {checkpoint.folder}: {what}; but rank 0 finds {file} whole: "
-            "is the folder the same on all hosts, and that host's memory and network sound?"
+            f"rank {rank} found in {checkpoint.folder}: {what}; but rank 0 finds {file} intact. "
+            "Check that the folder is the same on all hosts, and the memory and network of that "
+            "host"
         )
         return None, problem, None
 

@@ -145,13 +145,13 @@ class TensorReader:
         self._blocks.clear()
 
     def read_into(
-        self, target: Tensor, box: TensorSlice, stored: Sequence[Mapping[str, Any]], what: str
+        self, target: Tensor, needed: TensorSlice, stored: Sequence[Mapping[str, Any]], what: str
     ) -> None:
         """Fill a slice of a global tensor from the stored slices that overlap it.
 
         Args:
             target: Tensor to fill, of any device.
-            box: The slice of the global tensor that `target` holds.
+            needed: The slice of the global tensor that `target` holds.
             stored: The tensor's entries in the index.
             what: Name of the tensor, for messages.
 
@@ -165,10 +165,10 @@ class TensorReader:
         covered = 0
         for entry in stored:
             source: TensorSlice = (tuple(entry["offset"]), tuple(entry["shape"]))
-            part = intersect(box, source)
+            part = intersect(needed, source)
             if part is None:
                 continue
-            into = target[compute_slices(part, box)]
+            into = target[compute_slices(part, needed)]
             wanted = compute_slices(part, source)
             # If complete rows are needed, they are one run of bytes in the file and in memory. The
             # bytes then go into `target` without an intermediate tensor.
@@ -176,14 +176,14 @@ class TensorReader:
                 first = wanted[0].start * math.prod(source[1][1:])
                 self._read_run(into.view(-1), entry["file"], entry["begin"] + _ITEM * first)
             else:
-                for begin, shape, inner, outer in _iterate_runs(source[1], wanted):
+                for begin, shape, inner, outer in iterate_runs(source[1], wanted):
                     run = torch.empty(math.prod(shape))
                     self._read_run(run, entry["file"], entry["begin"] + _ITEM * begin)
                     into[outer].copy_(run.view(shape)[inner])
             covered += math.prod(part[1])
         if covered != target.numel():
             raise DamagedError(
-                f"of {what} {target.numel()} elements are needed and {covered} are stored",
+                f"{target.numel()} elements of {what} are needed and {covered} are stored",
                 "index.json",
             )
 
@@ -232,9 +232,8 @@ class TensorReader:
                 f"{path} cannot be read: {error}; fix the file system, or load from another one"
             ) from error
         if got != size or size <= 0:
-            raise DamagedError(
-                f"{file} is cut off: it ends in the {size} bytes at {number * BLOCK}", file
-            )
+            needed = number * BLOCK + max(size, 1)
+            raise DamagedError(f"{file} is cut off: it has fewer than {needed} bytes", file)
         if digest_of_block(view) != digest.block(number):
             raise DamagedError(
                 f"{file} is not what was written: the {size} bytes at {number * BLOCK} differ", file
@@ -256,7 +255,7 @@ def _read_at(descriptor: int, view: memoryview, position: int) -> int:
     return got
 
 
-def _iterate_runs(
+def iterate_runs(
     shape: tuple[int, ...], part: tuple[slice, ...], begin: int = 0
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[slice | int, ...], tuple[slice | int, ...]]]:
     """Walk over a part of a stored slice in runs of consecutive elements.
@@ -281,7 +280,7 @@ def _iterate_runs(
     # One row does not fit into a block, so each row is divided along the next dimension.
     if row * _ITEM > BLOCK and len(shape) > 1:
         for index in range(rows.start, rows.stop):
-            for at, run, inner, outer in _iterate_runs(shape[1:], part[1:], begin + index * row):
+            for at, run, inner, outer in iterate_runs(shape[1:], part[1:], begin + index * row):
                 yield at, run, inner, (index - rows.start, *outer)
         return
     step = max(1, BLOCK // (_ITEM * row))

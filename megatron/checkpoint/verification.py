@@ -123,8 +123,7 @@ def verify(folder: Path) -> Verification:
                 counter.forget(name)
     if index is None:
         notes.append(
-            "which tensors are concerned cannot be told, nor whether all are there: that stands "
-            f"in {INDEX}"
+            f"without {INDEX}, it is not known which tensors are affected and whether all exist"
         )
     else:
         # Right digests prove only that the files are what was written. These checks would find a
@@ -134,11 +133,11 @@ def verify(folder: Path) -> Verification:
             *check_kinds(index, manifest),
             *check_headers(folder, index, manifest),
         ]
-    strangers = sorted(
+    unknown = sorted(
         {entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST}
     )
-    if strangers:
-        notes.append(f"not part of it: {', '.join(strangers)}")
+    if unknown:
+        notes.append(f"not part of it: {', '.join(unknown)}")
     return Verification(
         manifest.iteration,
         manifest.bytes,
@@ -167,9 +166,10 @@ class FiniteCounter:
         """File -> kind/name -> (NaN, infinities)."""
         self._index = index
         for key, tensor in ({} if index is None else index.tensors).items():
-            for box in tensor["boxes"]:
-                end = box["begin"] + _ITEM * math.prod(box["shape"])
-                self._spans.setdefault(box["file"], []).append((box["begin"], end, key))
+            for stored in tensor["boxes"]:
+                begin = stored["begin"]
+                end = begin + _ITEM * math.prod(stored["shape"])
+                self._spans.setdefault(stored["file"], []).append((begin, end, key))
 
     def look_at(self, file: str, position: int, data: bytes) -> None:
         """Count in `data`, the bytes of `file` from `position` on.
@@ -222,8 +222,8 @@ def ensure_undisturbed(folder: Path) -> Iterator[None]:
     finally:
         if before is None or _read_identity(folder) != before:
             raise CheckpointError(
-                f"{folder} was removed, renamed or replaced while it was read: is its run alive? "
-                "Ask again"
+                f"{folder} was removed, renamed or replaced while it was read. Its run is probably "
+                "alive. Try again"
             )
 
 
@@ -330,9 +330,9 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
     keys = []
     for key, tensor in index.tensors.items():
         spans = [
-            (box["begin"], _ITEM * math.prod(box["shape"]))
-            for box in tensor["boxes"]
-            if box["file"] == file
+            (stored["begin"], _ITEM * math.prod(stored["shape"]))
+            for stored in tensor["boxes"]
+            if stored["file"] == file
         ]
         if any(
             size and not blocks.isdisjoint(range(begin // BLOCK, -(-(begin + size) // BLOCK)))
@@ -344,7 +344,7 @@ def _describe_affected_tensors(index: TensorIndex, file: str, blocks: set[int]) 
     else:
         more = ""
     if keys:
-        return f"; concerns {', '.join(keys[:_SHOWN_TENSORS])}{more}"
+        return f"; affects {', '.join(keys[:_SHOWN_TENSORS])}{more}"
     return ""
 
 
@@ -353,31 +353,32 @@ def check_tiling(index: TensorIndex) -> Iterator[Damage]:
     for key, tensor in index.tensors.items():
         shape = tuple(tensor["shape"])
         # A slice without elements covers nothing, and its edges would make empty grid cells.
-        boxes: list[TensorSlice] = [
-            (tuple(box["offset"]), tuple(box["shape"]))
-            for box in tensor["boxes"]
-            if math.prod(box["shape"])
+        slices: list[TensorSlice] = [
+            (tuple(stored["offset"]), tuple(stored["shape"]))
+            for stored in tensor["boxes"]
+            if math.prod(stored["shape"])
         ]
         # Slices that leave the tensor are reported and not counted. Their edges would extend the
         # grid beyond the tensor.
-        inside = [box for box in boxes if intersect(box, ((0,) * len(shape), shape)) == box]
-        for offset, size in boxes:
+        complete = ((0,) * len(shape), shape)
+        inside = [part for part in slices if intersect(part, complete) == part]
+        for offset, size in slices:
             if (offset, size) not in inside:
                 what = (
-                    f"{key} is {format_shape(shape)}, and a box of {format_shape(size)} "
+                    f"{key} is {format_shape(shape)}, and a slice of {format_shape(size)} "
                     f"at {list(offset)} is not within it"
                 )
                 yield Damage(INDEX, what)
         missing, double = _count_uneven_elements(inside, shape)
         if missing or double:
             what = (
-                f"of {key}'s {math.prod(shape)} elements {missing} are in no box, "
-                f"{double} in more than one"
+                f"{missing} of the {math.prod(shape)} elements of {key} are in no slice, and "
+                f"{double} are in more than one"
             )
             yield Damage(INDEX, what)
 
 
-def _count_uneven_elements(boxes: list[TensorSlice], shape: tuple[int, ...]) -> tuple[int, int]:
+def _count_uneven_elements(slices: list[TensorSlice], shape: tuple[int, ...]) -> tuple[int, int]:
     """Return how many elements are in no slice, and how many in more than one.
 
     The edges of all slices divide the tensor into a grid. All elements of one grid cell are in the
@@ -385,16 +386,16 @@ def _count_uneven_elements(boxes: list[TensorSlice], shape: tuple[int, ...]) -> 
     where a counter for each element would need as much as the tensor.
 
     Args:
-        boxes: The slices. Each lies within the tensor.
+        slices: The slices. Each is within the tensor.
         shape: The global shape.
     """
     edges = [
-        sorted({0, n, *(o[d] for o, _ in boxes), *(o[d] + s[d] for o, s in boxes)})
+        sorted({0, n, *(o[d] for o, _ in slices), *(o[d] + s[d] for o, s in slices)})
         for d, n in enumerate(shape)
     ]
     # One counter for each cell. A slice covers a block of cells, because its edges are grid lines.
     times = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int64)
-    for offset, size in boxes:
+    for offset, size in slices:
         cells = zip(edges, offset, size, strict=True)
         times[tuple(slice(edge.index(o), edge.index(o + n)) for edge, o, n in cells)] += 1
     # Volume of each cell: the outer product of the lengths along the dimensions.
@@ -420,7 +421,7 @@ def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
         wanted = {"weight", "exp_avg", "exp_avg_sq"}
     for name, kinds in shapes.items():
         for kind in sorted(wanted - kinds.keys()):
-            yield Damage(INDEX, f"{kind}/{name} is not in it")
+            yield Damage(INDEX, f"{kind}/{name} is not in the checkpoint")
         if len(set(map(tuple, kinds.values()))) > 1:
             yield Damage(INDEX, f"the kinds of {name} have different shapes: {kinds}")
 
@@ -433,9 +434,10 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
     # Every file with blocks is opened, even if the index has no tensor in it.
     expected: dict[str, set[StoredTensor]] = {name: set() for name in index.blocks}
     for key, tensor in index.tensors.items():
-        for box in tensor["boxes"]:
-            name = f"{key}@{','.join(map(str, box['offset']))}"
-            expected.setdefault(box["file"], set()).add((box["begin"], name, tuple(box["shape"])))
+        for stored in tensor["boxes"]:
+            name = f"{key}@{','.join(map(str, stored['offset']))}"
+            entry = (stored["begin"], name, tuple(stored["shape"]))
+            expected.setdefault(stored["file"], set()).add(entry)
     for file in sorted(expected.keys() - manifest.files.keys()):
         yield Damage(INDEX, f"it has tensors in {file}, which {MANIFEST} does not name")
     for file in sorted(expected.keys() & manifest.files.keys()):

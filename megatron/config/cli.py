@@ -71,7 +71,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
             errors += json_errors
             warnings += json_warnings
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
-    # --no-embed-layernorm in force if it was given.
+    # --no-embed-layernorm in effect if it was given.
     if _get_value(given, "optimizer.use_bnb_optimizer"):
         given.setdefault(
             "model.embed_layernorm",
@@ -82,7 +82,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     for shown, row in line.conditions:
         field = all_fields()[row.needs]
         if row.needs not in given or given[row.needs].value == field.default:
-            errors.append(f"{shown} needs {field.flag} beside it: {row.reason}.")
+            errors.append(f"{shown} needs {field.flag} as well: {row.reason}.")
     # Without this check, a typing error in a required flag would be reported twice, once as unknown
     # and once as missing.
     if not errors:

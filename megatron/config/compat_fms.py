@@ -32,23 +32,23 @@ _LLAMA = (
     *("--hidden-dropout", "0", "--attention-dropout", "0"),
 )
 _VARIANT = (
-    "weights begin with --init-method-std, and smaller ones in the output projections, where all "
-    "begin with 0.02 there"
+    "weights are initialised with --init-method-std, and smaller in the output projections; "
+    "fms-fsdp uses 0.02 for all"
 )
 _STREAMED = (
-    "data sets are not streamed: make them by tools/preprocess_data.py and mix them by "
+    "data sets are not streamed: make them with tools/preprocess_data.py and mix them with "
     "--data-path WEIGHT PATH WEIGHT PATH"
 )
 _SPECIAL_TOKENS = (
-    "special tokens come with the data: tools/preprocess_data.py --append-eod ends documents "
-    "with theirs"
+    "special tokens are part of the data: tools/preprocess_data.py --append-eod ends each "
+    "document with one"
 )
 _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
-_PROFILER = "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
+_PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
 _OWN_CHECKPOINTS = "checkpoints of fms-fsdp are not read"
 _NO_NODES = (
-    "over all data-parallel ranks, as there are no groups within a node; the numbers are the same"
+    "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
 )
 
 
@@ -132,19 +132,19 @@ FMS: tuple[Row, ...] = (
     # This row follows the variants. It holds for every other value of --model-variant.
     refuse_flag(
         "--model-variant",
-        "there are no Mamba models; another Llama is given by --num-layers, --hidden-size and so "
-        "on",
+        "there are no Mamba models; describe another Llama with --num-layers, --hidden-size and "
+        "so on",
         1,
     ),
     refuse_flag(
         "--use-dummy-dataset",
-        "there is no made-up data; examples/quickstart.sh trains on a small real one",
+        "there is no dummy data; examples/quickstart.sh trains on a small real data set",
     ),
     *refuse_flags(
         _STREAMED, "--file-type --col-name --datasets --weights --logical-shards", arity=1
     ),
     refuse_flag(
-        "--tokenizer", "--tokenizer-name-or-path names a folder of Hugging Face's form", arity=1
+        "--tokenizer", "--tokenizer-name-or-path names a folder in Hugging Face's format", arity=1
     ),
     rename_flag(
         "--tokenizer-path",
@@ -154,10 +154,10 @@ FMS: tuple[Row, ...] = (
         arity=1,
     ),
     *(
-        ignore_flag(flag, "there is none", 1, only=("None",))
+        ignore_flag(flag, "there is no such token", 1, only=("None",))
         for flag in ("--bos-token", "--eos-token", "--bol-token", "--eol-token")
     ),
-    ignore_flag("--strip-tokens", "there are none", 1, only=("",)),
+    ignore_flag("--strip-tokens", "no tokens are removed", 1, only=("",)),
     *refuse_flags(
         _SPECIAL_TOKENS,
         "--bos-token --eos-token --bol-token --eol-token --sep-token --strip-tokens",
@@ -169,7 +169,8 @@ FMS: tuple[Row, ...] = (
     ),
     refuse_flag(
         "--resuming-dataset",
-        "a resume always goes on in the data where it was; --finetune starts the data from scratch",
+        "a resume always continues at its position in the data; --finetune starts the data from "
+        "scratch",
     ),
     rename_flag("--sharding-strategy", "--zero-stage", "3", arity=1, only=("fsdp", "FSDP")),
     rename_flag(
@@ -178,7 +179,7 @@ FMS: tuple[Row, ...] = (
     rename_flag("--sharding-strategy", "--zero-stage", "0", arity=1, only=("ddp", "DDP")),
     refuse_flag(
         "--sharding-strategy",
-        "--zero-stage says what is sharded, --tensor-model-parallel-size cuts the layers",
+        "--zero-stage sets what is sharded, and --tensor-model-parallel-size shards the layers",
         arity=1,
     ),
     refuse_flag(
@@ -200,23 +201,23 @@ FMS: tuple[Row, ...] = (
         for k in (2, 3, 4)
     ),
     rename_flag("--selective-checkpointing", "--checkpoint-fraction", arity=1),
-    rename_flag("--mixed-precision", "--bf16", reason="gradients are added up in fp32"),
-    ignore_flag("--low-cpu-fsdp", "each rank builds its own part of the model only"),
+    rename_flag("--mixed-precision", "--bf16", reason="gradients are accumulated in fp32"),
+    ignore_flag("--low-cpu-fsdp", "each rank builds only its own part of the model"),
     # The length of training, the optimizer and the learning rate.
     rename_flag("--num-steps", "--train-iters", arity=1),
     rename_flag(
         "--learning-rate",
         "--lr",
         arity=1,
-        reason="the peak. What was fixed there is a flag here: --lr-decay-style cosine --min-lr (a "
-        "tenth of the peak) --lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 "
+        reason="the peak rate. What fms-fsdp fixes is a flag here: --lr-decay-style cosine "
+        "--min-lr (a tenth of the peak) --lr-warmup-iters 2000 (linear here) --adam-beta2 0.95 "
         "--weight-decay 0.1",
     ),
     rename_flag("--grad-clip-thresh", "--clip-grad", arity=1),
     rename_flag("--training-stage", "--lr-decay-style", "linear", arity=1, only=("annealing",)),
     refuse_flag(
         "--training-stage",
-        "say --lr-decay-style cosine, --min-lr and --lr-warmup-iters; warm-up is linear here",
+        "use --lr-decay-style cosine, --min-lr and --lr-warmup-iters; warm-up is linear here",
         arity=1,
     ),
     # Checkpoints and reports.

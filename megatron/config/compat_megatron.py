@@ -15,43 +15,43 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
-_SDPA = "attention runs in PyTorch's scaled_dot_product_attention, which picks its kernel itself"
-_KERNELS = "the kernels in use are chosen, and printed, at the start"
+_SDPA = "attention runs in PyTorch's scaled_dot_product_attention, which selects its kernel itself"
+_KERNELS = "the kernels are selected and printed at the start"
 _COUNTERS = "randomness is derived from the seed and the counters, so no random state is stored"
-_MEMORY = "it changes memory only, and there is no such switch here"
+_MEMORY = "it changes only memory use, and there is no such option here"
 _OVERLAP = "communication overlaps computation wherever the engine can do so"
-_FP32 = "it is always so here"
-_TENSORBOARD = "TensorBoard gets no such points here"
+_FP32 = "this is always done here"
+_TENSORBOARD = "no such points are written to TensorBoard here"
 _WANDB = "metrics go to TensorBoard and to metrics.jsonl"
 _SCORES = (
-    "the scaling by layer cancels out in exact arithmetic, and attention scores are held in "
-    "fp32, where none overflows"
+    "the scaling by layer cancels out in exact arithmetic, and attention scores are kept in "
+    "fp32, where they do not overflow"
 )
-_EXPERTS = "it is for mixtures of experts, and there are none"
-_FP8 = "there is no fp8: take it out and say --bf16"
-_DECAY = "the weight decay is constant: --weight-decay"
+_EXPERTS = "it is for mixtures of experts, which are not supported"
+_FP8 = "fp8 is not supported: remove it and use --bf16"
+_DECAY = "the weight decay is constant: use --weight-decay"
 _ONE_TEXT = (
-    "a sample is one text, without inputs and targets apart; --eod-mask-loss masks ends of "
+    "a sample is one text, without separate inputs and targets; --eod-mask-loss masks ends of "
     "documents"
 )
 _SPLITS = (
-    "say --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
+    "use --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
 )
-_INDEX = "indices are built from the data and the seed; --data-cache-path says where they are kept"
-_ULYSSES = "sequences are cut by --sequence-parallel with --tensor-model-parallel-size"
+_INDEX = "indices are built from the data and the seed; --data-cache-path sets their folder"
+_ULYSSES = "--sequence-parallel with --tensor-model-parallel-size shards sequences"
 _ZERO_BUBBLE = (
     "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
 )
 _SENTENCEPIECE = (
-    "convert the tokenizer to Hugging Face's form and say --tokenizer-type PretrainedFromHF"
+    "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
 )
 _ZERO_BUFFERS = "the engine sizes and orders its communication itself"
 _NO_PROFILER = (
-    "no profiler is attached; --log-timers-to-tensorboard has the times of a step's parts"
+    "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
 )
 _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
-_BY_ITSELF = "each layer is recomputed by itself"
+_BY_ITSELF = "each layer is recomputed separately"
 
 # A row for some values of a flag comes before the row for all others, because the first row that
 # fits is used.
@@ -61,8 +61,8 @@ _MODEL = (
         "--glu-activation",
         "swiglu",
         needs="model.ffn_hidden_size",
-        reason="without it the width there is 8/3 x hidden size, rounded down to a multiple of 64, "
-        "and here 4 x hidden size",
+        reason="without it Megatron's width is 8/3 x hidden size, rounded down to a multiple of "
+        "64, and the width here is 4 x hidden size",
     ),
     # Megatron's fused kernel needs biases. Without them GELU has its erf form there, so both are
     # turned off here.
@@ -112,16 +112,17 @@ _MODEL = (
     ),
     refuse_flag(
         "--openai-gelu",
-        "GELU in its tanh form is the default: take out this flag and --no-bias-gelu-fusion",
+        "GELU in its tanh form is the default: remove this flag and --no-bias-gelu-fusion",
     ),
-    refuse_flag("--squared-relu", "the MLP has GELU or a gate: --glu-activation"),
-    refuse_flag("--onnx-safe", "nothing is exported to ONNX: take it out", arity=1),
+    refuse_flag("--squared-relu", "the MLP has GELU or a gate: use --glu-activation"),
+    refuse_flag("--onnx-safe", "nothing is exported to ONNX: remove it", arity=1),
     refuse_flag(
         "--apply-residual-connection-post-layernorm",
         "residuals are taken before the norm (pre-LN), as in GPT-2",
     ),
     refuse_flag(
-        "--apply-layernorm-1p", "norms hold their weight itself, in fp32 masters: take it out"
+        "--apply-layernorm-1p",
+        "norms store their weight directly, in fp32 master weights: remove it",
     ),
     refuse_flag(
         "--embedding-weights-in-fp32",
@@ -131,13 +132,13 @@ _MODEL = (
         "--init-method-xavier-uniform",
         "weights are drawn from a normal distribution; see --init-method-std",
     ),
-    refuse_flag("--scattered-embeddings", "--sequence-parallel cuts what follows the embedding"),
+    refuse_flag("--scattered-embeddings", "--sequence-parallel shards what follows the embedding"),
     refuse_flag(
         "--memory-centric-tiled-linear",
-        "there is no tiling of matrices: --tensor-model-parallel-size cuts them",
+        "matrices are not tiled: --tensor-model-parallel-size shards them",
     ),
-    ignore_flag("--tile-factor", "it is for --memory-centric-tiled-linear alone", arity=1),
-    refuse_flag("--random-ltd", "every layer sees every token: take it out"),
+    ignore_flag("--tile-factor", "it is only for --memory-centric-tiled-linear", arity=1),
+    refuse_flag("--random-ltd", "every layer processes every token: remove it"),
     ignore_flag("--num-experts", "there are no mixtures of experts", arity="*", only=("1",)),
     refuse_flag("--num-experts", "there are no mixtures of experts", arity="*"),
     refuse_flag("--num-experts-switch", "there are no mixtures of experts", arity=1),
@@ -193,7 +194,7 @@ _BATCHES_AND_DATA = (
         arity=1,
         only=("single",),
     ),
-    ignore_flag("--repeated-dataloader", "the order of samples is built for the whole training"),
+    ignore_flag("--repeated-dataloader", "the order of samples is built for the entire training"),
     ignore_flag("--mmap-warmup", "the operating system reads ahead"),
     ignore_flag("--vocab-extra-ids", "there are no extra ids", arity=1, only=("0",)),
     rename_flag(
@@ -211,19 +212,18 @@ _BATCHES_AND_DATA = (
     ),
     refuse_flag(
         "--tokenizer-type",
-        "data that is tokenised already needs none: say --vocab-size, one more than there for "
-        "the end of a document",
+        "data that is tokenised already needs no tokenizer: use --vocab-size, one more than in "
+        "Megatron for the end of a document",
         arity=1,
         only=("NullTokenizer",),
     ),
     rename_flag("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
     refuse_flag(
         "--trust-remote-code",
-        "a tokenizer's own code is never run: take it out if the tokenizer is one of a standard "
-        "class",
+        "a tokenizer's own code is never run: remove it if the tokenizer is of a standard class",
     ),
     *refuse_flags(_SPLITS, "--train-data-path --valid-data-path --test-data-path", arity="*"),
-    refuse_flag("--aml-data-download-path", "write whole paths in --data-path", arity=1),
+    refuse_flag("--aml-data-download-path", "write full paths in --data-path", arity=1),
     *refuse_flags(
         _INDEX,
         "--train-idx-path --train-desc-path --train-doc-idx-path --train-sample-idx-path "
@@ -231,12 +231,12 @@ _BATCHES_AND_DATA = (
         arity=1,
     ),
     refuse_flag(
-        "--train-data-exact-num-epochs", "say how long to train by --train-samples", arity=1
+        "--train-data-exact-num-epochs", "set the length of training with --train-samples", arity=1
     ),
     refuse_flag("--loss-on-targets-only", _ONE_TEXT),
     refuse_flag("--reweight-loss-based-on-position-frequency", _ONE_TEXT),
     *refuse_flags(
-        "curriculum learning is by sequence length: --curriculum-schedule-type",
+        "curriculum learning is by sequence length: use --curriculum-schedule-type",
         "--data-efficiency-curriculum-learning --return-data-index",
     ),
     refuse_flag("--use-dataset-only", "megatron.data is a package: import it", arity=1),
@@ -248,19 +248,21 @@ _OPTIMIZER_AND_PRECISION = (
     # Megatron-LM's distributed optimizer shards optimizer states, which is ZeRO's stage 1.
     rename_flag("--use-distributed-optimizer", "--zero-stage", "1"),
     ignore_flag("--accumulate-allreduce-grads-in-fp32", _FP32),
-    refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: take it out"),
+    refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: remove it"),
     ignore_flag("--sgd-momentum", "the optimizer is AdamW", arity=1),
     ignore_flag("--weight-decay-incr-style", _DECAY, arity=1, only=("constant",)),
     refuse_flag("--weight-decay-incr-style", _DECAY, arity=1),
     *refuse_flags(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
     refuse_flag(
         "--warmup",
-        "it is long deprecated there: say --lr-warmup-fraction, --lr-warmup-iters or "
+        "it is deprecated in Megatron: use --lr-warmup-fraction, --lr-warmup-iters or "
         "--lr-warmup-samples",
         arity=1,
     ),
     ignore_flag("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
-    refuse_flag("--lr-warmup-tokens", "say --lr-warmup-samples, tokens / sequence length", arity=1),
+    refuse_flag(
+        "--lr-warmup-tokens", "use --lr-warmup-samples (tokens / sequence length)", arity=1
+    ),
 )
 
 _PARALLELISM = (
@@ -312,7 +314,7 @@ _PARALLELISM = (
     *refuse_flags(_ZERO_BUBBLE, "--enable-zbh1-pipeline --enable-zbh1-exact-semantics"),
     refuse_flag(
         "--standalone-embedding-stage",
-        "--pp-partition-method says how layers and embedding are cut into stages",
+        "--pp-partition-method divides layers and embedding into stages",
     ),
 )
 
@@ -344,29 +346,33 @@ _RECOMPUTATION = (
 
 _STOPPING_AND_CHECKPOINTS = (
     rename_flag(
-        "--eval-only", "--eval-only", arity=1, only=("True", "true", "1"), reason="a bare flag here"
+        "--eval-only",
+        "--eval-only",
+        arity=1,
+        only=("True", "true", "1"),
+        reason="a flag without a value here",
     ),
     rename_flag("--skip-train", "--eval-only"),
     rename_flag("--kill-switch-file", "--kill-switch-path", arity=1),
     rename_flag("--exit-on-missing-checkpoint", "--require-load"),
-    refuse_flag("--load-tag", "say --load-iteration N for global_stepN", arity=1),
+    refuse_flag("--load-tag", "use --load-iteration N for global_stepN", arity=1),
     refuse_flag(
         "--use-checkpoint-args",
         "give the arguments themselves; a resume is checked against its checkpoint",
     ),
     ignore_flag(
         "--no-load-lr-state",
-        "it has no effect there, either; --override-lr-scheduler gives a resume another schedule",
+        "it has no effect in Megatron either; --override-lr-scheduler changes a resume's schedule",
     ),
     ignore_flag("--no-load-rng", _COUNTERS),
     ignore_flag("--no-save-rng", _COUNTERS),
     ignore_flag("--universal-checkpoint", "every checkpoint loads on any layout"),
     refuse_flag(
         "--adlr-autoresume",
-        "it belongs to one cluster: requeue by --exit-duration-in-mins or SIGTERM",
+        "it is for one cluster only: requeue with --exit-duration-in-mins or SIGTERM",
     ),
-    ignore_flag("--adlr-autoresume-interval", "it is for --adlr-autoresume alone", arity=1),
-    ignore_flag("--exit-signal-handler", "SIGTERM always saves and leaves"),
+    ignore_flag("--adlr-autoresume-interval", "it is only for --adlr-autoresume", arity=1),
+    ignore_flag("--exit-signal-handler", "SIGTERM always saves and exits"),
 )
 
 _LOGGING = (

@@ -12,8 +12,8 @@ _GPT = "only GPT and Llama models are trained here"
 _BERT = f"it is for BERT and T5, and {_GPT}"
 _RETRIEVAL = f"it is for retrieval, and {_GPT}"
 _VISION = f"it is for vision, and {_GPT}"
-_INFERENCE = "this trains; tools/generate.py samples from a checkpoint"
-_DISTILLATION = "there is no distillation: take it out"
+_INFERENCE = "this program only trains; tools/generate.py samples from a checkpoint"
+_DISTILLATION = "distillation is not supported: remove it"
 
 # They are listed so that the message gives the reason. An unlisted flag would be reported as
 # unknown.

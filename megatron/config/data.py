@@ -11,7 +11,8 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Path of one indexed data set without .bin/.idx, or a mixture: WEIGHT PATH WEIGHT PATH ..."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
+    """Weights by which documents are divided into training, validation and test. Missing weights
+    count as 0."""
     train_weighted_split_paths: tuple[str, ...] = ()
     """'NAME: WEIGHT START:END PATH, WEIGHT START:END PATH, ...' with START:END as fractions of the
     documents, as in 0:0.95."""

@@ -15,6 +15,7 @@ the loss scale of the flags, as in Megatron-DeepSpeed. The legacy `curriculum_le
 DeepSpeed itself has dropped, describes this trainer's schedule.
 """
 
+import functools
 import json
 import math
 import re
@@ -50,43 +51,43 @@ def read_json(path: str) -> dict[str, Any]:
     named = f"--deepspeed-config {path}"
     if Path(path).is_dir():
         raise ConfigError(f"{named} is not a file but a folder; name the JSON in it.")
-
-    # json.loads keeps the last of two equal keys without a message.
-    def refuse_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if doubled := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise ConfigError(
-                f"{named} has {_format_key(doubled[0])} twice in one object; leave one of them."
-            )
-        return dict(pairs)
-
-    # Python's json accepts NaN, Infinity and 1e999. None of them is a valid setting.
-    def parse_finite(text: str) -> float:
-        if not math.isfinite(value := float(text)):
-            raise ConfigError(
-                f"{named} has the number {text}, which is not finite; say another, or leave the "
-                "key out."
-            )
-        return value
-
     try:
         # utf-8-sig drops the byte-order mark that editors on Windows write first.
         text = Path(path).read_text(encoding="utf-8-sig")
-        content = json.loads(
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{named} cannot be read: {error}.") from error
+    content = _parse_json(text, named)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{named} must hold an object, as in {{...}}, not {type(content).__name__}."
+        )
+    return content
+
+
+def _parse_json(text: str, named: str) -> Any:
+    """Return the value of a JSON text. `named` is the file in messages.
+
+    Raises:
+        ConfigError: the text is not JSON, has a key twice in an object, or a number out of range.
+    """
+    parse_number = functools.partial(_parse_finite, named)
+    try:
+        return json.loads(
             text,
-            object_pairs_hook=refuse_doubled_keys,
-            parse_float=parse_finite,
-            parse_constant=parse_finite,
+            object_pairs_hook=functools.partial(_refuse_doubled_keys, named),
+            parse_float=parse_number,
+            parse_constant=parse_number,
         )
     except json.JSONDecodeError as error:
         line = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()
+        if line:
+            place = repr(line[:80])
+        else:
+            place = "the end of a line"
         raise ConfigError(
-            f"{named}:{error.lineno} is not JSON: {error.msg}, at "
-            f"{repr(line[:80]) if line else 'the end of a line'}; JSON has no comments, no "
-            "trailing commas and no underscores in numbers, and every bracket is closed."
+            f"{named}:{error.lineno} is not JSON: {error.msg}, at {place}; JSON has no comments, "
+            "no trailing commas and no underscores in numbers, and every bracket is closed."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{named} cannot be read: {error}.") from error
     # Python refuses to convert an integer of more than 4300 digits.
     except ValueError as error:
         raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
@@ -94,11 +95,40 @@ def read_json(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"{named} is nested too deeply; a configuration has four levels."
         ) from error
-    if not isinstance(content, dict):
+
+
+def _refuse_doubled_keys(named: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict.
+
+    json.loads by itself keeps the last of two equal keys without a message.
+
+    Raises:
+        ConfigError: a key is there twice.
+    """
+    keys = [key for key, _ in pairs]
+    doubled = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if doubled:
         raise ConfigError(
-            f"{named} must hold an object, as in {{...}}, not {type(content).__name__}."
+            f"{named} has {_format_key(doubled[0])} twice in one object; leave one of them."
         )
-    return content
+    return dict(pairs)
+
+
+def _parse_finite(named: str, text: str) -> float:
+    """Return a number of the JSON.
+
+    Python's json accepts NaN, Infinity and 1e999. None of them is a valid setting.
+
+    Raises:
+        ConfigError: the number is not finite.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ConfigError(
+            f"{named} has the number {text}, which is not finite; use another, or leave the key "
+            "out."
+        )
+    return value
 
 
 def merge_json(
@@ -120,7 +150,7 @@ def merge_json(
     warnings = [f"{path}: {key} has no effect here." for key in flat if key in WITHOUT_EFFECT]
     for key, value in flat.items():
         # "auto" gives no value, and `_find_refusals` has reported a value that is not accepted.
-        if value == "auto" or not _is_taken(key, value):
+        if value == "auto" or not _is_accepted(key, value):
             continue
         for dotted, convert in FIELDS.get(key, ()) + LOSS_SCALE.get(key, ()):
             try:
@@ -137,23 +167,22 @@ def merge_json(
             elif key in LOSS_SCALE:
                 found[dotted] = item
                 warnings.append(
-                    f"{_format_field(dotted, before)} is not used: {path} says {key} "
-                    f"{json.dumps(value)}, which decides."
+                    f"{_format_field(dotted, before)} is not used: {key} {json.dumps(value)} in "
+                    f"{path} has priority."
                 )
             else:
                 errors.append(
                     f"{_format_field(dotted, before)} contradicts {path}, where {key} is "
-                    f"{_format_value(value)}; change one of them, or "
-                    'say "auto" there.'
+                    f'{_format_value(value)}; change one of them, or write "auto" there.'
                 )
     fp16 = found.get("precision.fp16") or given.get("precision.fp16")
     # DeepSpeed accumulates in fp16 here, although the key asks for fp32. Training would differ
     # without a message.
     if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
         errors.append(
-            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed adds '
-            "microbatches up in fp16; leave it out, or choose --bf16, or run without "
-            "--deepspeed: there the sums are in fp32."
+            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed accumulates '
+            "gradients in fp16; leave it out, or use --bf16, or run without --deepspeed, which "
+            "accumulates in fp32."
         )
     return found, list(dict.fromkeys(errors)), warnings
 
@@ -202,7 +231,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 if value != {} and not (
                     isinstance(value, Mapping) and value.get("enabled") is False
                 ):
-                    problems.append(f"{key} is not taken; {OFF[key]}")
+                    problems.append(f"{key} is not accepted; {OFF[key]}")
             # A dot in a name would make "a.b" at the top look like b in the block a.
             elif key in BLOCKS and "." not in name:
                 if isinstance(value, Mapping):
@@ -214,7 +243,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             elif key in LEAVES and "." not in name:
                 flat[key] = value
             else:
-                problems.append(f"{_format_key(key)} is not taken; {suggest_fix(key)}")
+                problems.append(f"{_format_key(key)} is not accepted; {suggest_fix(key)}")
 
     walk(_rename_bfloat16(content, problems), "")
     return flat, problems
@@ -266,11 +295,11 @@ def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
     for key, value in flat.items():
         if value == "auto" and key not in WITHOUT_EFFECT:
             if not can_be_auto(key):
-                yield f'{key} is "auto", which no flag fills; say a value, or leave it out'
-        elif not _is_taken(key, value):
+                yield f'{key} is "auto", which no flag provides; give a value, or leave it out'
+        elif not _is_accepted(key, value):
             allowed, reason = ONLY[key]
             yield (
-                f"{key} is {_format_value(value)}; {reason}: say "
+                f"{key} is {_format_value(value)}; {reason}: use "
                 f"{' or '.join(json.dumps(one) for one in allowed)}"
             )
         elif key in PASSED or key in CHECKED:
@@ -284,7 +313,7 @@ def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
         and "curriculum_learning.schedule_type" not in flat
     ):
         yield (
-            "curriculum_learning is enabled and has no schedule_type; say fixed_linear, "
+            "curriculum_learning is enabled and has no schedule_type; use fixed_linear, "
             "fixed_root or fixed_discrete"
         )
     yield from _find_refusals_with_flags(flat, given)
@@ -298,28 +327,28 @@ def _find_refusals_with_flags(
     for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
         if flat.get(key) is True and stages is not None and stages.value > 1:
             yield (
-                f"{key} is true; DeepSpeed's timers fail in its pipeline: say false; "
-                "--log-timers-to-tensorboard has times"
+                f"{key} is true; DeepSpeed's timers fail in its pipeline: use false; "
+                "--log-timers-to-tensorboard logs the times"
             )
     # DeepSpeed sends activations and gradients between stages either sharded over tensor ranks or
     # not. Both must use the same form.
-    said = [flat.get(f"pipeline.{what}_partitioned") for what in ("pipe", "grad")]
+    partitioned = [flat.get(f"pipeline.{what}_partitioned") for what in ("pipe", "grad")]
     sequence = given.get("parallel.sequence_parallel")
     # Each tensor rank has its own part of the sequence then, so there is nothing left to shard.
     if sequence is not None and sequence.value:
-        if True in said:
+        if True in partitioned:
             yield (
-                "pipeline.pipe_partitioned and grad_partitioned are false under "
-                "--sequence-parallel; say so, or leave them out"
+                "pipeline.pipe_partitioned and grad_partitioned must be false with "
+                "--sequence-parallel; set them to false, or leave them out"
             )
-    elif said.count(False) == 1:
+    elif partitioned.count(False) == 1:
         yield (
-            "pipeline.pipe_partitioned and grad_partitioned must be the same, and are true where "
-            "they are left out"
+            "pipeline.pipe_partitioned and grad_partitioned must be equal, and are true if they "
+            "are left out"
         )
 
 
-def _is_taken(key: str, value: Any) -> bool:
+def _is_accepted(key: str, value: Any) -> bool:
     """Return whether a value is among those that the key may have.
 
     1 is not accepted for true, although they are equal in Python.

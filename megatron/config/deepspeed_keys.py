@@ -197,15 +197,15 @@ PASSED: dict[str, Convert] = {
 """Keys that go to DeepSpeed unchanged."""
 
 # These settings may be correct, but no test compares their results with this trainer's.
-_NUMBERS = "what DeepSpeed then computes was not compared with this trainer's own numbers"
+_NUMBERS = "DeepSpeed's results with it were not compared with this trainer's own"
 _WEIGHTS_STAY = "weights stay on the device; --cpu-optimizer moves master weights and moments"
 _MASTERS = "master weights, gradients and moments are fp32, and so are checkpoints"
 _OVER_RANKS = "gradients are averaged over ranks, without scaling before"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.type": (("Adam", "AdamW"), "there is AdamW only"),
-    "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as AdamW's"),
-    "optimizer.params.bias_correction": ((True,), "AdamW corrects"),
-    "optimizer.params.torch_adam": ((True,), "it is torch's AdamW"),
+    "optimizer.type": (("Adam", "AdamW"), "AdamW is the only optimizer"),
+    "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as in AdamW"),
+    "optimizer.params.bias_correction": ((True,), "AdamW corrects its moments"),
+    "optimizer.params.torch_adam": ((True,), "torch's AdamW is used"),
     "fp16.consecutive_hysteresis": ((False,), "--hysteresis counts all overflows"),
     "fp16.auto_cast": ((False,), "the model's inputs are token ids"),
     "fp16.fp16_master_weights_and_grads": ((False,), _MASTERS),
@@ -216,24 +216,30 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_types.grad_accum_dtype": (("fp32", None), "gradients are accumulated in fp32"),
     "curriculum_learning.curriculum_type": (
         ("seqlen",),
-        "the length of the sequences is what changes",
+        "only the length of sequences can change",
     ),
     "zero_optimization.offload_optimizer.device": (
         ("cpu", "none"),
         "checkpoints are read from memory",
     ),
-    "zero_optimization.offload_optimizer.ratio": ((1.0,), "all of the optimizer moves, or nothing"),
+    "zero_optimization.offload_optimizer.ratio": (
+        (1.0,),
+        "the optimizer moves completely or not at all",
+    ),
     "zero_optimization.offload_optimizer.super_offload": ((False,), _NUMBERS),
     "zero_optimization.offload_param.device": (("none",), _WEIGHTS_STAY),
     "zero_optimization.cpu_offload_param": ((False,), _WEIGHTS_STAY),
     "zero_optimization.round_robin_gradients": (
         (False,),
-        "checkpoints know one order of the partitions",
+        "checkpoints support one order of the partitions",
     ),
-    "zero_optimization.parameter_alignment": ((False,), "checkpoints know partitions without gaps"),
+    "zero_optimization.parameter_alignment": (
+        (False,),
+        "checkpoints have no gaps between partitions",
+    ),
     "zero_optimization.zero_hpz_partition_size": (
         (1,),
-        "weights are cut over all data-parallel ranks",
+        "weights are sharded over all data-parallel ranks",
     ),
     "zero_optimization.zero_quantized_weights": ((False,), _NUMBERS),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _NUMBERS),
@@ -245,17 +251,20 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), _NUMBERS),
     "zero_optimization.stage3_allgather_sequential": ((False,), _NUMBERS),
     "zero_optimization.memory_efficient_linear": ((True,), _NUMBERS),
-    "zero_allow_untested_optimizer": ((True,), "this trainer brings its optimizer"),
-    "zero_force_ds_cpu_optimizer": ((False,), "this trainer brings its optimizer"),
+    "zero_allow_untested_optimizer": ((True,), "this trainer has its own optimizer"),
+    "zero_force_ds_cpu_optimizer": ((False,), "this trainer has its own optimizer"),
     "prescale_gradients": ((False,), _OVER_RANKS),
     "gradient_predivide_factor": ((1.0,), _OVER_RANKS),
     "gradient_allreduce_op": (("mean",), _OVER_RANKS),
     "sparse_gradients": ((False,), "gradients of embeddings are dense"),
-    "managed_gradient_accumulation": ((True,), "the trainer's batch sizes say when a step ends"),
+    "managed_gradient_accumulation": (
+        (True,),
+        "the trainer's batch sizes determine the end of a step",
+    ),
     "disable_allgather": ((False,), "DeepSpeed has dropped it"),
     "pipeline.activation_checkpoint_interval": (
         (0,),
-        "--checkpoint-activations and the flags beside it say what is recomputed",
+        "--checkpoint-activations and related flags select what is recomputed",
     ),
     "checkpoint.load_universal": (
         (False,),
@@ -314,12 +323,12 @@ WITHOUT_EFFECT = {
 }
 """Keys about DeepSpeed's own loading, saving and NVMe, which are not used."""
 
-_MONITORS = "say --tensorboard-dir; the same numbers are in metrics.jsonl"
+_MONITORS = "use --tensorboard-dir; the same numbers are in metrics.jsonl"
 OFF: dict[str, str] = {
-    "amp": "say --fp16 or --bf16",
-    "torch_autocast": "say --fp16 or --bf16",
-    "elasticity": "--global-batch-size and --rampup-batch-size say the batch sizes",
-    "data_efficiency": "the order of the data is this trainer's, and part of its checkpoints",
+    "amp": "use --fp16 or --bf16",
+    "torch_autocast": "use --fp16 or --bf16",
+    "elasticity": "--global-batch-size and --rampup-batch-size set the batch sizes",
+    "data_efficiency": "this trainer sets the order of the data, which is in its checkpoints",
     "tensorboard": _MONITORS,
     "wandb": _MONITORS,
     "csv_monitor": _MONITORS,
@@ -331,16 +340,16 @@ OFF: dict[str, str] = {
 }
 """Blocks that are accepted only if they are empty or have "enabled": false, and what to do
 instead."""
-WAYS_OUT: dict[str, str] = {
-    "scheduler": "the learning rate follows --lr-decay-style and the flags beside it",
+ALTERNATIVES: dict[str, str] = {
+    "scheduler": "use --lr-decay-style and related flags for the learning rate",
     "compile": "leave it out; --use-torch-compile compiles, without --deepspeed",
-    "tensor_parallel": "say --tensor-model-parallel-size",
-    "sequence_parallel_size": "say --sequence-parallel; it spans the tensor-parallel ranks",
-    "pipeline.stages": "say --pipeline-model-parallel-size",
-    "communication_data_type": "leave it out; gradients travel in bf16 with --bf16, and else in "
-    "fp32",
-    "zero_optimization.cpu_offload_use_pin_memory": "say offload_optimizer.pin_memory",
-    "data_types.param_dtype": "say --fp16 or --bf16",
+    "tensor_parallel": "use --tensor-model-parallel-size",
+    "sequence_parallel_size": "use --sequence-parallel; it spans the tensor-parallel ranks",
+    "pipeline.stages": "use --pipeline-model-parallel-size",
+    "communication_data_type": "leave it out; gradients are communicated in bf16 with --bf16, "
+    "and otherwise in fp32",
+    "zero_optimization.cpu_offload_use_pin_memory": "use offload_optimizer.pin_memory",
+    "data_types.param_dtype": "use --fp16 or --bf16",
 }
 """What to do instead, for some keys that are not accepted."""
 
@@ -372,10 +381,10 @@ def suggest_fix(key: str) -> str:
     # Look for a similar name in the same block first, then for the same name in another block.
     close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
     elsewhere = sorted(known for known in LEAVES | BLOCKS if known.rpartition(".")[2] == name)[:2]
-    if key in WAYS_OUT:
-        return WAYS_OUT[key]
+    if key in ALTERNATIVES:
+        return ALTERNATIVES[key]
     if close or elsewhere:
         return f"perhaps you meant {' or '.join(close or elsewhere)}"
     if key.startswith("optimizer."):
-        return "see --optimizer and the flags beside it"
+        return "see --optimizer and related flags"
     return "leave it out"

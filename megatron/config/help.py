@@ -15,10 +15,10 @@ from megatron.config.fields import Field, all_fields, list_groups
 
 DESCRIPTION = """Pretrain a GPT or Llama model.
 
-Flags may be spelled with hyphens or underscores; of a flag given twice the last wins.
-Booleans are bare flags, each with a --no- form (--fp16, --no-fp16); --fp16=True and --fp16=False
-are read too. Numbers may be grouped (6_000_000). None unsets a value. Flags win over the --config
-file, which nests the groups below, as in `model: {hidden_size: 384}`."""
+Flags may be spelled with hyphens or underscores. If a flag is given twice, the last one wins.
+Boolean flags take no value and have a --no- form (--fp16, --no-fp16). --fp16=True and --fp16=False
+are accepted too. Numbers may be grouped (6_000_000). None unsets a value. Flags have priority over
+the --config file, which nests the groups below, as in `model: {hidden_size: 384}`."""
 
 _MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
@@ -44,7 +44,7 @@ def _make_help_class() -> type:
         )
     file_help = tyro.conf.arg(
         metavar="FILE",
-        help="YAML file with values by group; flags win over it.",
+        help="YAML file with values by group. Flags have priority over it.",
         help_behavior_hint="",
     )
     members: list[tuple[str, Any, Any]] = [

@@ -93,36 +93,61 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
 def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
     """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
-    flags = _split_at_flags(row.to)
+    off = False
     if row.arity == 0 and values:
-        word = values[0].lower()
-        # --flag=False of a flag that is refused asks for what happens anyway.
-        if word == "false" and row.kind == "refused":
-            line.warnings.append(f"{shown} has no effect here: it asks for nothing.")
-            return
-        if word == "true":
-            values = []
-        elif word != "false" or not all(list_known_flags()[flag].is_bool for flag, *_ in flags):
+        # The flag takes no value, but =True or =False may be attached to it.
+        if values[0].lower() not in ("true", "false"):
             line.errors.append(f"{shown} must be true, or left out.")
             return
-    if row.kind == "refused":
-        line.errors.append(f"{shown} is not possible here: {row.reason}.")
-        return
-    if row.needs:
+        off = values[0].lower() == "false"
+    # A flag that is off needs no other one.
+    if row.needs and not off:
         line.conditions.append((shown, row))
     if row.kind == "harmless":
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
-        return
-    if row.only:
-        passed = []
+    elif row.kind == "refused":
+        _refuse_unless_off(line, shown, row, off)
+    elif off:
+        _turn_off_renamed(line, typed, row, values[0])
     else:
-        passed = values
-    # The value is "false" here. Each boolean that the flag maps to gets it, and the row's fixed
-    # values do not apply.
-    if row.arity == 0 and passed:
-        flags = [[flag, *passed] for flag, *_ in flags]
+        _read_renamed(line, typed, row, values)
+
+
+def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> None:
+    """Record the error of a refused flag. One that is off changes nothing."""
+    if off:
+        line.warnings.append(f"{shown} has no effect here: the flag is off.")
     else:
-        flags[-1] += passed
+        line.errors.append(f"{shown} is not possible here: {row.reason}.")
+
+
+def _turn_off_renamed(line: CommandLine, typed: str, row: Row, word: str) -> None:
+    """Read a renamed flag with `=False` attached, which is `word`.
+
+    Each boolean that the flag maps to gets the word. Another value has no opposite, so a flag that
+    maps to one is an error.
+    """
+    flags = [flag for flag, *_ in _split_at_flags(row.to)]
+    if all(list_known_flags()[flag].is_bool for flag in flags):
+        _set_renamed(line, typed, row, f"{typed} {word}", [[flag, word] for flag in flags])
+    else:
+        line.errors.append(f"{typed} {word} must be true, or left out.")
+
+
+def _read_renamed(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
+    """Read a flag that has another name here."""
+    flags = _split_at_flags(row.to)
+    # A row for single values has the value here in `row.to`. A flag without a value may have =True
+    # attached, which asks for the same as the flag alone.
+    if row.arity != 0 and not row.only:
+        flags[-1] += values
+    _set_renamed(line, typed, row, " ".join([typed, *values]), flags)
+
+
+def _set_renamed(
+    line: CommandLine, typed: str, row: Row, shown: str, flags: list[list[str]]
+) -> None:
+    """Set the fields of a renamed flag, and warn about its new name."""
     if row.reason and not row.needs:
         note = f": {row.reason}"
     else:
@@ -136,12 +161,12 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
 
 def _split_at_flags(words: Sequence[str]) -> list[list[str]]:
     """Return `--a 1 --b` as [[--a, 1], [--b]]."""
-    cuts: list[list[str]] = []
+    parts: list[list[str]] = []
     for word in words:
         if _is_flag(word):
-            cuts.append([])
-        cuts[-1].append(word)
-    return cuts
+            parts.append([])
+        parts[-1].append(word)
+    return parts
 
 
 def _set_field(line: CommandLine, field: Field, typed: str, flag: str, values: list[str]) -> None:
@@ -149,8 +174,8 @@ def _set_field(line: CommandLine, field: Field, typed: str, flag: str, values: l
     bare = [_strip_quotes(value) for value in values]
     if bare != values:
         line.warnings.append(
-            f"{' '.join([typed, *values])} is read as {' '.join([typed, *bare])}: the shell left "
-            "the quotes in."
+            f"{' '.join([typed, *values])} is read as {' '.join([typed, *bare])}: the shell did "
+            "not remove the quotes."
         )
         values = bare
     try:

@@ -60,12 +60,13 @@ def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
     batch = settings.config.batch
     if batch.train_iters is not None and batch.train_samples is not None:
         yield (
-            f"{settings.describe('batch.train_iters', 'batch.train_samples')} both say how long "
-            "to train; give one of them."
+            f"{settings.describe('batch.train_iters', 'batch.train_samples')} both set the length "
+            "of training; give one of them."
         )
     if batch.train_iters is None and batch.train_samples is None and not batch.eval_only:
         yield (
-            "how long to train is not said: give --train-iters or --train-samples (or --eval-only)."
+            "the length of training is not given: use --train-iters or --train-samples "
+            "(or --eval-only)."
         )
 
 
@@ -89,8 +90,8 @@ def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
         if settings[dotted]:
             instead = all_fields()[f"optimizer.{name}_{own}"].flag
             yield (
-                f"{settings.describe(dotted)} does not go with {settings.describe(length)}; use "
-                f"{instead}."
+                f"{settings.describe(dotted)} cannot be combined with "
+                f"{settings.describe(length)}; use {instead}."
             )
 
 
@@ -101,8 +102,8 @@ def check_one_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
         for dotted in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
             if settings[dotted]:
                 yield (
-                    f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both say how "
-                    "long to warm up; give one of them."
+                    f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both set the "
+                    "length of the warm-up; give one of them."
                 )
 
 
@@ -126,13 +127,12 @@ def check_one_source_of_lr_schedule(settings: ConfigWithOrigin) -> Iterator[str]
     """Check that a resume takes the learning rate's schedule from one source only."""
     optimizer = settings.config.optimizer
     if optimizer.override_lr_scheduler and optimizer.use_checkpoint_lr_scheduler:
+        both = settings.describe(
+            "optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"
+        )
         yield (
-            f"""{
-                settings.describe(
-                    "optimizer.override_lr_scheduler", "optimizer.use_checkpoint_lr_scheduler"
-                )
-            } exclude each other: """
-            "the schedule comes from here or from the checkpoint; give one of them."
+            f"{both} exclude each other: the schedule comes either from this configuration or "
+            "from the checkpoint; give one of them."
         )
 
 
@@ -151,8 +151,8 @@ def check_loss_scale_bounds(settings: ConfigWithOrigin) -> Iterator[str]:
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
             f"{settings.describe('precision.min_loss_scale')} must not exceed "
-            f"{settings.describe('precision.initial_loss_scale')}, which the dynamic loss scale "
-            "begins with."
+            f"{settings.describe('precision.initial_loss_scale')}, the first value of the dynamic "
+            "loss scale."
         )
 
 
@@ -165,8 +165,8 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[str]:
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         yield (
             f"{settings.describe('model.num_attention_heads')} must divide "
-            f"{settings.describe('model.hidden_size')}; change one, or give the width of a head "
-            "by --kv-channels."
+            f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
+            "with --kv-channels."
         )
     groups = model.num_query_groups
     if groups is not None and groups >= 1 and model.num_attention_heads % groups:
@@ -202,8 +202,8 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
     if rotated < 2 or rotated % 2:
         yield (
             f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
-            f"{rotated}, but rotary positions turn pairs; choose a head size or part that makes "
-            "an even number of at least 2."
+            f"{rotated}, but rotary positions rotate pairs of channels; choose a head size or "
+            "fraction that gives an even number of at least 2."
         )
 
 
@@ -218,8 +218,11 @@ def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
         )
 
 
-def check_split_has_three_weights(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that --split consists of at most three weights, not negative and not all 0."""
+def check_split_weights(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that --split consists of one to three weights, not negative and not all 0.
+
+    Missing weights count as 0, as in Megatron-LM: `--split 1` trains on all documents.
+    """
     text = settings.config.data.split
     try:
         # Slashes separate weights too, as in Megatron-LM.
@@ -232,8 +235,8 @@ def check_split_has_three_weights(settings: ConfigWithOrigin) -> Iterator[str]:
         or not sum(shares) > 0
     ):
         yield (
-            f"{settings.describe('data.split')} must be three numbers, not negative and not all "
-            "0, as in 949,50,1."
+            f"{settings.describe('data.split')} must be one to three numbers, not negative and "
+            "not all 0, as in 949,50,1; missing numbers count as 0."
         )
 
 
@@ -245,8 +248,9 @@ def check_data_path_has_pairs(settings: ConfigWithOrigin) -> Iterator[str]:
         return
     if len(values) % 2:
         yield (
-            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture is "
-            "pairs: WEIGHT PATH WEIGHT PATH ... (a single data set: PATH alone)."
+            f"{settings.describe('data.data_path')} has {len(values)} values, but a mixture "
+            "consists of pairs: WEIGHT PATH WEIGHT PATH ... (for a single data set give PATH "
+            "alone)."
         )
         return
     for weight in values[::2]:
@@ -278,8 +282,8 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
         for dotted in (paths, file):
             if data.data_path and settings[dotted]:
                 yield (
-                    f"{settings.describe('data.data_path')} is divided by --split, "
-                    f"{settings.describe(dotted)} says the parts itself; give one of them."
+                    f"{settings.describe('data.data_path')} is divided by --split, but "
+                    f"{settings.describe(dotted)} defines its own parts; give one of them."
                 )
 
 
@@ -299,8 +303,8 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
             yield f"{settings.describe(dotted)} needs --save: without it nothing would be saved."
     if checkpoint.keep_every is not None and checkpoint.keep_latest_checkpoints is None:
         yield (
-            f"{settings.describe('checkpoint.keep_every')} says what --keep-latest-checkpoints "
-            "may not remove; without that flag all checkpoints are kept."
+            f"{settings.describe('checkpoint.keep_every')} needs --keep-latest-checkpoints: "
+            "without it all checkpoints are kept."
         )
     # These flags have a meaning only for a checkpoint that is loaded.
     wanting = {
@@ -380,8 +384,8 @@ def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[str]:
     # Virtual stages divide layers uniformly, so the method "uniform" does not contradict them.
     if settings[virtual] is not None and (settings[method] or "uniform").lower() != "uniform":
         yield (
-            f"{settings.describe(method, virtual)} both say where layers are cut into stages; "
-            "give one of them."
+            f"{settings.describe(method, virtual)} both divide the layers into stages; give one "
+            "of them."
         )
 
 
@@ -399,8 +403,8 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
         files = [tokenizer.tokenizer_name_or_path]
     if wanted and None in files:
         yield (
-            f"{settings.describe(*wanted)} must know the id that ends documents, which the "
-            "tokenizer of the data tells: give --vocab-file and --merge-file, or "
+            f"{settings.describe(*wanted)} must have the tokenizer of the data, for the id of its "
+            "end-of-document token: give --vocab-file and --merge-file, or "
             "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
         )
 
@@ -414,8 +418,8 @@ def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
         fraction = Fraction(0)
     if not 0 < fraction <= 1:
         yield (
-            f"{settings.describe('recompute.checkpoint_fraction')} must be a part of the layers, "
-            "above 0 and at most 1: 1 for all, 1/3 for every third, 0.5 for every other."
+            f"{settings.describe('recompute.checkpoint_fraction')} must be a fraction above 0 and "
+            "at most 1: 1 for all layers, 1/3 for every third one, 0.5 for every other one."
         )
 
 
@@ -433,7 +437,7 @@ ERRORS: tuple[Rule, ...] = (
     check_heads_divide_hidden_size,
     check_rotary_dim_is_even,
     check_positions_cover_sequence,
-    check_split_has_three_weights,
+    check_split_weights,
     check_data_path_has_pairs,
     check_one_description_of_data,
     check_needed_folders,

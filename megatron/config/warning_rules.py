@@ -25,10 +25,10 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
         changing = "batch.step_batch_size_schedule"
     if batch.train_iters is not None and settings[changing] is not None:
         yield (
-            f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: an "
-            "iteration of the learning rate's warm-up and decay counts as the final batch size, "
-            "so that they last longer than they say; --train-samples and --lr-*-samples are "
-            "exact."
+            f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: the "
+            "learning rate's warm-up and decay count each iteration with the final batch size, "
+            "so they last longer than the given iterations; --train-samples and --lr-*-samples "
+            "are exact."
         )
 
 
@@ -37,7 +37,7 @@ def warn_decay_by_tokens_wins(settings: ConfigWithOrigin) -> Iterator[str]:
     for dotted in ("optimizer.lr_decay_samples", "optimizer.lr_decay_iters"):
         if settings.config.optimizer.lr_decay_tokens is not None and settings[dotted] is not None:
             yield (
-                f"{settings.describe(dotted)} has no effect beside "
+                f"{settings.describe(dotted)} has no effect with "
                 f"{settings.describe('optimizer.lr_decay_tokens')}, which ends the decay."
             )
 
@@ -74,7 +74,7 @@ def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
             if settings.is_changed(f"precision.{name}"):
                 static = settings.describe("precision.loss_scale")
                 yield (
-                    f"{settings.describe(f'precision.{name}')} has no effect beside {static}, "
+                    f"{settings.describe(f'precision.{name}')} has no effect with {static}, "
                     "which is static."
                 )
 
@@ -97,10 +97,10 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[str]:
         # else.
         if 0 < scale < math.inf and math.frexp(scale)[0] != 0.5:
             below = 2.0 ** (math.frexp(scale)[1] - 1)
-            others = f"{below:.10g} and {2 * below:.10g}"
+            others = f"{below:.10g} or {2 * below:.10g}"
             yield (
-                f"{settings.describe(f'precision.{name}')} is no power of two, so scaling rounds; "
-                f"{others} do not."
+                f"{settings.describe(f'precision.{name}')} is not a power of two, so scaling "
+                f"rounds the gradients; use {others}."
             )
 
 
@@ -110,7 +110,7 @@ def warn_fp32_residual_in_fp32(settings: ConfigWithOrigin) -> Iterator[str]:
     if precision.fp32_residual_connection and not (precision.fp16 or precision.bf16):
         yield (
             f"{settings.describe('precision.fp32_residual_connection')} has no effect without "
-            "--fp16 or --bf16: everything is fp32."
+            "--fp16 or --bf16: everything is in fp32."
         )
 
 
@@ -145,8 +145,8 @@ def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
         and checkpoint.resumes_itself
     ):
         yield (
-            "--no-save-optim: this command will not resume what it saves, since there will be no "
-            "optimizer state; with --no-load-optim it goes on with fresh moments."
+            "--no-save-optim: this command cannot resume from its own checkpoints, because they "
+            "have no optimizer state; with --no-load-optim it resumes with new moments."
         )
     if (
         checkpoint.save is not None
@@ -200,8 +200,8 @@ def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[
     # With --sequence-parallel the inputs of layers are already sharded over the tensor ranks.
     if recompute.partition_activations and settings.config.parallel.sequence_parallel:
         yield (
-            f"{settings.describe('recompute.partition_activations')} has no effect beside "
-            "--sequence-parallel, which cuts them already."
+            f"{settings.describe('recompute.partition_activations')} has no effect with "
+            "--sequence-parallel, which already shards the kept inputs."
         )
     if (
         recompute.recompute_attention_core
@@ -211,9 +211,9 @@ def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[
         and recompute.checkpoint_fraction.strip() == "1"
     ):
         yield (
-            f"{settings.describe('recompute.recompute_attention_core')} has no effect beside "
-            "--checkpoint-activations, which recomputes whole layers; with --checkpoint-fraction "
-            "it holds for the other layers."
+            f"{settings.describe('recompute.recompute_attention_core')} has no effect with "
+            "--checkpoint-activations, which recomputes entire layers; with --checkpoint-fraction "
+            "it applies to the other layers."
         )
 
 

@@ -20,7 +20,7 @@ _PLAIN_TAGS = {
     for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
 }
 _NULLS = ("", "~", "null", "Null", "NULL", "None")
-_SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+_SPECIAL_FLOATS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
 def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
@@ -153,8 +153,8 @@ def _read_items(
         elif key.value in items:
             first = _get_line(items[key.value][0])
             errors.append(
-                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); take "
-                "one out."
+                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); "
+                "remove one."
             )
         else:
             items[key.value] = (key, value)

@@ -1,7 +1,8 @@
 """Arrays in .npy files: created under new names, opened memory-mapped, checked and digested.
 
 Invariant: something else may have the file's name, such as a pipe, an archive or a pickle. Opening
-it is then an error. The process does not wait for the file, and executes nothing from it.
+it is then an error. The process does not wait for the file, and executes nothing from it. Links are
+followed when a file is read, and never when one is written.
 """
 
 import hashlib
@@ -85,6 +86,9 @@ class MappedArray:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading.
+
+    A link to a regular file is followed. Data files are often links, and so may be the files of a
+    cache that was built elsewhere. What a cache holds is verified by its digests in either case.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.

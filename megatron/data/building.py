@@ -7,7 +7,7 @@ Invariants:
 
 - A temporary name belongs to one process.
 - Only files that are provably abandoned are removed.
-- No link is followed.
+- No link is followed when a file is created, written or removed.
 - No process waits without a message or without a limit.
 
 A lock may be invisible to other hosts (Lustre's `localflock`). It therefore only saves work. A
@@ -244,21 +244,20 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
             holder = _read_holder(descriptor)
         else:
             # The last holder removed the file. The next attempt creates a new one.
-            holder = "nobody"
+            holder = "a process that has just ended its build"
         os.close(descriptor)
         waited = time.monotonic() - started
         if waited > limit_seconds:
             raise DataError(
-                f"{what} is locked by {holder} for more than {waited:.0f} s (lock file {path}), "
-                "the longest "
-                "that a process waits for another one's index. End that process if it hangs. If it "
-                "is still "
-                "building, start again when it is done, or give another --data-cache-path."
+                f"{what} has been locked by {holder} for more than {waited:.0f} s (lock file "
+                f"{path}), and the limit is {limit_seconds:.0f} s. End that process if it hangs. "
+                "If it is still building, start again when it is done, or give another "
+                "--data-cache-path."
             )
         if time.monotonic() > say_at:
             say_at += _SAY_AGAIN_SECONDS
             say(
-                f"waiting for {what}, which {holder} builds, for {waited:.0f} s so far and "
+                f"waiting for {what}, which {holder} is building: {waited:.0f} s so far, "
                 f"{limit_seconds:.0f} s at most"
             )
         time.sleep(_POLL_SECONDS)
@@ -282,11 +281,11 @@ def _open_lock(path: Path) -> int:
 def _is_at(descriptor: int, path: Path) -> bool:
     """Return whether an open file still has this name."""
     try:
-        there = path.lstat()
+        found = path.lstat()
     except FileNotFoundError:
         return False
-    mine = os.fstat(descriptor)
-    return (there.st_ino, there.st_dev) == (mine.st_ino, mine.st_dev)
+    opened = os.fstat(descriptor)
+    return found.st_ino == opened.st_ino and found.st_dev == opened.st_dev
 
 
 def _write_holder(descriptor: int) -> None:

@@ -102,9 +102,8 @@ class IndexCache:
         # A change of the format changes every key, so entries of older formats are not opened. The
         # file names have the form that `remove_abandoned` recognises.
         key = {"format": FORMAT, **key}
-        stem = f"""{kind}-{
-            hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
-        }"""
+        text = json.dumps(key, sort_keys=True).encode()
+        stem = f"{kind}-{hashlib.blake2b(text, digest_size=12).hexdigest()}"
         # Without a lock first. All ranks of a large run open the same entries at the same time.
         found = self._read(stem, key, shapes)
         attempts = 0
@@ -113,9 +112,8 @@ class IndexCache:
             if attempts == _ATTEMPTS:
                 raise DataError(
                     f"the index cache {self.folder / stem} was built {attempts} times and still "
-                    "does not open "
-                    f"({found or 'its files are gone'}); check the file system, or name another "
-                    "folder by --data-cache-path."
+                    f"cannot be opened ({found or 'its files are gone'}). Check the file system, "
+                    "or give another folder with --data-cache-path."
                 )
             attempts += 1
             try:
@@ -125,9 +123,8 @@ class IndexCache:
                 found = "its files were removed while it was built"
             except OSError as error:
                 raise DataError(
-                    f"the index cache {self.folder} cannot be written ({error.strerror}); name a "
-                    "writable one by "
-                    "--data-cache-path."
+                    f"the index cache {self.folder} cannot be written ({error.strerror}). Give a "
+                    "writable folder with --data-cache-path."
                 ) from error
         self._opened(stem, found)
         return {name: mapped.array for name, mapped in found.items()}
@@ -184,7 +181,7 @@ class IndexCache:
                 return "its manifest belongs to another key"
             # The background check would have nothing to compare with.
             if "whole" not in described:
-                return "it was built by an older version, without digests of whole arrays"
+                return "it was built by an older version, without digests of complete arrays"
             for name, (dtype, shape) in shapes.items():
                 mapped = MappedArray(self.folder / f"{stem}-{name}.npy")
                 arrays[name] = mapped
@@ -264,11 +261,9 @@ class _Verification:
         if found == self._mapped.expected:
             return None
         return (
-            f"the index cache {self._mapped.path} is damaged: its xxh3_128 is {found}, and "
-            f"{self._mapped.expected} was built. "
-            f"{discard_entry(self._manifest)}. The order of samples since this start may be wrong; "
-            "start again from the last "
-            "checkpoint."
+            f"the index cache {self._mapped.path} is damaged: its xxh3_128 is {found} instead of "
+            f"{self._mapped.expected}. {discard_entry(self._manifest)}. The order of samples since "
+            "this start may be wrong. Start again from the last checkpoint."
         )
 
 
@@ -283,7 +278,8 @@ def discard_entry(manifest: Path) -> str:
         manifest.unlink(missing_ok=True)
     except OSError as error:
         return (
-            f"Remove {manifest}, so that it is built again (this process cannot: {error.strerror})"
+            f"Remove {manifest}, so that the index is built again (this process cannot remove it: "
+            f"{error.strerror})"
         )
     return f"{manifest.name} was removed, so the next start builds the index again"
 
@@ -308,7 +304,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     check = described.pop("check", None)
     # Manifests of older versions have no digest of themselves. `_read` rejects them afterwards.
     if "whole" in described and check != _check_of(described):
-        raise ValueError("its manifest is not what was written")
+        raise ValueError("its manifest has changed since it was written")
     return described
 
 

@@ -91,10 +91,9 @@ class DigestFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         # A record that is damaged counts as missing, and costs one more reading.
-        whole = record == self._record(identity, digest) and re.fullmatch(r"[0-9a-f]{32}", digest)
-        if whole:
-            return digest
-        return None
+        if record != self._record(identity, digest) or not re.fullmatch(r"[0-9a-f]{32}", digest):
+            return None
+        return digest
 
     def put(self, identity: FileIdentity, digest: str) -> None:
         """Store a digest.
@@ -185,7 +184,7 @@ class ContentDigests:
         except OSError as error:
             # A folder that cannot be written costs time at each start, but must not stop the run.
             self.notes.append(
-                f"the digest of {path} cannot be kept in {folder} ({error.strerror}); it is "
+                f"the digest of {path} cannot be stored in {folder} ({error.strerror}); it is "
                 "computed again at each start"
             )
 

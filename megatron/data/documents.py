@@ -111,8 +111,7 @@ def check_documents_end(indexed: IndexedDataset, eod: int) -> None:
     if len(ends) and not np.any(indexed.tokens[ends] == eod):
         raise DataError(
             f"{indexed.prefix}: none of the first {len(ends)} documents ends with the tokenizer's "
-            f"end-of-document id {eod}, so "
-            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss would change "
-            "nothing; give the tokenizer that the "
-            "data was made with, preprocess it with --append-eod, or leave these flags out."
+            f"end-of-document id {eod}, so --reset-position-ids, --reset-attention-mask and "
+            "--eod-mask-loss would have no effect. Give the tokenizer that the data was made with, "
+            "preprocess the data with --append-eod, or leave these flags out."
         )

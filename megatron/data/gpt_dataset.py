@@ -265,7 +265,6 @@ def check_large_enough(
     if tokens < seq_length + 1:
         raise DataError(
             f"documents {documents[0]} to {documents[1]} of {prefix} hold {tokens} tokens, fewer "
-            "than one sample: --seq-length "
-            f"{seq_length} needs {seq_length + 1}. Take more data, another --split, or shorter "
-            "sequences."
+            f"than one sample: --seq-length {seq_length} needs {seq_length + 1}. Use more data, "
+            "another --split, or shorter sequences."
         )

@@ -16,15 +16,14 @@ def _choose() -> tuple[ModuleType, str]:
     except ImportError as error:
         return (
             index_numpy,
-            f"NumPy (slower: {error}; a C++ compiler and `pip install -e .` bring the fast one)",
+            f"NumPy (slower: {error}; `pip install -e .` with a C++ compiler builds the fast one)",
         )
     # The first builds had no REVISION. An older build may lack the checks of ranges.
     found = getattr(_index_helpers, "REVISION", 1)
     if found != index_numpy.REVISION:
         return index_numpy, (
             f"NumPy (slower: the C++ build has revision {found}, this version needs "
-            f"{index_numpy.REVISION}; "
-            "`pip install -e .` builds it again)"
+            f"{index_numpy.REVISION}; `pip install -e .` builds it again)"
         )
     return _index_helpers, "C++"
 

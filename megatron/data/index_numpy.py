@@ -30,6 +30,16 @@ def check_range(indices: NDArray, count: int, name: str) -> None:
             raise RuntimeError(f"{name} {extreme} is out of range: there are {count}")
 
 
+def _require(holds: bool, rule: str) -> None:
+    """Check a rule for arguments.
+
+    Raises:
+        RuntimeError: it does not hold. The rules and messages are those of the C++ code.
+    """
+    if not holds:
+        raise RuntimeError(rule)
+
+
 def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, out: NDArray) -> None:
     """Fill in where each sample begins.
 
@@ -43,11 +53,18 @@ def sample_index(sizes: NDArray[np.int32], doc_idx: NDArray, seq_length: int, ou
         out: int32 or int64 [samples + 1, 2]. Row k receives (index into doc_idx, offset).
 
     Raises:
-        RuntimeError: doc_idx names a document that does not exist, or the documents end before the
-            last sample.
+        RuntimeError: an array has another shape, doc_idx names a document that does not exist, or
+            the documents end before the last sample.
     """
-    if seq_length < 1:
-        raise RuntimeError("the sequence length must be at least 1")
+    _require(
+        sizes.ndim == 1 and doc_idx.ndim == 1,
+        "sizes and doc_idx must have one dimension",
+    )
+    _require(
+        out.ndim == 2 and out.shape[0] >= 1 and out.shape[1] == 2,
+        "the output must be [samples + 1, 2]",
+    )
+    _require(seq_length >= 1, "the sequence length must be at least 1")
     num_samples = len(out) - 1
     out[0] = 0
     done = 1
@@ -87,12 +104,19 @@ def blending_indices(
         dataset_sample_index: [samples], receives the number of the sample in its data set.
 
     Raises:
-        RuntimeError: no weight is given, or the arrays differ in length.
+        RuntimeError: no weight is given, an output has another shape, or the type of
+            `dataset_index` is too small for the number of data sets.
     """
-    if len(weights) < 1:
-        raise RuntimeError("a mixture needs at least one weight")
-    if len(dataset_index) != len(dataset_sample_index):
-        raise RuntimeError("both outputs must be [samples]")
+    _require(weights.ndim == 1 and len(weights) >= 1, "a mixture needs at least one weight")
+    _require(
+        dataset_index.ndim == 1 and dataset_sample_index.shape == dataset_index.shape,
+        "both outputs must be [samples]",
+    )
+    # NumPy would store a larger number modulo the size of the type.
+    _require(
+        len(weights) - 1 <= np.iinfo(dataset_index.dtype).max,
+        "the output's type cannot number that many data sets",
+    )
     given = np.zeros(len(weights), np.float64)
     for step in range(len(dataset_index)):
         # At a tie argmax takes the first data set, as the loop in C++ does.
@@ -123,10 +147,16 @@ def gather_tokens(
         out: out.shape[1] tokens of each sample are written.
 
     Raises:
-        RuntimeError: an index, an offset or a document lies outside the array that it belongs to.
+        RuntimeError: an array has another shape, or an index, an offset or a document is outside
+            the array that it belongs to.
     """
-    if len(pointers) != len(sizes):
-        raise RuntimeError("pointers and sizes must be of the same documents")
+    _require(
+        all(array.ndim == 1 for array in (tokens, pointers, sizes, doc_idx, rows)),
+        "tokens, pointers, sizes, doc_idx and rows must have one dimension",
+    )
+    _require(len(pointers) == len(sizes), "pointers and sizes must be of the same documents")
+    _require(starts.shape == (len(rows), 2), "starts must be [rows, 2]")
+    _require(out.ndim == 2, "the output must be [rows, tokens]")
     length = out.shape[1]
     for (index, offset), row in zip(starts.tolist(), rows.tolist(), strict=True):
         if not 0 <= row < len(out):

@@ -142,8 +142,6 @@ class IndexedDataset:
         size = int(self.sizes[index])
         if length is None:
             length = size - offset
-        else:
-            length = length
         assert 0 <= offset <= offset + length <= size, (
             f"tokens {offset} + {length} of sequence {index}, which has {size}"
         )
@@ -179,7 +177,7 @@ class IndexedDataset:
         if found < _HEADER.size:
             raise DataError(
                 f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is "
-                f"cut off. {_AGAIN}"
+                f"truncated. {_AGAIN}"
             )
         raw = np.memmap(self._idx, np.uint8, "r").view(np.ndarray)
         magic, version, code, count, offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
@@ -190,7 +188,7 @@ class IndexedDataset:
             )
         if version != VERSION:
             raise DataError(
-                f"{self._idx} has format version {version}; only version {VERSION} is known."
+                f"{self._idx} has format version {version}; only version {VERSION} is supported."
             )
         if code not in DTYPES:
             if code in (6, 7):
@@ -199,19 +197,18 @@ class IndexedDataset:
                 reason = ""
             known = ", ".join(f"{c} {d.name}" for c, d in DTYPES.items())
             raise DataError(
-                f"{self._idx} has dtype code {code}{reason}; known are {known}. {_AGAIN}"
+                f"{self._idx} has dtype code {code}{reason}; supported are {known}. {_AGAIN}"
             )
         # An exact length finds a file that was truncated by a full disk or an interrupted copy.
         expected = _HEADER.size + 12 * count + 8 * offsets
         if found != expected:
             if found < expected:
-                what = "cut off"
+                what = "truncated"
             else:
-                what = "longer than it says"
+                what = "longer than its header states"
             raise DataError(
                 f"{self._idx} has {found} bytes, but {count} sequences and {offsets} document "
-                f"offsets need {expected}: "
-                f"it is {what}. {_AGAIN}"
+                f"offsets need {expected}: it is {what}. {_AGAIN}"
             )
         return raw, DTYPES[code], count, offsets
 
@@ -235,8 +232,7 @@ class IndexedDataset:
                 which = start + int(wrong[0])
                 raise DataError(
                     f"{self._idx}: sequence {which} points to byte {self.pointers[which]}, but the "
-                    "sizes before it add up to "
-                    f"{begins[wrong[0]]}. {_AGAIN}"
+                    f"sizes before it add up to {begins[wrong[0]]}. {_AGAIN}"
                 )
             expected = int(ends[-1])
         # A document has at least 0 sequences, so equal offsets are allowed.
@@ -254,8 +250,7 @@ class IndexedDataset:
                 described = "none"
             raise DataError(
                 f"{self._idx}: document offsets ({described}) must rise from 0 to the number of "
-                "sequences, "
-                f"{len(self.sizes)}. {_AGAIN}"
+                f"sequences, {len(self.sizes)}. {_AGAIN}"
             )
         return expected // width
 
@@ -265,14 +260,13 @@ class IndexedDataset:
         expected = total * self.dtype.itemsize
         if found != expected:
             if found < expected:
-                what = "cut off"
+                what = "truncated"
             else:
                 what = "not the file that this index was made for"
             raise DataError(
                 f"{self._bin} has {found} bytes, but the {total} {self.dtype.name} tokens of "
-                f"{self._idx.name} need "
-                f"{expected}: it is {what}. "
-                "Copy both files again, or preprocess the data again."
+                f"{self._idx.name} need {expected}: it is {what}. Copy both files again, or "
+                "preprocess the data again."
             )
 
 
@@ -418,7 +412,7 @@ class IndexedDatasetWriter:
         if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"a sequence of {int(sizes.max())} tokens is longer than the format's limit of "
-                f"{np.iinfo(np.int32).max}; cut the document."
+                f"{np.iinfo(np.int32).max}. Split the document."
             )
         self._files["sizes"].write(sizes.astype("<i4").tobytes())
         self.num_sequences += len(sizes)

@@ -71,7 +71,7 @@ class OrderSlice:
 
     def __init__(self, of: Order, start: int, stop: int) -> None:
         """Take positions [start, stop) of `of`."""
-        assert 0 <= start <= stop <= len(of), f"cannot cut [{start}, {stop}) out of {len(of)}"
+        assert 0 <= start <= stop <= len(of), f"no positions [{start}, {stop}) in {len(of)} samples"
         self.leaves = of.leaves
         self._of = of
         self._start = start

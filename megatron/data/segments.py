@@ -160,20 +160,19 @@ class DatasetRegistry:
         for opened in self._by_prefix.values():
             if opened.compute_fingerprint() == part.fingerprint:
                 return opened
-        rule = (
-            "an order of samples that the checkpoint records is made of it; bring the data back, "
-            "or start "
-            "without that checkpoint's data position"
+        needed = (
+            f"The order of samples that the checkpoint records is made of {part.prefix}. Restore "
+            "these data, or start without the data position of that checkpoint."
         )
         try:
             opened = self.open(part.prefix)
         except DataError as error:
-            raise DataError(f"{error} {part.prefix} is needed: {rule}.") from error
+            raise DataError(f"{error} {needed}") from error
         # Other data may be at the recorded path now. They would silently change the samples.
         if opened.compute_fingerprint() != part.fingerprint:
             raise DataError(
                 f"{part.prefix} has changed (fingerprint {opened.compute_fingerprint()}, recorded "
-                f"{part.fingerprint}), and {rule}."
+                f"{part.fingerprint}). {needed}"
             )
         return opened
 
@@ -214,16 +213,12 @@ class DatasetRegistry:
             manifests = [
                 manifest for cache in self._caches.values() for manifest in cache.manifests
             ]
-            failed = [
-                told
-                for told in map(discard_entry, dict.fromkeys(manifests))
-                if told.startswith("Remove")
-            ]
+            results = [discard_entry(manifest) for manifest in dict.fromkeys(manifests)]
+            failed = [result for result in results if result.startswith("Remove")]
             raise DataError(
                 f"an index of the data is damaged ({error}): a file of the index cache, or the "
-                ".idx of a data set, has changed "
-                "since it was opened. Start again from the last checkpoint: the index caches of "
-                "this run are built again. " + " ".join(failed)
+                ".idx of a data set, has changed since it was opened. Start again from the last "
+                "checkpoint. The index caches of this run are then built again. " + " ".join(failed)
             ) from error
 
 
@@ -326,12 +321,12 @@ def open_mixture(
 
 def make_first_segment(requested: RequestedData) -> Segment:
     """Return the segment of a run that starts. Its order is the one of the reference code."""
-    asked = blend.compute_samples_per_dataset(
+    counts = blend.compute_samples_per_dataset(
         requested.num_samples, [part.weight for part in requested.parts]
     )
     parts = [
         dataclasses.replace(part, order=order.make_index_tree(requested.seed, count))
-        for part, count in zip(requested.parts, asked, strict=True)
+        for part, count in zip(requested.parts, counts, strict=True)
     ]
     return Segment(0, requested.num_samples, requested.seed, requested.seq_length, tuple(parts))
 
@@ -402,11 +397,11 @@ class History:
         notes = []
         while history.end < requested.num_samples:
             end = history.end
-            segment, told = history._make_next_segment(end, requested)
+            segment, description = history._make_next_segment(end, requested)
             history = History([*history.segments, segment], self._registry)
             notes.append(
-                f"data order: {requested.num_samples} samples are asked for, {end} are covered; "
-                f"from there on {told}"
+                f"data order: {requested.num_samples} samples are requested, {end} are covered; "
+                f"after these {description}"
             )
         return history, notes
 
@@ -424,12 +419,12 @@ class History:
         notes: list[str] = []
         history = self
         if not requested.can_continue(last):
-            segment, told = self._make_next_segment(consumed, requested)
+            segment, description = self._make_next_segment(consumed, requested)
             # Segments that start later were never read, and the new segment replaces them.
             kept = [earlier for earlier in self.segments if earlier.start_sample < consumed]
             notes.append(
                 f"data order: {self._describe_changes(last, requested)}; from sample {consumed} on "
-                f"{told}"
+                f"{description}"
             )
             history = History([*kept, segment], self._registry)
         # An index made for another number of samples has another order. The recorded one is kept,
@@ -437,8 +432,8 @@ class History:
         elif last.start_sample + last.num_samples != requested.num_samples:
             notes.append(
                 f"data order: made for {last.start_sample + last.num_samples} samples, now "
-                f"{requested.num_samples} are asked for; "
-                f"it is kept for the {self.end} samples that it covers"
+                f"{requested.num_samples} are requested; it is kept for the {self.end} samples "
+                "that it covers"
             )
         history, further = history.extend(requested)
         return history, notes + further
@@ -447,9 +442,9 @@ class History:
         """Return the differences between the last segment and the request, in words."""
         changes = []
         if requested.seed != last.seed:
-            changes.append(f"--seed {last.seed} has become {requested.seed}")
+            changes.append(f"--seed changed from {last.seed} to {requested.seed}")
         if requested.seq_length != last.seq_length:
-            changes.append(f"--seq-length {last.seq_length} has become {requested.seq_length}")
+            changes.append(f"--seq-length changed from {last.seq_length} to {requested.seq_length}")
         if not requested.has_same_mixture(last):
             changes.append("the data or their weights have changed")
         return " and ".join(changes)
@@ -464,26 +459,25 @@ class History:
         """Return the segment that begins at `start`, and its description in words."""
         # A segment needs at least one sample, even if all requested ones are consumed.
         missing = max(1, requested.num_samples - start)
-        asked = blend.compute_samples_per_dataset(
+        counts = blend.compute_samples_per_dataset(
             missing, [part.weight for part in requested.parts]
         )
         parts = []
-        told = []
-        for number, (part, count) in enumerate(zip(requested.parts, asked, strict=True)):
+        descriptions = []
+        for number, (part, count) in enumerate(zip(requested.parts, counts, strict=True)):
             # A mixture may name the same data twice. The n-th use continues the n-th earlier one.
             occurrence = sum(earlier.key == part.key for earlier in requested.parts[:number])
             tree, words = self._continue_dataset(part, occurrence, count, start, requested)
             parts.append(dataclasses.replace(part, order=tree))
-            told.append(f"{part.prefix} {words}")
-        return Segment(
-            start, missing, requested.seed, requested.seq_length, tuple(parts)
-        ), ", ".join(told)
+            descriptions.append(f"{part.prefix} {words}")
+        segment = Segment(start, missing, requested.seed, requested.seq_length, tuple(parts))
+        return segment, ", ".join(descriptions)
 
     def _continue_dataset(
         self,
         part: SegmentDataset,
         occurrence: int,
-        asked: int,
+        count: int,
         start: int,
         requested: RequestedData,
     ) -> tuple[order.Tree, str]:
@@ -492,13 +486,13 @@ class History:
         Args:
             part: The data set.
             occurrence: How often the mixture named the same data before.
-            asked: Number of samples that it has to give.
+            count: Number of samples that it has to give.
             start: The position at which the new segment begins.
             requested: What the configuration requests.
         """
         found = self._find_last_use(part, occurrence, start, requested.seq_length)
         if found is None:
-            return order.make_index_tree(requested.seed, asked), "begins"
+            return order.make_index_tree(requested.seed, count), "starts at its first sample"
         opened, number, used = found
         old = opened.segment.parts[number].order
         length = len(opened.stream(number))
@@ -507,12 +501,11 @@ class History:
         while fresh in order.collect_seeds(old):
             fresh = (fresh + 1) % 2**32
         if used >= length:
-            return order.make_index_tree(
-                fresh, asked
-            ), f"is exhausted and begins from scratch with seed {fresh}"
+            words = f"is exhausted and starts again with seed {fresh}"
+            return order.make_index_tree(fresh, count), words
         trees: list[order.Tree] = []
-        words = f"goes on at its sample {used}"
-        middle = min(length, used + asked)
+        words = f"continues at its sample {used}"
+        middle = min(length, used + count)
         if requested.seed != opened.segment.seed:
             # Only the samples that will be used are shuffled. The rest is appended in the old
             # order, so that a later segment can continue there and no sample is lost.
@@ -523,9 +516,9 @@ class History:
         else:
             trees.append({"cut": [used, length], "of": old})
         # The data set has too few samples left. A new index continues after them.
-        if length - used < asked:
-            trees.append(order.make_index_tree(fresh, asked - (length - used)))
-            words += f", then from scratch with seed {fresh}"
+        if length - used < count:
+            trees.append(order.make_index_tree(fresh, count - (length - used)))
+            words += f", then starts again with seed {fresh}"
         return trees[0] if len(trees) == 1 else {"concat": trees}, words
 
     def _find_last_use(

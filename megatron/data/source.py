@@ -157,8 +157,8 @@ class _Source(abc.ABC):
         if not self._has_samples_for(request):
             raise DataError(
                 f"a batch of {request.batch_size} samples at {request.consumed} reaches past the "
-                f"{self.history.end} training "
-                "samples that the order was made for; raise --train-samples or --train-iters."
+                f"{self.history.end} training samples that the order was made for. Raise "
+                "--train-samples or --train-iters."
             )
         microbatches = self._prefetcher.take(request, self._guess_requests(request))
         # Only after success, so that a failed read does not move the position.
@@ -453,7 +453,6 @@ def make_vocabulary_error(prefix: str, document: int, token: int, vocab_size: in
     """Return the error for a token id that is outside the vocabulary."""
     return DataError(
         f"{prefix}: document {document} holds the token id {token}, but the vocabulary has "
-        f"{vocab_size} entries (ids 0 "
-        f"to {vocab_size - 1}). "
-        "The data was made with another tokenizer; give that one, or preprocess the data again."
+        f"{vocab_size} entries (ids 0 to {vocab_size - 1}). The data was made with another "
+        "tokenizer. Give that tokenizer, or preprocess the data again."
     )

@@ -66,7 +66,7 @@ def find_train_mixture(data: DataConfig) -> NamedMixture | None:
         names = ", ".join(mixture.name for mixture in mixtures)
         raise ConfigError(
             f"--train-weighted-split-paths names {len(mixtures)} mixtures ({names}); training "
-            "takes one: join them with commas."
+            "takes one. Join them with commas."
         )
     if mixtures:
         return mixtures[0]
@@ -209,8 +209,8 @@ def read_weighted_split_paths(path: str) -> tuple[str, ...]:
         return tuple(line for line in text.splitlines() if line.strip())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as weighted split paths ({error}); it holds what the flag "
-            f"would: {GRAMMAR}."
+            f"{path} cannot be read as weighted split paths ({error}). It must hold what the flag "
+            f"takes: {GRAMMAR}."
         ) from error
 
 
@@ -258,7 +258,7 @@ def _parse_weight(text: str, where: str) -> float:
         weight = -1.0
     if not (weight > 0 and math.isfinite(weight)):
         raise ConfigError(
-            f"the weight {text!r} in {where!r} must be a positive number; leave out what shall not "
-            "be drawn."
+            f"the weight {text!r} in {where!r} must be a positive number. Leave out data that must "
+            "not be used."
         )
     return weight

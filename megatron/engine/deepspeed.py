@@ -15,7 +15,7 @@ Traps of DeepSpeed 0.19 that this file avoids:
 - Ranks with different numbers of parameter groups wait for each other permanently
   (`_group_parameters`).
 - If 16-bit gradients are summed in fp32, the pipeline does not find the gradients of tied weights
-  (`_TiedWeight`).
+  (`TiedWeight`).
 """
 
 import contextlib
@@ -24,17 +24,24 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config.deepspeed_json import read_json, select_passed_on
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
 from megatron.engine.base import PhaseTimers, StepResult, build_inputs, skip_timing
+from megatron.engine.deepspeed_adapters import (
+    FixedLossScaler,
+    MeshMpu,
+    StageWrapper,
+    TiedWeight,
+    make_empty_batches,
+)
+from megatron.engine.deepspeed_settings import build_settings, get_effective_zero_stage
 from megatron.engine.describe import list_kernels
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
 from megatron.engine.fragments import Fragment
@@ -110,8 +117,8 @@ class DeepSpeedEngine:
         # gradient is zero too.
         for parameter in stage.parameters():
             parameter.data.zero_()
-        self._stage = stage
-        self._wrapped_stage = _StageWrapper(stage)
+        self.stages = [stage]
+        self._wrapped_stage = StageWrapper(stage)
         self._engine = self._initialize()
         self._step_count = 0
         self._shape: tuple[int, ...] | None = None
@@ -145,14 +152,14 @@ class DeepSpeedEngine:
         except ImportError as error:
             raise ConfigError(
                 f"--deepspeed needs DeepSpeed, which is not installed: {error}; "
-                "pip install -e . brings it"
+                "pip install -e . installs it"
             ) from error
         from deepspeed.utils import logger
 
         # Import this module while the compiler is disabled. A later import finds it loaded.
         with _disable_compiler():
             import deepspeed.runtime.zero.muon.original_muon
-        settings = self._build_settings()
+        settings = build_settings(self._plan)
         logger.setLevel(
             logging.INFO if any(settings.get(key) for key in _LOGGING_KEYS) else logging.ERROR
         )
@@ -183,13 +190,13 @@ class DeepSpeedEngine:
                 model = self._wrapped_stage
             # This must come after PipelineModule. Its constructor sets `ds_pipe_replicated` to
             # False on all parameters, and the norm would count tied weights twice.
-            for name, parameter in self._stage.named_parameters():
+            for name, parameter in self.stages[0].named_parameters():
                 self._mark(parameter, self._specs[name])
             # PipelineModule brings the grid as its topology. Otherwise DeepSpeed asks an `mpu`.
             if pipelined:
                 mpu = None
             else:
-                mpu = _MeshMpu(self._mesh)
+                mpu = MeshMpu(self._mesh)
             optimizer = build_adamw(self._group_parameters(), self._plan.config.optimizer)
             with self._explain_refusal():
                 engine, *_ = deepspeed.initialize(
@@ -239,12 +246,11 @@ class DeepSpeedEngine:
             # Without a file all settings are ours, so the error is a bug of this program.
             if path is None:
                 raise
-            said = (
-                "; ".join(line.strip() for line in str(error).splitlines()[:4])
-                or type(error).__name__
-            )
+            lines = [line.strip() for line in str(error).splitlines()[:4]]
+            reason = "; ".join(lines) or type(error).__name__
             raise ConfigError(
-                f"--deepspeed-config {path}: DeepSpeed refuses it: {said}; change what it names."
+                f"--deepspeed-config {path}: DeepSpeed refuses it: {reason}; "
+                "change the setting that it names"
             ) from error
 
     def _show_infinities(self) -> None:
@@ -306,7 +312,9 @@ class DeepSpeedEngine:
         module = PipelineModule(layers=layers, topology=topology, partition_method="uniform")
         # DeepSpeed ties only layers of the class TiedLayerSpec. A stage is one layer, so its tied
         # weights are returned here.
-        tied = [_TiedWeight(p) for name, p in self._stage.named_parameters() if self._is_tied(name)]
+        tied = [
+            TiedWeight(p) for name, p in self.stages[0].named_parameters() if self._is_tied(name)
+        ]
         module.get_tied_weights_and_groups = lambda: [(weight, self._mesh.ends) for weight in tied]
         return module
 
@@ -349,7 +357,7 @@ class DeepSpeedEngine:
         a stage without parameters of a group gets a placeholder.
         """
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
-        for name, parameter in self._stage.named_parameters():
+        for name, parameter in self.stages[0].named_parameters():
             spec = self._specs[name]
             if (spec.copy_of or name).startswith("embedding."):
                 matrix = "embeddings"
@@ -366,48 +374,6 @@ class DeepSpeedEngine:
             }
             for part, parameters in parts.items()
         ]
-
-    def _build_settings(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration.
-
-        The values of our configuration replace those of the user's JSON.
-        """
-        config = self._plan.config
-        path = config.parallel.deepspeed_config
-        precision = config.precision
-        ours: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
-            # The number of microbatches changes with the ramp-up of the batch size. `train_batch`
-            # sets it before each step.
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": config.optimizer.clip_grad,
-            "zero_optimization": {"stage": get_effective_zero_stage(self._plan)},
-            # By default DeepSpeed refuses bitsandbytes' optimizer with ZeRO. With offload it
-            # refuses every optimizer but its own, which needs a C++ extension.
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if config.optimizer.cpu_optimizer:
-            ours["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if config.parallel.sequence_parallel:
-            # The activations are already sharded over tensor-parallel ranks. By default DeepSpeed
-            # assumes replicas and sends a part from each rank, which would mix the shards.
-            ours["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-        if precision.fp16:
-            # A static scale keeps DeepSpeed from starting its own search. `train_batch` replaces
-            # the scaler before each step (`_FixedLossScaler`).
-            ours["fp16"] = {"enabled": True, "loss_scale": 1.0}
-            # DeepSpeed would cast the fp32 sums to fp16. There they overflow at a lower loss scale
-            # than the gradients of one microbatch.
-            ours["communication_data_type"] = "fp32"
-        if precision.bf16:
-            ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if precision.fp16 or precision.bf16:
-            ours["data_types"] = {"grad_accum_dtype": "fp32"}
-        # DeepSpeed prints a line every `steps_per_print` steps. The training loop logs instead.
-        return _merge_settings(
-            {"steps_per_print": 10**9, **(select_passed_on(read_json(path)) if path else {})}, ours
-        )
 
     def _find_flats(self) -> list[Tensor]:
         """Return this rank's fp32 partitions, one for each parameter group (ZeRO 3: sub-group)."""
@@ -448,7 +414,7 @@ class DeepSpeedEngine:
     def _find_fragments(self) -> Iterator[Fragment]:
         """Return for each parameter the run of elements that this rank's partitions hold."""
         optimizer = self._engine.optimizer
-        for name, parameter in self._stage.named_parameters():
+        for name, parameter in self.stages[0].named_parameters():
             # ZeRO 3 divides each parameter evenly over the data-parallel ranks. The last rank's
             # part is padded.
             if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -465,9 +431,9 @@ class DeepSpeedEngine:
                 shape = tuple(parameter.shape)
                 flat = mapping.param_group_index
                 start = mapping.lp_fragment_address.start
-                there = mapping.hp_fragment_address
-                size = there.numel
-                at = there.start
+                address = mapping.hp_fragment_address
+                size = address.numel
+                at = address.start
             if size <= 0:
                 continue
             spec = self._specs[name]
@@ -513,7 +479,7 @@ class DeepSpeedEngine:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         if self._loss_scale is not None:
-            engine.optimizer.loss_scaler = _FixedLossScaler(scale)
+            engine.optimizer.loss_scaler = FixedLossScaler(scale)
         # DeepSpeed derives the number of accumulation steps from the size of the global batch.
         size = len(microbatches) * self._plan.config.batch.micro_batch_size * self._mesh.grid.data
         if engine.train_batch_size() != size:
@@ -539,7 +505,7 @@ class DeepSpeedEngine:
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
-            return float(self._engine.train_batch(_make_empty_batches(len(inputs))))
+            return float(self._engine.train_batch(make_empty_batches(len(inputs))))
         self._engine.train()
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -562,7 +528,7 @@ class DeepSpeedEngine:
             self._update_activation_shape(inputs)
             return float(
                 self._engine.eval_batch(
-                    _make_empty_batches(len(inputs)), num_micro_batches=len(inputs)
+                    make_empty_batches(len(inputs)), num_micro_batches=len(inputs)
                 )
             )
         self._engine.eval()
@@ -637,16 +603,16 @@ class DeepSpeedEngine:
             return
         # ZeRO 3 has no such method. `ds_tensor` is this rank's part of the low-precision parameter.
         with torch.no_grad():
-            for parameter in self._stage.parameters():
+            for parameter in self.stages[0].parameters():
                 group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 part = parameter.ds_tensor  # type: ignore[attr-defined]
                 part[:size].copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, at, size))
                 # ZeRO 3 keeps small parameters gathered, and a gathered copy must be updated too.
                 # A sharded parameter has no elements until DeepSpeed gathers it.
                 if parameter.numel():
-                    whole = part.new_empty(part.numel() * self._mesh.grid.data)
-                    dist.all_gather_into_tensor(whole, part, group=optimizer.dp_process_group)
-                    parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
+                    gathered = part.new_empty(part.numel() * self._mesh.grid.data)
+                    dist.all_gather_into_tensor(gathered, part, group=optimizer.dp_process_group)
+                    parameter.data.copy_(gathered[: parameter.numel()].view_as(parameter))
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare replicated state over the ranks. See `Engine.check_invariants`."""
@@ -671,15 +637,18 @@ class DeepSpeedEngine:
     def describe_kernels(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
         stage = get_effective_zero_stage(self._plan)
-        asked = self._plan.config.parallel.zero_stage
-        if stage == asked:
+        requested = self._plan.config.parallel.zero_stage
+        if stage == requested:
             note = ""
         else:
-            note = f"; stage {asked} runs as {stage}: right in every precision, with less memory"
+            note = (
+                f"; stage {requested} runs as stage {stage}, which is correct in every precision "
+                "and needs less memory"
+            )
         if self._plan.config.precision.bf16:
-            travel = "; DeepSpeed sends them gradients in bf16"
+            reduction = "; DeepSpeed reduces gradients between them in bf16"
         else:
-            travel = ""
+            reduction = ""
         return [
             *list_kernels(
                 self._plan,
@@ -697,26 +666,16 @@ class DeepSpeedEngine:
             (
                 "sharding",
                 f"DeepSpeed, ZeRO {stage}",
-                f"{self._mesh.grid.data} data-parallel ranks{travel}{note}",
+                f"{self._mesh.grid.data} data-parallel ranks{reduction}{note}",
             ),
         ]
-
-
-def get_effective_zero_stage(plan: Plan) -> int:
-    """Return the ZeRO stage that DeepSpeed runs, which is at least 1.
-
-    DeepSpeed's stage 0 is wrong in 16 bits. With tensor parallelism its norm is wrong, and its
-    first step has no gradients. Under a pipeline in bf16 it is right (BF16_Optimizer), except that
-    it sums gradients in bf16. Stage 1 is the same optimizer with fp32 sums.
-    """
-    return max(1, plan.config.parallel.zero_stage)
 
 
 def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
     if config.use_bnb_optimizer:
         return (
             "bitsandbytes AdamW",
-            "moments of matrices in 8 bits, of embeddings and vectors in 32",
+            "8-bit moments for matrices, 32-bit moments for embeddings and vectors",
         )
     if config.cpu_optimizer:
         where = "in host memory"
@@ -741,147 +700,3 @@ def _disable_compiler() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_
-
-
-class _StageWrapper(nn.Module):
-    """A stage with the signature that DeepSpeed calls.
-
-    DeepSpeed passes activations only. The wrapper takes the microbatches from `begin` in order.
-    """
-
-    def __init__(self, stage: GPT) -> None:
-        super().__init__()
-        self.stage = stage
-        self._inputs: Iterator[Inputs] = iter(())
-
-    def add_placeholder(self, part: str, device: torch.device) -> nn.Parameter:
-        """Return a parameter of one element that the model does not use.
-
-        It is zero, has no gradient, and is in no checkpoint.
-        """
-        placeholder = nn.Parameter(torch.zeros(1, device=device))
-        self.register_parameter(f"no_{part}", placeholder)
-        return placeholder
-
-    def begin(self, inputs: Sequence[Inputs]) -> None:
-        """Set the microbatches of the next global batch."""
-        self._inputs = iter(inputs)
-
-    def forward(self, x: Tensor | None) -> Tensor:
-        """Run the next microbatch: [s, b, h] to [s, b, h], or to the loss on the last stage."""
-        # DeepSpeed passes the first stage what it loaded, which `_make_empty_batches` left empty.
-        return self.stage(None if self.stage.stage.first else x, next(self._inputs))
-
-
-class _TiedWeight:
-    """The gradient of a tied parameter, under the names that PipelineEngine reads.
-
-    PipelineEngine adds the gradient up over the two ends of the pipeline.
-
-    PipelineEngine (0.19.8) reads `_hp_grad` with BF16_Optimizer, and `grad` otherwise. ZeRO 1 moves
-    each 16-bit gradient into `grad_accum`, which is fp32, and leaves `grad` empty. So the sum of a
-    tied parameter would be left out without a message.
-    """
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-
-    @property
-    def grad(self) -> Tensor | None:
-        accumulated: Tensor | None = getattr(self._parameter, "grad_accum", None)
-        if accumulated is None:
-            return self._parameter.grad
-        return accumulated
-
-    @property
-    def _hp_grad(self) -> Tensor:
-        gradient: Tensor = self._parameter._hp_grad  # type: ignore[attr-defined]
-        return gradient
-
-
-class _FixedLossScaler:
-    """A loss scaler for DeepSpeed's optimizer whose scale is constant during a step.
-
-    `LossScale` determines the scale of each step.
-    """
-
-    # Part of the interface of DeepSpeed's loss scalers.
-    dynamic = True
-
-    def __init__(self, scale: float) -> None:
-        self.cur_scale = self.loss_scale = scale
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale."""
-        return loss * self.loss_scale
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss."""
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
-
-    def update_scale(self, overflow: bool) -> None:
-        """Do nothing, because `LossScale` updates the scale."""
-
-
-class _MeshMpu:
-    """Our mesh under the method names of Megatron's `mpu` module, which DeepSpeed calls."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        # Without a device mesh the world has one rank, so its group is every group.
-        alone = dist.group.WORLD
-        if mesh.devices is None:
-            self._tensor = alone
-        else:
-            self._tensor = mesh.devices.get_group("tp")
-        if mesh.devices is None:
-            self._data = alone
-        else:
-            self._data = mesh.devices.get_group("dp")
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.coordinate.tensor
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.grid.tensor
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.coordinate.data
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.grid.data
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._data)
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-
-def _make_empty_batches(microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return dummy batches for DeepSpeed to load on the first and the last stage.
-
-    `_StageWrapper` has the data.
-    """
-    nothing = torch.zeros(1, dtype=torch.long)
-    return iter([(nothing, nothing)] * microbatches)
-
-
-def _merge_settings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the two nested dictionaries merged. Values of `above` take precedence."""
-    result = dict(below)
-    for key, value in above.items():
-        inner = result.get(key)
-        result[key] = (
-            _merge_settings(inner, value)
-            if isinstance(inner, Mapping) and isinstance(value, Mapping)
-            else value
-        )
-    return result

@@ -30,7 +30,7 @@ def list_kernels(
     rows = [
         ("attention", *_describe_attention(plan, mesh, execution)),
         ("norm", *describe_norm(plan.config.model, mesh.device.type)),
-        ("loss", "fused projection and cross entropy", "no logits in fp32 are kept"),
+        ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(execution, loss_scale)),
     ]
     if mesh.grid.pipeline > 1:
@@ -43,7 +43,11 @@ def list_kernels(
         else:
             graphs = "two graphs for all layers"
         rows.append(
-            ("compiler", "torch.compile, each layer", f"{graphs}; the first steps wait for it")
+            (
+                "compiler",
+                "torch.compile, each layer",
+                f"{graphs}; the first steps wait for compilation",
+            )
         )
     return rows
 
@@ -57,13 +61,13 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     elif config.attention_dropout > 0 and mesh.device.type == "cpu":
         attention = (
             "SDPA, math",
-            "attention dropout has no fused kernel on CPU; --attention-dropout 0 does",
+            "no fused kernel for attention dropout on CPU; --attention-dropout 0 has one",
         )
     else:
-        attention = "SDPA", "causal, no bias: torch takes its fused kernel where it has one"
+        attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
     if plan.config.data.reset_attention_mask:
         if execution.compile:
-            note = "; the compiler leaves attention out"
+            note = "; attention is not compiled"
         else:
             note = ""
         return f"{attention[0]}, document by document", attention[1] + note
@@ -102,19 +106,19 @@ def _describe_recomputation(execution: Execution) -> tuple[str, str] | None:
     part = execution.recomputed_part
     core = execution.recompute_attention_core
     if part == 1:
-        whole = "every layer"
+        layers = "every layer"
     else:
-        whole = f"{part} of the layers"
+        layers = f"{part} of the layers"
     if part and core and part < 1:
         return (
-            f"{whole}, attention core of the others",
-            "keeps the inputs of those, queries, keys and values of these",
+            f"{layers}, attention core of the others",
+            "keeps the inputs of recomputed layers, and queries, keys and values of the others",
         )
     if part:
-        return whole, "keeps their inputs only"
+        return layers, "keeps their inputs only"
     if core:
         return (
             "attention core",
-            "keeps queries, keys and values, not what is between them and the output",
+            "keeps queries, keys and values, and no intermediate results",
         )
     return None

@@ -66,7 +66,8 @@ def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> to
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f"--use-bnb-optimizer: {error}; pip install bitsandbytes, or leave the flag out"
+            f"--use-bnb-optimizer: {error}; install it with pip install bitsandbytes, "
+            "or remove the flag"
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=config.adam_eps)
     return optimizer

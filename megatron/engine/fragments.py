@@ -84,6 +84,6 @@ def split_run(
             start += rows * row
             continue
         end = min(stop, (index + 1) * row)
-        for offset, box, first in split_run(inside, end - index * row, shape[1:]):
-            yield (index, *offset), (1, *box), index * row + first
+        for offset, size, first in split_run(inside, end - index * row, shape[1:]):
+            yield (index, *offset), (1, *size), index * row + first
         start = end

@@ -133,16 +133,18 @@ class InvariantChecker:
         if last_good is None:
             since = ""
         else:
-            since = f"; a check after iteration {last_good} found nothing"
+            since = f"; the check after iteration {last_good} found no difference"
         rollback = "roll back to a checkpoint" + (
-            "" if last_good is None else f" of iteration {last_good} or before"
+            "" if last_good is None else f" of iteration {last_good} or earlier"
         )
         if wrong_scalars:
             flag = ""
         else:
-            flag = ", or give --sync-tp-duplicated-parameters to go on with the first rank's copies"
+            flag = (
+                ", or set --sync-tp-duplicated-parameters to continue with the first rank's copies"
+            )
         raise TrainingError(
-            f"after iteration {iteration}, ranks disagree about what must be equal on them{since}:"
+            f"after iteration {iteration}, replicated state differs between ranks{since}:"
             "\n  " + "\n  ".join([*wrong_scalars, *lines]) + f"\n{rollback}{flag}"
         )
 
@@ -152,7 +154,7 @@ class InvariantChecker:
         All ranks of the group get the same list, which `_measure` relies on.
         """
         mine = torch.stack(
-            [_compute_checksum(replica.tensor) for replica in replicas]
+            [compute_checksum(replica.tensor) for replica in replicas]
         )  # [replicas, 2]
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         with self._mesh.tensor_parallel.comm_timer():
@@ -195,7 +197,7 @@ class InvariantChecker:
         lines = []
         for rank, scalars in zip(self._mesh.names, everyone, strict=True):
             differing = [
-                f"{name} {scalars[name]}, not {first}"
+                f"{name} is {scalars[name]}, not {first}"
                 for name, first in everyone[0].items()
                 if scalars[name] != first
             ]
@@ -206,26 +208,29 @@ class InvariantChecker:
         return gather_json(mine, self._mesh.control)
 
 
-def _split_slices(tensor: Tensor) -> Iterator[Tensor]:
-    """Return views of a contiguous tensor, each [at most _SLICE]. An empty tensor has none."""
+def _split_slices(tensor: Tensor, size: int = _SLICE) -> Iterator[Tensor]:
+    """Return views of a contiguous tensor, each [at most size]. An empty tensor has none."""
     if tensor.numel():
-        return iter(tensor.view(-1).split(_SLICE))
+        return iter(tensor.view(-1).split(size))
     return iter(())
 
 
-def _compute_checksum(tensor: Tensor) -> Tensor:
+def compute_checksum(tensor: Tensor, slice_size: int = _SLICE) -> Tensor:
     """Return the sum of a tensor's fp32 bits and their sum weighted by position, [2] int64.
 
     Both are modulo 2^64. One changed element changes the first sum. Two changes may cancel in the
     first sum. Their positions differ, so they do not cancel in the second.
+
+    Args:
+        tensor: A contiguous fp32 tensor.
+        slice_size: Number of elements processed at a time. The result does not depend on it.
     """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(_split_slices(tensor)):
+    for number, part in enumerate(_split_slices(tensor, slice_size)):
         bits = part.view(torch.int32).long()
         plain = bits.sum()
-        weighted = (
-            bits.mul_(torch.arange(len(bits), device=bits.device)).sum() + number * _SLICE * plain
-        )
+        positions = torch.arange(len(bits), device=bits.device)
+        weighted = bits.mul_(positions).sum() + number * slice_size * plain
         total += torch.stack((plain, weighted))
     return total
 
@@ -242,7 +247,9 @@ def _describe(differences: list[_ReplicaDifference]) -> list[str]:
         sorted(differences, key=get_tensor_key), key=get_tensor_key
     ):
         apart = _shorten_list([f"{d.rank} by up to {d.amount}" for d in ranks], "ranks")
-        lines.append(f"{parameter} ({kind}) differs from the first copy on {', '.join(apart)}")
+        lines.append(
+            f"{parameter} ({kind}) differs from the first rank's replica on {', '.join(apart)}"
+        )
     return _shorten_list(lines, "tensors")
 
 

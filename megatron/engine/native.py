@@ -107,7 +107,7 @@ class NativeEngine:
             ],
             mesh,
         )
-        self._runner = self._make_runner()
+        self.runner = self._make_runner()
         # Initialisation writes through the same shards as loading, so both see the same layout.
         for shard in self.shards(optimizer=False):
             initialise(
@@ -212,7 +212,7 @@ class NativeEngine:
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
             # the data-parallel ranks, gradients in fp16 are twice as large before they are
             # averaged. They overflow one doubling of the scale earlier.
-            loss = self._runner.run(
+            loss = self.runner.run(
                 build_inputs(microbatches, iteration, self._mesh.device),
                 scale / len(microbatches),
                 train=True,
@@ -230,7 +230,7 @@ class NativeEngine:
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
-            loss = self._runner.run(
+            loss = self.runner.run(
                 build_inputs(microbatches, 0, self._mesh.device), 1.0, train=False
             )
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
@@ -465,7 +465,7 @@ class NativeEngine:
             sharding = "none", "one data-parallel rank"
         else:
             if zero_stage == 0:
-                note = "; stage 0 runs as 1: the same numbers with less memory"
+                note = "; stage 0 runs as stage 1, with the same numbers and less memory"
             else:
                 note = ""
             sharding = f"FSDP2, ZeRO {max(1, zero_stage)}", f"{data} data-parallel ranks{note}"

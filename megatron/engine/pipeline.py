@@ -102,7 +102,11 @@ class PipelineRunner:
         self._parts = [_StageModule(model) for model in models]
         self._zeros = list(zeros)
         self._factor = 1.0
-        self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
+        self.schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
+        """The latest schedule for training (True) and for evaluation (False).
+
+        Each comes with the number of microbatches and the shape that it is for.
+        """
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches by the pipeline schedule. See `Runner.run`."""
@@ -110,7 +114,7 @@ class PipelineRunner:
             part.begin(inputs)
         # The loss function reads it. The schedule is kept, and the factor changes with the scale.
         self._factor = factor
-        schedule = self._schedule(len(inputs), inputs[0].tokens.shape, train)
+        schedule = self._get_schedule(len(inputs), inputs[0].tokens.shape, train)
         # torch splits its arguments into microbatches. It gets only their numbers, and
         # `_StageModule` looks up the microbatch itself.
         numbers = torch.arange(len(inputs))
@@ -125,13 +129,13 @@ class PipelineRunner:
                 total += loss / len(inputs)
         return total
 
-    def _schedule(self, microbatches: int, shape: Sequence[int], train: bool) -> Any:
+    def _get_schedule(self, microbatches: int, shape: Sequence[int], train: bool) -> Any:
         key = (microbatches, *shape)
-        if train not in self._schedules or self._schedules[train][0] != key:
+        if train not in self.schedules or self.schedules[train][0] != key:
             # Drop the old schedule first, so that two never hold memory at the same time.
-            self._schedules.pop(train, None)
-            self._schedules[train] = key, self._make_schedule(microbatches, shape)
-        return self._schedules[train][1]
+            self.schedules.pop(train, None)
+            self.schedules[train] = key, self._make_schedule(microbatches, shape)
+        return self.schedules[train][1]
 
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
         """Return a schedule for so many microbatches of the shape [b, s]."""

@@ -81,7 +81,7 @@ class ShardedModel:
             compute_dtype: The type that parameters are gathered in.
             comm_timer: The timer of communication.
         """
-        self._model = model
+        self.model = model
         self._stage = stage
         self._compute_dtype = compute_dtype
         policy = MixedPrecisionPolicy(
@@ -110,9 +110,9 @@ class ShardedModel:
         FSDP2 moves shards of uneven size into padded memory at its first forward pass. A reference
         to a shard is only valid after that, so this method runs a forward pass.
         """
-        self._model.to_empty(device=device)
-        tp = self._model.tp
-        hidden_size = self._model.shape.config.hidden_size
+        self.model.to_empty(device=device)
+        tp = self.model.tp
+        hidden_size = self.model.shape.config.hidden_size
         # The shortest sequence that sequence parallelism can divide. The weights are undefined at
         # this point, so the result has no meaning.
         tokens = torch.zeros((1, tp.size), dtype=torch.long, device=device)
@@ -121,10 +121,10 @@ class ShardedModel:
             dtype=self._compute_dtype,
             device=device,
         )
-        self._model.eval()
+        self.model.eval()
         # The compiler must not build a graph for a shape that never occurs again.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            self._model(None if self._model.stage.first else stream, Inputs(tokens, tokens))
+            self.model(None if self.model.stage.first else stream, Inputs(tokens, tokens))
         # Only stage 3 drops gathered parameters after a forward pass. They hold the undefined
         # weights and must be gathered again after initialisation.
         for sharded in self._sharded:

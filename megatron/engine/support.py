@@ -25,21 +25,21 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     if pipelined and parallel.zero_stage > 1:
         problems.append(
             f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule "
-            "shards optimizer states only; give --zero-stage 1, or leave out --deepspeed"
+            "shards optimizer states only; use --zero-stage 1, or remove --deepspeed"
         )
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         problems.append(
             "--num-layers-per-virtual-pipeline-stage "
             f"{parallel.num_layers_per_virtual_pipeline_stage}: "
-            "DeepSpeed's pipeline has one stage a rank; leave it out, or --deepspeed"
+            "DeepSpeed's pipeline has one stage per rank; remove this flag or --deepspeed"
         )
     if config.logging.log_num_zeros_in_grad:
         problems.append(
-            "--log-num-zeros-in-grad: DeepSpeed does not show its gradients; leave it out"
+            "--log-num-zeros-in-grad: DeepSpeed does not expose its gradients; remove this flag"
         )
     if config.kernels.use_torch_compile:
         problems.append(
-            "--use-torch-compile: not tried under DeepSpeed; leave it out, or --deepspeed"
+            "--use-torch-compile is not tested with DeepSpeed; remove this flag or --deepspeed"
         )
     path = parallel.deepspeed_config
     # The engine sets the accumulation steps itself. A different number in the file would be ignored
@@ -49,9 +49,9 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
         share = config.batch.micro_batch_size * plan.data_parallel_size
         if steps is not None and steps * share != plan.batch_size.final:
             problems.append(
-                f"{path}: gradient_accumulation_steps is {steps}, and the batch size "
+                f"{path}: gradient_accumulation_steps is {steps}, but it must be the batch size "
                 f"{plan.batch_size.final} / (micro-batch size {config.batch.micro_batch_size} x "
-                f'{plan.data_parallel_size} data-parallel ranks) is not; say "auto" there'
+                f'{plan.data_parallel_size} data-parallel ranks); set it to "auto"'
             )
     return problems
 
@@ -70,9 +70,9 @@ def refuse_unsupported(plan: Plan) -> None:
         and not Path(parallel.deepspeed_config).is_file()
     ):
         raise ConfigError(
-            f"--deepspeed-config {parallel.deepspeed_config} is not there; write it, "
-            "or leave the flag out"
+            f"--deepspeed-config {parallel.deepspeed_config} does not exist; create it, "
+            "or remove the flag"
         )
     if refused := list_unsupported(plan):
         lines = "".join(f"\n  {line}" for line in refused)
-        raise ConfigError(f"--deepspeed does not run:{lines}")
+        raise ConfigError(f"--deepspeed does not support:{lines}")

@@ -63,9 +63,9 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(
             config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
         )
-        self._recompute: Recomputation | None = None
+        self.recomputation: Recomputation | None = None
         if execution.is_recomputed(index):
-            self._recompute = Recomputation(
+            self.recomputation = Recomputation(
                 tp, partition=execution.partition_activations, in_cpu=execution.checkpoint_in_cpu
             )
         self._first_half: Half = Block._attend
@@ -83,8 +83,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        if self._recompute is not None and torch.is_grad_enabled():
-            return self._recompute(self._compute, x, positions, dropout_key)
+        if self.recomputation is not None and torch.is_grad_enabled():
+            return self.recomputation(self._compute, x, positions, dropout_key)
         return self._compute(x, positions, dropout_key)
 
     def _compute(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:

@@ -319,16 +319,16 @@ def estimate_layer_activation_bytes(
     # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
     replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
     # Queries, keys, values, the attention's output and the MLP's inner activations.
-    cut = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
+    sharded = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
     if scores_kept:
         # Scores before and after the dropout, and its mask.
-        cut += (
+        sharded += (
             shape.config.num_attention_heads
             * shape.config.seq_length
             * (2 * value + 1 if shape.config.attention_dropout else value)
         )
     # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
-    per_token = replicated // (t if sequence_parallel else 1) + cut // t
+    per_token = replicated // (t if sequence_parallel else 1) + sharded // t
     return shape.config.seq_length * micro_batch_size * per_token
 
 
@@ -345,7 +345,15 @@ def estimate_layer_input_bytes(
     In half precision this is 2 s b h (2205.05198, section 5).
     """
     values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    return (2 if half else 4) * values // (tensor_parallel_size if sequence_parallel else 1)
+    if half:
+        bytes_of_value = 2
+    else:
+        bytes_of_value = 4
+    if sequence_parallel:
+        ranks = tensor_parallel_size
+    else:
+        ranks = 1
+    return bytes_of_value * values // ranks
 
 
 def estimate_stage_activation_bytes(

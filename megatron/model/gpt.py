@@ -107,7 +107,7 @@ class GPT(nn.Module):
             The residual stream after this stage, [s, b, h], or [s/t, b, h] with sequence
             parallelism. For the last stage it is the mean loss of the microbatch, a scalar in fp32.
         """
-        x = self._run_blocks(x, inputs)
+        x = self.run_blocks(x, inputs)
         if self.head is None:
             return x
         assert inputs.labels is not None, "the loss needs labels"
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         """
         assert self.head is not None, "only the last stage has logits"
         hidden = enter_tensor_parallel(
-            self.head.norm(self._run_blocks(None, Inputs(tokens))), self.tp
+            self.head.norm(self.run_blocks(None, Inputs(tokens))), self.tp
         )
         return (
             torch.nn.functional.linear(hidden, self._get_output_weight()[: self._vocab.real])
@@ -139,11 +139,11 @@ class GPT(nn.Module):
             .transpose(0, 1)
         )
 
-    def _run_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
+    def run_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
         """Return the residual stream after the last block of this stage."""
         if self.embedding is not None:
             x = self.embedding(inputs)
-        assert x is not None, "a stage behind the first needs the stream before it"
+        assert x is not None, "a stage after the first needs the residual stream"
         # The blocks' dtype may differ from the dtype of an fp32 residual stream.
         positions = self._positions.make_positions(inputs, self._dtype or x.dtype)
         for block in self.blocks.values():

@@ -15,6 +15,7 @@ n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss
 `F.cross_entropy(F.linear(..))` over the real vocabulary, for every sharding and padding.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,49 +106,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         here = (local >= 0) & (local < real)
         # `gather` below needs valid indices everywhere. The results of these are masked out.
         local = local.where(here, 0)
-        if keep_gradients:
-            grad_logits = hidden.new_empty((n, real))
-        else:
-            grad_logits = None
-        if keep_gradients:
-            grad_hidden = torch.empty_like(hidden)
-        else:
-            grad_hidden = None
+        # They have no rows if no gradients are kept. Nothing is written into them then.
+        kept = n if keep_gradients else 0
+        grad_logits = hidden.new_empty((kept, real))
+        grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # The logits of only so many bytes exist at a time. Those of all rows in fp32 would be the
-        # largest tensor of the step.
-        if hidden.is_cuda:
-            limit = _CHUNK_BYTES_GPU
-        else:
-            limit = _CHUNK_BYTES_CPU
-        if real == 0:
-            step = n
-        else:
-            step = max(1, limit // (4 * real))
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
+        for part in _split_rows(n, real, on_gpu=hidden.is_cuda):
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
-            if real:
-                # Each rank subtracts its own maximum, so that exp cannot overflow. `_combine`
-                # corrects for the difference to the maximum over all ranks.
-                target = logits.gather(1, local[part, None])[:, 0].where(here[part], 0.0)
-                top = logits.amax(dim=1)
-                shares = logits.sub_(top[:, None]).exp_()
-                total = shares.sum(dim=1)
-            else:
-                # This rank holds nothing but padding. It still takes part in the all-gather, with
-                # values that change nothing: a maximum of -inf and a sum of 0.
-                target = total = logits.new_zeros(logits.shape[0])
-                top = logits.new_full((logits.shape[0],), float("-inf"))
-                shares = logits
+            top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target = _combine(top, total, target, tp)
             losses = total.log() - (target - highest)
             loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
-            if grad_logits is None or grad_hidden is None:
+            if not keep_gradients:
                 continue
             # This turns exp(logit - top) into the softmax over the complete vocabulary.
             to_softmax = torch.exp(top - highest) / total
-            gradient = shares.mul_(to_softmax[:, None])
+            gradient = logits.mul_(to_softmax[:, None])
             # The gradient of the loss by the logits is softmax - one_hot(target).
             if real:
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
@@ -156,14 +130,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Rounded to the compute dtype here, so that both matrix products below use it.
             grad_logits[part] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
-        if grad_logits is not None:
-            # The rows of the padding must get a gradient of 0 and not uninitialised memory.
-            if real < weight.shape[0]:
-                grad_weight = torch.zeros_like(weight)
-            else:
-                grad_weight = torch.empty_like(weight)
-            torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
-            ctx.save_for_backward(grad_hidden, grad_weight)
+        if keep_gradients:
+            ctx.save_for_backward(grad_hidden, _compute_grad_weight(grad_logits, hidden, weight))
         return loss
 
     @staticmethod
@@ -173,6 +141,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
         return grad_hidden * factor, grad_weight * factor, None, None, None, None, None
+
+
+def _split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
+    """Divide n rows into chunks whose fp32 logits stay below a fixed size.
+
+    The logits of all rows in fp32 would be the largest tensor of the step.
+
+    Args:
+        n: Number of rows.
+        columns: Number of logits in a row. Without any, all rows are one chunk.
+        on_gpu: Whether the logits are on a GPU.
+    """
+    if on_gpu:
+        limit = _CHUNK_BYTES_GPU
+    else:
+        limit = _CHUNK_BYTES_CPU
+    if columns == 0:
+        step = n
+    else:
+        step = max(1, limit // (4 * columns))
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace this rank's logits by exp(logit - highest logit), and return what `_combine` takes.
+
+    Args:
+        logits: [n', v/t] in fp32, overwritten.
+        local: [n'], the index of each target on this rank. It is 0 if another rank holds it.
+        here: [n'], whether this rank holds the target.
+
+    Returns:
+        This rank's highest logit, sum of exp(logit - highest) and the target's logit, each [n'].
+    """
+    if logits.shape[1] == 0:
+        # This rank holds nothing but padding. It still takes part in the all-gather, with values
+        # that change nothing: a maximum of -inf and a sum of 0.
+        zeros = logits.new_zeros(logits.shape[0])
+        return logits.new_full((logits.shape[0],), float("-inf")), zeros, zeros
+    # Each rank subtracts its own maximum, so that exp cannot overflow. `_combine` corrects for the
+    # difference to the maximum over all ranks.
+    target = logits.gather(1, local[:, None])[:, 0].where(here, 0.0)
+    top = logits.amax(dim=1)
+    total = logits.sub_(top[:, None]).exp_().sum(dim=1)
+    return top, total, target
+
+
+def _compute_grad_weight(grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of `weight`, whose rows of padding get a gradient of 0."""
+    real = grad_logits.shape[1]
+    if real < weight.shape[0]:
+        grad_weight = torch.zeros_like(weight)
+    else:
+        grad_weight = torch.empty_like(weight)
+    torch.mm(grad_logits.t(), hidden, out=grad_weight[:real])
+    return grad_weight
 
 
 def _combine(

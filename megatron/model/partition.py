@@ -56,14 +56,14 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
         )
     if per_virtual is None:
         return _make_stages(
-            _choose_even_cuts(
+            _choose_even_boundaries(
                 layers, ranks, _weigh_ends(shape, parallel.pp_partition_method or "uniform")
             )
         )
     if ranks == 1:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_virtual} interleaves the stages of a "
-            "pipeline: give --pipeline-model-parallel-size 2 or more, or leave it out."
+            "pipeline; use --pipeline-model-parallel-size 2 or more, or remove this flag"
         )
     if layers % (ranks * per_virtual):
         raise ConfigError(_describe_indivisible(layers, ranks, per_virtual))
@@ -87,28 +87,30 @@ def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[
     )
 
 
-def _make_stages(cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return the stages between neighbouring `cuts`.
+def _make_stages(boundaries: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the stages between neighbouring `boundaries`.
 
     Args:
-        cuts: The first layer of each stage, and then the number of layers.
+        boundaries: The first layer of each stage, and then the number of layers.
     """
-    count = len(cuts) - 1
-    # A wrong cut is a mistake in this module and not in the configuration, so these are assertions.
-    assert cuts[0] == 0, f"cuts {cuts} would lose the first layers"
-    assert all(begin < end for begin, end in pairwise(cuts)), (
-        f"cuts {cuts} would make a stage without layers"
+    count = len(boundaries) - 1
+    # A wrong boundary is a mistake in this module and not in the configuration, so these are
+    # assertions.
+    assert boundaries[0] == 0, f"boundaries {boundaries} leave out the first layers"
+    assert all(begin < end for begin, end in pairwise(boundaries)), (
+        f"boundaries {boundaries} leave a stage without layers"
     )
     return tuple(
-        Stage(i, range(*cuts[i : i + 2]), first=i == 0, last=i == count - 1) for i in range(count)
+        Stage(i, range(*boundaries[i : i + 2]), first=i == 0, last=i == count - 1)
+        for i in range(count)
     )
 
 
-def _choose_even_cuts(layers: int, stages: int, ends: float) -> list[int]:
+def _choose_even_boundaries(layers: int, stages: int, ends: float) -> list[int]:
     """Return the first layer of each stage, and then `layers`.
 
-    Each cut is the nearest one to an even share of the weight that leaves every stage a layer. A
-    layer weighs 1.
+    Each boundary is the nearest one to an even share of the weight that leaves every stage a
+    layer. A layer weighs 1.
 
     Args:
         layers: Number of layers.
@@ -117,13 +119,13 @@ def _choose_even_cuts(layers: int, stages: int, ends: float) -> list[int]:
     """
     # Both ends weigh the same, because the output matrix has the size of the embedding.
     share = (layers + 2 * ends) / stages
-    cuts = [0]
+    boundaries = [0]
     for stage in range(1, stages):
-        # The embedding precedes layer 0, so its weight is subtracted from the position of the cut.
+        # The embedding precedes layer 0, so its weight is subtracted from the boundary's position.
         nearest = round(stage * share - ends)
         # The limits keep a layer for this stage, and one for each of the stages that follow.
-        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - stage)))
-    return [*cuts, layers]
+        boundaries.append(min(max(nearest, boundaries[-1] + 1), layers - (stages - stage)))
+    return [*boundaries, layers]
 
 
 def _weigh_ends(shape: ModelShape, method: str) -> float:
@@ -157,11 +159,11 @@ def _describe_indivisible(layers: int, ranks: int, per_virtual: int) -> str:
     """Return the error message for virtual stages that do not divide the layers."""
     fitting = [str(n) for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     if fitting:
-        way_out = f"use {', '.join(fitting)}"
+        fix = f"use {', '.join(fitting)}"
     else:
-        way_out = f"no value fits: {ranks} does not divide {layers}; leave it out"
+        fix = f"no value fits, because {ranks} does not divide {layers}; remove this flag"
     return (
         f"--num-layers-per-virtual-pipeline-stage {per_virtual} x "
         f"--pipeline-model-parallel-size {ranks} = {ranks * per_virtual} must divide "
-        f"--num-layers {layers}; {way_out}."
+        f"--num-layers {layers}; {fix}."
     )

@@ -56,8 +56,8 @@ class Emissions:
             self._lost_rows += 1
             if self._lost_rows == 1:
                 self._say(
-                    f"cannot write emissions to {self._path}: {error}; training goes on, each save "
-                    "attempts it again"
+                    f"cannot write emissions to {self._path}: {error}; training continues, and "
+                    "each save tries again"
                 )
         except Exception as error:
             # A foreign package must not end the training.
@@ -156,5 +156,5 @@ def _refuse_none(kilograms: float | None) -> float:
         OSError: The value is None.
     """
     if kilograms is None:
-        raise OSError("codecarbon gives no reason; is there room on the disk?")
+        raise OSError("codecarbon gave no reason; check whether the disk is full")
     return kilograms

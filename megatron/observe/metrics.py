@@ -113,8 +113,8 @@ class MetricsFile:
             self._lost_lines += 1
             if self._lost_lines == 1:
                 self._say(
-                    f"cannot write metrics to {self._path}: {error.strerror}; training goes on, "
-                    "each line is attempted again"
+                    f"cannot write metrics to {self._path}: {error.strerror}; training "
+                    "continues, and each line is tried again"
                 )
             return
         if self._lost_lines:
@@ -132,9 +132,7 @@ class MetricsFile:
         if self._descriptor is None:
             self._descriptor = self._open()
         # After a torn line a newline comes first. The torn part then spoils no other line.
-        if self._at_line_start:
-            line = line
-        else:
+        if not self._at_line_start:
             line = b"\n" + line
         self._at_line_start = False
         written = os.write(self._descriptor, line)

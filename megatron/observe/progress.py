@@ -26,8 +26,6 @@ class ProgressBar:
         """
         if stream is None:
             stream = sys.stderr
-        else:
-            stream = stream
         self._bar: tqdm[None] | None = None
         if show and stream.isatty():
             self._bar = tqdm(

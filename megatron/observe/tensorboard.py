@@ -71,23 +71,28 @@ class TensorBoard:
         self._add_counters(at)
         if report.lm_loss is not None:
             self._add_with_axes(at, "lm-loss-training/lm loss", report.lm_loss, gigaflops=True)
-        if self._logging.log_learning_rate_to_tensorboard:
-            self._add_with_axes(at, "learning-rate/learning-rate", report.learning_rate)
-        if self._logging.log_batch_size_to_tensorboard:
-            self._add_with_axes(at, "batch-size/batch-size", report.global_batch_size)
-        if self._logging.log_loss_scale_to_tensorboard and report.loss_scale is not None:
-            self._add_with_axes(at, "loss-scale/loss-scale", report.loss_scale)
-        if report.grad_norm is not None:
-            self._add_with_axes(at, "grad-norm/grad-norm", report.grad_norm)
-        if report.num_zeros is not None:
-            self._add_with_axes(at, "num-zeros/num-zeros", report.num_zeros)
-        if report.params_norm is not None:
-            self._add_with_axes(at, "params-norm/params-norm", report.params_norm)
+        for tag, value in self._select_training_values(report).items():
+            if value is not None:
+                self._add_with_axes(at, tag, value)
         if report.curriculum_seqlen is not None:
             self._add("curriculum_seqlen", report.curriculum_seqlen, report.iteration)
         if self._logging.log_timers_to_tensorboard:
             self._add_with_axes(at, "iteration-time/iteration-time", report.seconds)
             self._add_phases(report.iteration, report.phase_seconds)
+
+    def _select_training_values(self, report: IterationReport) -> dict[str, float | None]:
+        """Return the values that the settings ask for, by tag. A value may be None."""
+        values: dict[str, float | None] = {}
+        if self._logging.log_learning_rate_to_tensorboard:
+            values["learning-rate/learning-rate"] = report.learning_rate
+        if self._logging.log_batch_size_to_tensorboard:
+            values["batch-size/batch-size"] = report.global_batch_size
+        if self._logging.log_loss_scale_to_tensorboard:
+            values["loss-scale/loss-scale"] = report.loss_scale
+        values["grad-norm/grad-norm"] = report.grad_norm
+        values["num-zeros/num-zeros"] = report.num_zeros
+        values["params-norm/params-norm"] = report.params_norm
+        return values
 
     def write_validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
         """Write one evaluation. `name` is the set's, if there are several."""
@@ -204,9 +209,9 @@ class EventFile:
         except OSError as error:
             self._write_at = time.monotonic() + _RETRY_SECONDS
             if not self._failing:
-                way_on = "training goes on without them until it can"
                 self._say(
-                    f"cannot write TensorBoard events to {self._folder}: {error.strerror}; {way_on}"
+                    f"cannot write TensorBoard events to {self._folder}: {error.strerror}; "
+                    "training continues, and the events in memory are tried again"
                 )
             self._failing = True
             return

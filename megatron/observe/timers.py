@@ -117,7 +117,7 @@ class Timers:
     def __init__(
         self, device: torch.device | str = "cpu", *, make_event: Callable[[], Any] | None = None
     ) -> None:
-        """Choose the clocks.
+        """Choose how phases are measured.
 
         Args:
             device: The device that computes. It decides between events and the wall clock.
@@ -127,19 +127,18 @@ class Timers:
         if make_event is None and torch.device(device).type == "cuda":
             make_event = _make_cuda_event
         self._make_event = make_event
-        self._clocks: dict[str, _WallTimer | _EventTimer] = {}
+        self._timers: dict[str, _WallTimer | _EventTimer] = {}
 
     def __call__(self, phase: str) -> _WallTimer | _EventTimer:
         """Return the context that measures a phase."""
-        clock = self._clocks.get(phase)
-        if clock is None:
-            on_host = self._make_event is None or phase in _HOST_PHASES
-            clock = self._clocks[phase] = (
-                _WallTimer()
-                if on_host or self._make_event is None
-                else _EventTimer(self._make_event)
-            )
-        return clock
+        timer = self._timers.get(phase)
+        if timer is None:
+            if self._make_event is None or phase in _HOST_PHASES:
+                timer = _WallTimer()
+            else:
+                timer = _EventTimer(self._make_event)
+            self._timers[phase] = timer
+        return timer
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere."""
@@ -150,7 +149,7 @@ class Timers:
 
         The phases are in the order of their first use.
         """
-        return {phase: clock.take() for phase, clock in self._clocks.items()}
+        return {phase: timer.take() for phase, timer in self._timers.items()}
 
 
 def _make_cuda_event() -> Any:

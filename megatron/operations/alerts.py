@@ -140,8 +140,6 @@ def deliver(
     """
     if now is None:
         now = time.time()
-    else:
-        now = now
     # A wrong setting is reported now, even if there is nothing to send. Otherwise it would be found
     # with the first alert.
     channels, unsent = _build_channels(outlets, os.environ)
@@ -149,13 +147,14 @@ def deliver(
     with _lock_memory(outlets.memory, troubles):
         memory = _read(outlets.memory, troubles)
         before = asdict(memory)
-        told, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
-        lines = [*(log_line("PULSE", text, now) for text in pulses), *told]
+        changes, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
+        lines = [*(log_line("PULSE", text, now) for text in pulses), *changes]
         _append_to_log(outlets.main_log, lines, troubles)
         # A channel with a wrong setting is in `channels` too. It keeps its lines until the setting
         # is right.
-        for name in channels if due else ():
-            memory.outbox.setdefault(name, []).extend(due)
+        if due:
+            for name in channels:
+                memory.outbox.setdefault(name, []).extend(due)
         # The memory is written before sending. A kill in between may send a line twice, but loses
         # none.
         if asdict(memory) != before:
@@ -210,8 +209,8 @@ def _append_to_log(log: Path, lines: Sequence[str], troubles: list[str]) -> None
         # cron.
         lost = " / ".join(lines)
         troubles.append(
-            f"{log} cannot be written ({error.strerror}); its folder must be there and writable. "
-            f"Not in it: {lost}"
+            f"{log} cannot be written ({error.strerror}); its folder must exist and be writable. "
+            f"These lines are missing in it: {lost}"
         )
 
 
@@ -277,7 +276,7 @@ def _read(path: Path, troubles: list[str]) -> _AlertMemory:
         troubles.append(f"{error}; alerts that had been sent are sent again")
     except (ValueError, TypeError, KeyError, AttributeError):
         troubles.append(
-            f"{path} is not what these tools write and is started from scratch; alerts that had been sent "
+            f"{path} has an unknown format and is started from scratch; alerts that had been sent "
             "are sent again"
         )
     return _AlertMemory()
@@ -289,7 +288,7 @@ def _write(path: Path, memory: _AlertMemory, troubles: list[str]) -> None:
         replace_file(path, json.dumps(asdict(memory), indent=1) + "\n")
     except OSError as error:
         troubles.append(
-            f"{path} cannot be written ({error.strerror}); until it can, alerts are sent at each "
+            f"{path} cannot be written ({error.strerror}); until then, alerts are sent at each "
             "check"
         )
 
@@ -316,14 +315,14 @@ def _format_lines(
         # until the clock reaches `told` again.
         if alert.kind not in watched or known is None or abs(now - known["told"]) >= repeat_seconds:
             due.append(line)
-            told = now
+            sent_at = now
         else:
-            told = known["told"]
+            sent_at = known["told"]
         if alert.kind in watched:
             memory.lasting[alert.kind] = {
                 "text": alert.text,
                 "since": known["since"] if known else now,
-                "told": told,
+                "told": sent_at,
             }
     present = {alert.kind for alert in alerts}
     # Only watched kinds can recover. The memory also has kinds of other tools, which were not
@@ -331,7 +330,9 @@ def _format_lines(
     for kind in [kind for kind in memory.lasting if kind in watched and kind not in present]:
         ended = memory.lasting.pop(kind)
         line = log_line(
-            "RECOVERED", f"no longer so: {ended['text']} (since {format_time(ended['since'])})", now
+            "RECOVERED",
+            f"no longer true: {ended['text']} (since {format_time(ended['since'])})",
+            now,
         )
         lines.append(line)
         due.append(line)
@@ -357,8 +358,8 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     troubles.append(
-                        f"{lock.name} is held for {_LOCK_SECONDS:.0f} s by another tool; went on "
-                        "without it"
+                        f"another tool has held {lock.name} for {_LOCK_SECONDS:.0f} s; continued "
+                        "without the lock"
                     )
                     break
                 time.sleep(0.1)
@@ -412,7 +413,8 @@ def _send(
             remark = channel.send(lines)
         except OperationsError as error:
             troubles.append(
-                f"{len(lines)} of these lines not sent, tried again at the next check: {error}"
+                f"{len(lines)} of these lines were not sent and are tried again at the next check: "
+                f"{error}"
             )
             continue
         if remark is not None:
@@ -470,24 +472,24 @@ class _Mail:
         try:
             refused = self._deliver(self._build_message(lines))
         except ssl.SSLError as error:
-            way_out = "name the site's certificates by SSL_CERT_FILE"
+            way_out = "set SSL_CERT_FILE to the site's certificates"
             raise OperationsError(
                 f"{where} has no certificate that is trusted here: {error.reason}; {way_out}"
             ) from None
         except (OSError, smtplib.SMTPException) as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise OperationsError(
-                f"{where} did not take it: "
+                f"{where} did not accept the message: "
                 f"{text.replace(self.password, '***') if self.password else text}"
             ) from None
         # An address or the password is not ASCII. The error may quote it, so only its type is used.
         except ValueError as error:
             raise OperationsError(
-                f"{where} cannot be told: {type(error).__name__}; addresses and password must be "
-                "ASCII"
+                f"the message cannot be sent to {where}: {type(error).__name__}; addresses and "
+                "password must be ASCII"
             ) from None
         if refused:
-            return f"{where} took it, but not for {', '.join(refused)}; fix --mail-to"
+            return f"{where} accepted the message, but not for {', '.join(refused)}; fix --mail-to"
         return None
 
     def _build_message(self, lines: Sequence[str]) -> EmailMessage:
@@ -503,7 +505,7 @@ class _Mail:
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)
         message.set_content(
-            "\n".join([*lines, "", f"Told by {platform.node()}; the log is {self.log.absolute()}"])
+            "\n".join([*lines, "", f"Sent by {platform.node()}; the log is {self.log.absolute()}"])
             + "\n"
         )
         return message
@@ -550,19 +552,19 @@ def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | Non
     host, number = (host.strip("[]"), number) if colon else (server, "25")
     if not host or not number.isdecimal() or not 0 < int(number) < 65536:
         raise OperationsError(
-            f"{server!r} is no mail server; write --smtp (or ALERT_SMTP) as host:port"
+            f"{server!r} is not a mail server; write --smtp (or ALERT_SMTP) as host:port"
         )
     # On port 465 the server waits for TLS while the client waits for a greeting. Without this check
     # every alert would end in a timeout.
     if number == "465":
         raise OperationsError(
-            f"{server!r}: TLS from the first byte is not spoken here; use the port with STARTTLS, "
+            f"{server!r}: TLS from the first byte is not supported; use the port with STARTTLS, "
             "587 or 25"
         )
     user = environment.get("SMTP_USER") or None
     password = environment.get("SMTP_PASSWORD") or None
     if (user is None) != (password is None):
-        raise OperationsError("of SMTP_USER and SMTP_PASSWORD only one is set; set both, or none")
+        raise OperationsError("only one of SMTP_USER and SMTP_PASSWORD is set; set both or neither")
     sender = (
         outlets.mail_from
         or environment.get("ALERT_MAIL_FROM")
@@ -571,7 +573,7 @@ def _build_mail(outlets: Outlets, environment: Mapping[str, str]) -> _Mail | Non
     for address in (*to, sender):
         if not re.fullmatch(r"[^@\s]+@[^@\s]+", address):
             raise OperationsError(
-                f"{address!r} is no mail address; write --mail-to and --mail-from (or "
+                f"{address!r} is not a mail address; write --mail-to and --mail-from (or "
                 "ALERT_MAIL_...) as someone@somewhere"
             )
     return _Mail(host, int(number), sender, to, outlets.main_log, user, password)
@@ -616,7 +618,9 @@ class _Webhook:
                 reason = "no such host or scheme"
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = type(error).__name__
-        raise OperationsError(f"the webhook of {self.variable} did not take it: {reason}")
+        raise OperationsError(
+            f"the webhook of {self.variable} did not accept the message: {reason}"
+        )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -639,20 +643,19 @@ def _build_webhook(outlets: Outlets, environment: Mapping[str, str]) -> _Webhook
     variable = outlets.webhook or "ALERT_WEBHOOK"
     if "/" in variable or ":" in variable:
         raise OperationsError(
-            "--webhook takes the NAME of an environment variable; an address on the command line "
-            "can be read by everybody on this "
-            "host: put it into a variable, and better make a new one"
+            "--webhook takes the NAME of an environment variable; everybody on this host can read "
+            "an address on the command line. Create a new address and put it into a variable"
         )
     address = environment.get(variable)
     if not address and outlets.webhook is None:
         return None
     if not address:
         raise OperationsError(
-            f"--webhook {variable}: there is no such environment variable; export it with the "
+            f"--webhook {variable}: this environment variable is not set; export it with the "
             "webhook's address"
         )
     if not re.match(r"https?://[^\s/]", address):
         raise OperationsError(
-            f"what {variable} holds is no address of a webhook; it begins with https://"
+            f"{variable} does not hold the address of a webhook, which begins with https://"
         )
     return _Webhook(variable, address)

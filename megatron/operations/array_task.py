@@ -34,6 +34,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 """Root of the repository. The steps of srun run in this folder."""
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of the log in which the last lines of the training are searched."""
+_TRIES = 4
+"""Number of tries of a command whose failure would lose something."""
+_TRY_AGAIN_SECONDS = 2.0
+"""Time between two of these tries."""
 
 
 class TaskOutcome(Enum):
@@ -46,7 +50,7 @@ class TaskOutcome(Enum):
     ENDED_BY_SLURM = "ended by Slurm"
     """The job was cancelled, preempted or out of time before the training could save.
 
-    Slurm or the operator decides whether it comes back.
+    Slurm or the operator decides whether it is started again.
     """
     NEEDS_PEOPLE = "error that needs a person"
     BAD_NODES = "bad nodes"
@@ -112,7 +116,7 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
     """
     if "SLURM_JOB_ID" not in os.environ:
         raise OperationsError(
-            "there is no SLURM_JOB_ID: this starts inside a Slurm job; submit the script with "
+            "SLURM_JOB_ID is not set: this tool runs inside a Slurm job; submit the script with "
             "sbatch"
         )
     # The handlers come first. A signal would otherwise end this script before anything is recorded.
@@ -131,7 +135,7 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
             outcome, bad = _train(array_task, signals)
     except (OperationsError, OSError) as error:
         # A task that cannot run would fail the same way again. It is not requeued.
-        array_task.alert(f"element {_name()} cannot run: {error}")
+        array_task.alert(f"array task {_name()} cannot run: {error}")
         outcome = TaskOutcome.NEEDS_PEOPLE
     try:
         if attempt is not None:
@@ -139,10 +143,10 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
             attempts.end(array_task.save, attempt, outcome.value)
     except OSError as error:
         # A start without a recorded end counts as failed, so this is safe and only logged.
-        _say(array_task, f"the end of this element could not be noted: {error}")
+        _say(array_task, f"the end of this array task could not be recorded: {error}")
     _say(
         array_task,
-        f"element {_name()} ended at iteration "
+        f"array task {_name()} ended at iteration "
         f"{attempts.read_reached_iteration(array_task.save)}: {outcome.value}",
     )
     if outcome in (
@@ -161,19 +165,19 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
 def _may_start(array_task: ArrayTask, attempt: attempts.Attempt) -> TaskOutcome | None:
     """Return None if the training may start, otherwise the outcome that prevents it."""
     if array_task.kill_switch is not None and array_task.kill_switch.exists():
-        _say(array_task, f"{array_task.kill_switch} is there; nothing starts until it is removed")
+        _say(array_task, f"{array_task.kill_switch} exists; nothing starts until it is removed")
         return TaskOutcome.KILL_SWITCH
     # The last of them is this attempt. It has no outcome yet and does not count.
     failed = attempts.list_failed_in_a_row(array_task.save, attempt.job, IN_ORDER)[:-1]
     if len(failed) < array_task.max_failed_starts:
         return None
-    told = "; ".join(
-        f"{past.attempt.nodes}: {past.outcome or 'ended without a word'}" for past in failed
+    outcomes = "; ".join(
+        f"{past.attempt.nodes}: {past.outcome or 'no recorded end'}" for past in failed
     )
     array_task.alert(
-        f"{len(failed)} starts in a row trained nothing behind iteration {attempt.iteration} "
-        f"({told}); the array ends here. "
-        f"Fix it and submit again; {array_task.main_log} has the reasons"
+        f"{len(failed)} starts in a row trained nothing after iteration {attempt.iteration} "
+        f"({outcomes}); the array ends here. "
+        f"Fix the cause and submit again; {array_task.main_log} has the reasons"
     )
     return TaskOutcome.CRASH_LOOP
 
@@ -225,9 +229,9 @@ def _check_nodes(
     if len(hosts) > 1 and 2 * len(bad) > len(hosts):
         host, reason = next(iter(bad.items()))
         array_task.alert(
-            f"the node check failed on {len(bad)} of {len(hosts)} nodes, which is not the "
-            f"nodes' fault ({host}: {reason}); change "
-            "what it asks for (--disk, --memory-gib, --seconds), or leave --check-nodes out"
+            f"the node check failed on {len(bad)} of {len(hosts)} nodes, so the check itself is "
+            f"probably wrong ({host}: {reason}); "
+            "change --disk, --memory-gib or --seconds, or remove --check-nodes"
         )
         return TaskOutcome.NEEDS_PEOPLE, {}
     for host, reason in bad.items():
@@ -247,7 +251,7 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
         where = array_task.main_log.stat().st_size
     else:
         where = 0
-    _say(array_task, f"element {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
+    _say(array_task, f"array task {_name()} starts on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     folder = array_task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
     # As for the node check, no reports of an earlier start may be read.
     shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +273,7 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
     if unreadable:
         _say(
             array_task,
-            "error reports that cannot be read, for their ranks were killed: "
+            "error reports that cannot be read, because their ranks were killed: "
             f"{', '.join(unreadable[:10])}",
         )
     # Reports come before the exit code. The code does not show which host failed, or why.
@@ -284,7 +288,7 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
     if signals.received:
         _say(array_task, f"Slurm ended the job before the training could save (code {code})")
         return TaskOutcome.ENDED_BY_SLURM, {}
-    _say(array_task, f"the training ended with code {code}, and no rank could say why")
+    _say(array_task, f"the training ended with code {code}, and no rank reported an error")
     return TaskOutcome.CRASHED, {}
 
 
@@ -366,11 +370,11 @@ def _cancel_pending(array_task: ArrayTask, outcome: TaskOutcome) -> None:
     # Without the filter by state, scancel would end this running task as well.
     if _try("scancel", "--state=PENDING", array) is None:
         array_task.alert(
-            f"what is still pending of array {array} could not be cancelled: scancel it, for "
-            "it would end the same way"
+            f"the pending tasks of array {array} could not be cancelled and would end the same "
+            f"way; run scancel --state=PENDING {array}"
         )
     else:
-        _say(array_task, f"what is still pending of array {array} is cancelled: {outcome.value}")
+        _say(array_task, f"the pending tasks of array {array} are cancelled: {outcome.value}")
 
 
 def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) -> None:
@@ -379,14 +383,23 @@ def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) ->
     The hosts are also excluded from the pending tasks of the array.
     """
     job = _name_for_slurm()
-    excluded = sorted({*_list_excluded(_name_for_slurm()), *bad})
+    excluded = list(bad)
+    if bad:
+        earlier = _list_excluded(job)
+        if earlier is None:
+            array_task.alert(
+                f"the hosts that job {job} already excludes could not be read; from now on it "
+                f"excludes only {', '.join(bad)}"
+            )
+        excluded = sorted({*(earlier or ()), *bad})
     # The requeue sends SIGTERM to this script too. The script ignores it, because the hosts are
     # excluded after the requeue. Slurm's KillWait (30 s by default) limits the time for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _try("scontrol", "requeue", job) is None:
         _say(
             array_task,
-            f"job {job} could not be requeued (is --requeue missing?); the next element goes on",
+            f"job {job} could not be requeued (is --requeue missing?); the next array task "
+            "continues the training",
         )
     else:
         _say(array_task, f"job {job} is requeued: {outcome.value}")
@@ -400,21 +413,28 @@ def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) ->
     while not _exclude(job, excluded):
         if time.monotonic() > end:
             array_task.alert(
-                f"{', '.join(bad)} could not be excluded from job {job}: scontrol update "
-                f"jobid={job} ExcNodeList=..."
+                f"{', '.join(bad)} could not be excluded from job {job}; run scontrol update "
+                f"jobid={job} ExcNodeList={','.join(excluded)}"
             )
             return
         time.sleep(0.2)
 
 
-def _list_excluded(job: str) -> list[str]:
-    """Return the hosts that Slurm already excludes from a job."""
-    found = re.search(r"ExcNodeList=(\S+)", _try("scontrol", "show", "job", job) or "")
+def _list_excluded(job: str) -> list[str] | None:
+    """Return the hosts that Slurm already excludes from a job, or None if it does not answer."""
+    # An update replaces the list. A single failure of the controller must therefore not look like
+    # an empty list, which would allow the hosts that were excluded earlier.
+    described = _try_repeatedly("scontrol", "show", "job", job)
+    if described is None:
+        return None
+    found = re.search(r"ExcNodeList=(\S+)", described)
     if found is None or found[1] == "(null)":
         return []
-    # An update replaces the list, so the hosts that are already excluded are named again. Slurm
-    # expands ranges such as n[1-4] to single names.
-    return (_try("scontrol", "show", "hostnames", found[1]) or "").split()
+    # Slurm expands ranges such as n[1-4] to single names.
+    names = _try_repeatedly("scontrol", "show", "hostnames", found[1])
+    if names is None:
+        return None
+    return names.split()
 
 
 def _exclude(job: str, hosts: Sequence[str]) -> bool:
@@ -476,13 +496,23 @@ def _try(*command: str) -> str | None:
     return None
 
 
+def _try_repeatedly(*command: str) -> str | None:
+    """Run a command until it succeeds. Return its output, or None if no try succeeded."""
+    for _ in range(_TRIES - 1):
+        output = _try(*command)
+        if output is not None:
+            return output
+        time.sleep(_TRY_AGAIN_SECONDS)
+    return _try(*command)
+
+
 def _run_or_raise(*command: str) -> str:
     """Run a command and return its output. Raise OperationsError if it fails."""
     found = _try(*command)
     if found is None:
         raise OperationsError(
-            f"{shlex.join(command)} failed; is Slurm's client on the PATH, and its controller "
-            "alive?"
+            f"{shlex.join(command)} failed; check that Slurm's client is on the PATH, and that "
+            "`scontrol ping` reaches its controller"
         )
     return found
 

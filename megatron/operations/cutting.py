@@ -66,7 +66,7 @@ class CutSpans:
 
     They are moved to a file of their own, so that the two other parts can be read completely.
     """
-    whole: bool = False
+    removes_file: bool = False
     """Nothing but the head would stay, so the file itself is removed."""
     count: int = 0
     """Number of lines or records to remove."""
@@ -76,18 +76,15 @@ class CutSpans:
     """What is counted, for the message."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Description of the cut for people."""
+        text = f"{self.count:,} of {self.total:,} {self.unit}"
+        if self.removes_file:
+            text += ", the complete file"
         if self.unreadable:
-            damage = (
-                f", {sum(end - begin for begin, end in self.unreadable)} unreadable bytes apart"
-            )
-        else:
-            damage = ""
-        return (
-            f"{self.count:,} of {self.total:,} "
-            f"{self.unit}{', the whole file' if self.whole else ''}{damage}"
-        )
+            damaged = sum(end - begin for begin, end in self.unreadable)
+            text += f", and separately {damaged} unreadable bytes"
+        return text
 
 
 def _read_stamp(path: Path) -> tuple[int, int]:
@@ -140,9 +137,7 @@ def _find_lines_cut(
         total += 1
         # A line that cannot be read goes with the line before it.
         found = is_later(line)
-        if found is None:
-            later = later
-        else:
+        if found is not None:
             later = found
         if later:
             gone.append(span)
@@ -241,15 +236,13 @@ def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
     names = _parse_row(line)
     if "timestamp" not in names:
         raise OperationsError(
-            f"{path} has no column 'timestamp' in its first line; it must be a table of "
-            "codecarbon's: restore it"
+            f"{path} has no column 'timestamp' in its first line, so codecarbon did not write it; "
+            "restore the table of codecarbon"
         )
-    column, boundary = (
-        names.index("timestamp"),
-        # astimezone() converts to the host's zone. Microseconds are dropped, because the table has
-        # seconds.
-        moment.astimezone().replace(tzinfo=None, microsecond=0),
-    )
+    column = names.index("timestamp")
+    # astimezone() converts to the host's zone. Microseconds are dropped, because the table has
+    # seconds.
+    boundary = moment.astimezone().replace(tzinfo=None, microsecond=0)
 
     def is_later(line: bytes) -> bool | None:
         """Return whether a row is removed, or None if it has no readable time."""
@@ -257,9 +250,9 @@ def find_emissions_cut(path: Path, moment: datetime | None) -> CutSpans:
             written = datetime.fromisoformat(_parse_row(line)[column])
         except (IndexError, ValueError):
             return None
-        return (
-            written if written.tzinfo is None else written.astimezone().replace(tzinfo=None)
-        ) > boundary
+        if written.tzinfo is not None:
+            written = written.astimezone().replace(tzinfo=None)
+        return written > boundary
 
     cut = _find_lines_cut(path, is_later, head)
     return CutSpans(cut.stamp, cut.gone, head, count=cut.count, total=cut.total, unit="rows")
@@ -288,7 +281,8 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
     keep = 0
     later = False
     seen = False
-    total = kept_lines = 0
+    total = 0
+    kept_lines = 0
     for span, raw in _iterate_lines(path):
         total += 1
         # Most lines are dropped here, because the regular expressions are slow on a large log.
@@ -297,22 +291,22 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
         text = raw.decode("utf-8", "replace")
         step = parse_log_line(text) or parse_validation_log_line(text)
         saved = _SAVED.search(text)
-        if step is None and saved is None:
-            continue
-        seen, at = (
-            True,
-            int(step["iteration"]) if step is not None else int(saved[1]),  # type: ignore[index]
-        )
         if step is not None:
+            at = int(step["iteration"])
             # Only a line of training or validation shows where the run is. A save may be reported
             # late.
             later = at > iteration
+        elif saved is not None:
+            at = int(saved[1])
+        else:
+            continue
+        seen = True
         if not later and at <= iteration:
             keep = span[1]
             kept_lines = total
     # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
-        raise OperationsError(f"{path} has no line of an iteration; give the run's own main log")
+        raise OperationsError(f"{path} has no line of an iteration; give the run's main log")
     gone: tuple[tuple[int, int], ...] = ()
     if keep < stamp[0]:
         gone = ((keep, stamp[0]),)
@@ -335,7 +329,8 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError as absent:
         raise OperationsError(
-            f"the package tensorboard is not installed, to cut {path}: pip install -e '.[observe]'"
+            f"the package tensorboard is not installed, and {path} cannot be cut without it; run: "
+            "pip install -e '.[observe]'"
         ) from absent
     stamp = _read_stamp(path)
     data = path.read_bytes()
@@ -359,9 +354,7 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
             found = None
         else:
             found = steps.is_later(event)
-        if found is None:
-            later = later
-        else:
+        if found is not None:
             later = found
         if later:
             gone.append((begin, end))
@@ -416,12 +409,14 @@ class _EventSteps:
         """Return whether a record belongs to a later iteration, or None if it has no step."""
         later = None
         for value in event.summary.value:
+            # Every value is examined, because its step counts for the records that follow.
+            is_later = self._note_value(value, event.step)
             # One later value makes the record later, because a record cannot be divided.
-            later = bool(later) or self._is_value_later(value, event.step)
+            later = bool(later) or is_later
         return later
 
-    def _is_value_later(self, value: Any, step: int) -> bool:
-        """Return whether one value of a record belongs to a later iteration."""
+    def _note_value(self, value: Any, step: int) -> bool:
+        """Note the step of one value, and return whether it belongs to a later iteration."""
         axis, base = _split_axis(value.tag)
         # The launch writes this tag first. Its step is the iteration of the tags with another axis.
         if axis is None:
@@ -557,8 +552,8 @@ def cut_out(path: Path, part: Path, cut: CutSpans, temporary: str) -> None:
         sync_folder(folder.parent)
     size = cut.stamp[0]
     # The removed part is written before the file changes. An interruption leaves it twice.
-    _write_part(path, part, [(0, size)] if cut.whole else [cut.head, *cut.gone])
-    if cut.whole:
+    _write_part(path, part, [(0, size)] if cut.removes_file else [cut.head, *cut.gone])
+    if cut.removes_file:
         _refuse_changed(path, cut)
         path.unlink()
         sync_folder(path.parent)
@@ -580,8 +575,8 @@ def _refuse_changed(path: Path, cut: CutSpans) -> None:
     """Raise OperationsError if the file changed since it was examined."""
     if _read_stamp(path) != cut.stamp:
         raise OperationsError(
-            f"{path} changed while it was being cut: end what writes to it, and give the same "
-            "command again"
+            f"{path} changed while it was being cut; stop the process that writes to it, and give "
+            "the same command again"
         )
 
 
@@ -653,8 +648,8 @@ def _copy(source: Path, spans: Sequence[Span], target: Any) -> None:
                 # Without this check a file that became shorter would never end the loop.
                 if not piece:
                     raise OperationsError(
-                        f"{source} became shorter while it was being cut: end what writes to "
-                        "it, and try again"
+                        f"{source} became shorter while it was being cut; stop the process that "
+                        "writes to it, and try again"
                     )
                 target.write(piece)
                 left -= len(piece)

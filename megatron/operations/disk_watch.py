@@ -31,8 +31,8 @@ _DAY = 86_400.0
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _SPEC = (
-    "write PATH=90% for the file system, PATH=2TB or PATH=500k-inodes for the folder, limits "
-    "apart by commas"
+    "write PATH=90% for the file system, PATH=2TB or PATH=500k-inodes for the folder; separate "
+    "limits by commas"
 )
 _HISTORY_DAYS = 7.0
 """Age at which a point is dropped from the history."""
@@ -136,7 +136,8 @@ def parse_watch(text: str) -> DiskWatch:
     for limit in limits.split(","):
         key, value = _limit(limit.strip(), text)
         if key in found:
-            raise OperationsError(f"--watch {text!r} limits {key.replace('_', ' ')} twice; {_SPEC}")
+            unit = key.removeprefix("limit_")
+            raise OperationsError(f"--watch {text!r} has two limits in {unit}; {_SPEC}")
         found[key] = value
     return DiskWatch(Path(path), **found)
 
@@ -155,7 +156,7 @@ def _limit(limit: str, text: str) -> tuple[str, float | int]:
         r"(\d+(?:\.\d+)?) ?(?:(%)|([kmgtp]?)-?inodes|([kmgtp]i?)?b)", limit, re.IGNORECASE
     )
     if match is None:
-        raise OperationsError(f"--watch {text!r}: {limit!r} is no limit; {_SPEC}")
+        raise OperationsError(f"--watch {text!r}: {limit!r} is not a limit; {_SPEC}")
     number = float(match[1])
     if match[2]:
         if not 0 < number <= 100:
@@ -189,8 +190,6 @@ def check_disks(
     """
     if now is None:
         now = time.time()
-    else:
-        now = now
     report = DiskReport()
     history = _read_history(history_file, report)
     rooms: dict[Path, int] = {}
@@ -201,8 +200,8 @@ def check_disks(
             _alert_unseen(
                 report,
                 f"disk {watch.path}",
-                f"--watch {watch.path} cannot be looked at: {error.strerror}; give a path that is "
-                "there",
+                f"--watch {watch.path} cannot be checked: {error.strerror}; give a path that "
+                "exists",
             )
             continue
         # The room that is left under folders' limits also bounds the checkpoints of runs in them.
@@ -217,7 +216,7 @@ def check_disks(
             _alert_unseen(
                 report,
                 f"checkpoints {run}",
-                f"--run {run} cannot be looked at: {error.strerror}; give a run's --save folder",
+                f"--run {run} cannot be checked: {error.strerror}; give a run's --save folder",
             )
     _write_history(history_file, history, now, report)
     return report
@@ -260,7 +259,7 @@ def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
         if found.unread:
             text = (
                 f"{found.unread} entries of {watch.path} could not be read, the first: "
-                f"{found.first_error}; its sums are too small"
+                f"{found.first_error}; the sums are too small"
             )
             report.troubles.append(text)
             report.alerts.append(Alert(kind, text))
@@ -302,7 +301,7 @@ def measure_folder(path: Path) -> FolderUsage:
 
     Blocks on the disk are counted. A file with several hard links counts once, symbolic links are
     not followed, and other file systems are left out. An entry that is deleted during the scan is
-    no error, because old checkpoints are deleted while a run goes on.
+    no error, because old checkpoints are deleted while a run continues.
 
     Raises:
         OSError: The folder does not exist, or cannot be read at all.
@@ -357,15 +356,18 @@ def _check_gauges(
 ) -> None:
     """Add a PULSE with all gauges of a path, and alerts for those over a limit or soon full.
 
-    A measurement is added to the history if the last one is at least ten minutes old.
+    A measurement is added to the history if no other one is less than ten minutes away.
     """
     over = []
     soon = []
     parts = []
     for gauge in gauges:
         points = history.setdefault(f"{watch.path.absolute()} {gauge.of} {gauge.unit}", [])
-        if not points or now - points[-1][0] > _APART_SECONDS:
+        # The absolute value matters after a clock was set back. Otherwise nothing would be added
+        # until the clock passes the last point again.
+        if all(abs(now - at) > _APART_SECONDS for at, _ in points):
             points.append((now, gauge.used))
+            points.sort()
         growth = estimate_daily_growth(points, now)
         text = f"{gauge.of} {gauge.describe()}"
         if growth is not None and growth > 0:
@@ -424,7 +426,7 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None
         _alert_unseen(
             report,
             kind,
-            f"{run}: {'; '.join(damaged)}; tools/inspect_checkpoint.py --verify tells more",
+            f"{run}: {'; '.join(damaged)}; tools/inspect_checkpoint.py --verify reports details",
         )
     if not found:
         report.pulses.append(f"{run}: no checkpoints")
@@ -455,7 +457,7 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None
         report.alerts.append(
             Alert(
                 f"{kind} room",
-                f"{run}: {rule}; make room, or thin them out with --keep-latest-checkpoints",
+                f"{run}: {rule}; make room, or keep fewer with --keep-latest-checkpoints",
             )
         )
 
@@ -500,8 +502,8 @@ def _read_history(path: Path, report: DiskReport) -> History:
         report.troubles.append(str(error))
     except (TypeError, ValueError, AttributeError):
         report.troubles.append(
-            f"{path} is not what this tool writes and is started from scratch; growth is known again after "
-            "6 hours"
+            f"{path} has an unknown format and is started from scratch; growth is known again "
+            "after 6 hours"
         )
     return {}
 

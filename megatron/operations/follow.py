@@ -56,13 +56,13 @@ class Follower:
             return LogUpdate()
         # `_commit` is set last. If a download raises, the next look repeats the work.
         if self._commit is None:
-            news = self._begin(commit)
+            news = self._read_first(commit)
         else:
-            news = self._go_on(commit)
+            news = self._read_new(commit)
         self._commit = commit
         return news
 
-    def _begin(self, commit: str) -> LogUpdate:
+    def _read_first(self, commit: str) -> LogUpdate:
         """Return the last lines of the log."""
         oids = self._list_oids(commit)
         data = b""
@@ -72,8 +72,6 @@ class Follower:
             part = self.hub.download_file(commit, format_part_name(self.path, number))
             if opened is None:
                 opened = part
-            else:
-                opened = opened
             data = part + data
             # The line end of the last line does not count. It starts no further line.
             if data.count(b"\n", 0, -1) >= self.lines:
@@ -90,12 +88,12 @@ class Follower:
         """
         folder = self.path.rpartition("/")[0]
         try:
-            there = self.hub.list_files(commit, folder or None)
-        # The Hub answers 404 for a folder that does not exist, which is translated to HubMovedError.
+            files = self.hub.list_files(commit, folder or None)
+        # The Hub answers 404 for a folder that does not exist. `Hub` raises HubMovedError for it.
         except HubMovedError:
-            there = {}
-        parts = {format_part_name(self.path, number) for number in range(len(there))}
-        oids = [there[name] for name in sorted(parts & there.keys())]
+            files = {}
+        parts = {format_part_name(self.path, number) for number in range(len(files))}
+        oids = [files[name] for name in sorted(parts & files.keys())]
         if not oids:
             logs = sorted(
                 {
@@ -105,13 +103,12 @@ class Follower:
                 }
             )
             raise OperationsError(
-                f"{self.hub.repo} holds no log {self.path} in parts, as tools/hub_sync.py stores "
-                "one; "
-                f"it holds: {', '.join(logs) or 'none'}"
+                f"{self.hub.repo} has no log {self.path} that tools/hub_sync.py has stored; the "
+                f"logs there are: {', '.join(logs) or 'none'}"
             )
         return oids
 
-    def _go_on(self, commit: str) -> LogUpdate:
+    def _read_new(self, commit: str) -> LogUpdate:
         """Return what is new in the last known part, and in the parts after it."""
         last = len(self._oids) - 1
         now = self._fetch_oids(commit, last)
@@ -137,8 +134,6 @@ class Follower:
         self._oids[last:] = now
         if fresh:
             self._open = fresh[-1]
-        else:
-            self._open = self._open
         return LogUpdate(data)
 
     def _fetch_oids(self, commit: str, first: int) -> list[str]:
@@ -183,7 +178,7 @@ class Follower:
             self._open = fresh[-1]
         else:
             self._open = self.hub.download_file(commit, format_part_name(self.path, len(oids) - 1))
-        return LogUpdate(data, f"{self.path} was cut (a rollback?); it goes on in {where}")
+        return LogUpdate(data, f"{self.path} was truncated (a rollback?); it continues in {where}")
 
 
 def _take_until_gap(oids: list[str | None]) -> list[str]:

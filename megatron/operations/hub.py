@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -46,6 +45,10 @@ class HubUnavailableError(OperationsError):
 
 class HubMovedError(HubUnavailableError):
     """The branch has changed since it was listed. List it again before anything is sent."""
+
+
+class HubOfflineError(HubUnavailableError):
+    """The user has set HF_HUB_OFFLINE, so the client sends no request."""
 
 
 class UnknownRepositoryError(OperationsError):
@@ -76,8 +79,6 @@ class RetryPolicy:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        else:
-            self._since = self._since
         # The random factors keep machines apart that failed at the same time. Otherwise all of them
         # would return to the Hub in the same second, and fail again.
         pause = min(LONGEST_PAUSE_SECONDS, 2.0**self._tries) * random.uniform(0.5, 1.0)
@@ -85,18 +86,8 @@ class RetryPolicy:
         self._tries += 1
         if now + pause > self._since + self._seconds:
             raise trouble
-        self._say(f"{trouble}; again in {pause:.1f} s")
+        self._say(f"{trouble}; trying again in {pause:.1f} s")
         time.sleep(pause)
-
-
-@dataclass(frozen=True)
-class CommitResult:
-    """State of a branch after a commit."""
-
-    head: str
-    """Present commit of the branch."""
-    ignored: frozenset[str]
-    """Paths that the repository's own .gitignore excludes. They are not in the commit."""
 
 
 class Hub:
@@ -123,7 +114,7 @@ class Hub:
         """
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
             raise OperationsError(
-                f"{repo!r} names no repository; give ORGANISATION/NAME, like "
+                f"{repo!r} is not a repository name; give ORGANISATION/NAME, like "
                 "bigscience/tr8-104B-logs"
             )
         # huggingface_hub is an optional dependency. It is imported here and not at the top, so that
@@ -169,7 +160,7 @@ class Hub:
         branches = self.list_branches()
         if MAIN not in branches:
             raise OperationsError(
-                f"{self.repo} on {self.host} has no branch {MAIN}; make one there"
+                f"{self.repo} on {self.host} has no branch {MAIN}; create it there"
             )
         return branches[MAIN]
 
@@ -231,8 +222,8 @@ class Hub:
         Contents that the Hub has already are not sent again.
 
         Returns:
-            The paths that the repository's .gitignore excludes. The client leaves them out of a
-            commit without an error.
+            The paths that the repository's .gitignore excludes. The client would leave them out of
+            a commit without an error, so the caller does not commit them.
         """
         with self._translate_errors():
             # `free_memory` would empty the additions. The caller passes the same objects to a
@@ -248,8 +239,10 @@ class Hub:
         operations: Sequence["CommitOperationAdd | CommitOperationDelete"],
         title: str,
         description: str = "",
-    ) -> CommitResult:
+    ) -> str:
         """Make one commit on top of `parent`. Either all operations are in it, or it is not made.
+
+        The files to add were passed to `upload` before, and it did not report them as excluded.
 
         Args:
             branch: Branch to extend.
@@ -259,35 +252,25 @@ class Hub:
             description: Rest of the commit's message.
 
         Returns:
-            The new commit, or `parent` if the repository's .gitignore excludes all operations.
+            The commit that the branch has then. It is `parent` if the operations change nothing.
 
         Raises:
-            HubMovedError: The branch is not at `parent`. Somebody else committed, or an earlier attempt
-                succeeded and its answer was lost.
+            HubMovedError: The branch is not at `parent`. Somebody else committed, or an earlier
+                attempt succeeded and its answer was lost.
             HubUnavailableError: It is unknown whether the commit was made.
         """
-        from huggingface_hub import CommitOperationAdd
-
-        additions = [
-            operation for operation in operations if isinstance(operation, CommitOperationAdd)
-        ]
-        ignored = self.upload(branch, additions)
-        remaining = [operation for operation in operations if operation.path_in_repo not in ignored]
-        # Nothing is left to commit. The caller sees from `head` that the branch did not move.
-        if not remaining:
-            return CommitResult(parent, ignored)
         with self._translate_errors():
             # The Hub compares `parent_commit` with the branch and commits in one step. So two
             # syncs cannot overwrite each other, and a repeated attempt cannot commit twice.
             done = self.api.create_commit(
                 self.repo,
-                remaining,
+                operations,
                 commit_message=title,
                 commit_description=description,
                 revision=branch,
                 parent_commit=parent,
             )
-        return CommitResult(done.oid, ignored)
+        return str(done.oid)
 
     # Errors
 
@@ -310,8 +293,9 @@ class Hub:
             if isinstance(cause, HfHubHTTPError):
                 raise self._explain_refusal(cause) from error
             if isinstance(cause, OfflineModeIsEnabled):
-                raise HubUnavailableError(
-                    "HF_HUB_OFFLINE is set: nothing is sent; unset it", retry_after_seconds=math.inf
+                raise HubOfflineError(
+                    "HF_HUB_OFFLINE is set, so no request is sent; unset it",
+                    retry_after_seconds=math.inf,
                 ) from error
             # A proxy or a login page answers with HTML, which is not JSON. The client raises a
             # RuntimeError when the upload of a file fails.
@@ -329,26 +313,25 @@ class Hub:
 
         status = error.response.status_code
         if error.server_message:
-            said = f"{status}: {self._clean(error.server_message)}"
+            reason = f"{status}: {self._clean(error.server_message)}"
         else:
-            said = f"{status}"
+            reason = f"{status}"
         if status == 401:
             return OperationsError(
-                f"{self.host} refuses the token ({said}): it has expired or was revoked; make a "
-                "new one with write access, "
-                "and set HF_TOKEN or run: hf auth login"
+                f"{self.host} refuses the token ({reason}): it has expired or was revoked; create "
+                "a new one with write access, and set HF_TOKEN or run: hf auth login"
             )
         if status == 403:
             return OperationsError(
-                f"the token may not do this to {self.repo} ({said}); use one with write access to "
-                "it"
+                f"the token has no permission for this request to {self.repo} ({reason}); use one "
+                "with write access to it"
             )
         # A missing path or commit is also a 404. It must not be taken for a missing repository:
         # somebody has changed the branch since it was listed.
         if status in (409, 412) or isinstance(
             error, (RemoteEntryNotFoundError, RevisionNotFoundError)
         ):
-            return HubMovedError(f"{self.repo} has changed meanwhile ({said})")
+            return HubMovedError(f"{self.repo} has changed in the meantime ({reason})")
         if status == 404:
             return UnknownRepositoryError(
                 f"there is no repository {self.repo} on {self.host} that this token can see; check "
@@ -356,9 +339,9 @@ class Hub:
             )
         if status in (408, 429) or status >= 500:
             return HubUnavailableError(
-                f"{self.host} answers {said}", _retry_after_seconds(error.response.headers)
+                f"{self.host} answers {reason}", _retry_after_seconds(error.response.headers)
             )
-        return OperationsError(f"{self.host} refuses ({said}); the request was for {self.repo}")
+        return OperationsError(f"{self.host} refuses ({reason}); the request was for {self.repo}")
 
     def _clean(self, words: object) -> str:
         """Return a text of the client on one short line, without secrets."""
@@ -389,12 +372,12 @@ def _host(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise OperationsError(
-            "HF_ENDPOINT is no address of a Hub; it looks like https://huggingface.co"
+            "HF_ENDPOINT is not the address of a Hub; an address looks like https://huggingface.co"
         )
     if parts.username or parts.password:
         raise OperationsError(
-            "HF_ENDPOINT holds a user or a password, which logs would show; give the token by "
-            "HF_TOKEN alone"
+            "HF_ENDPOINT contains a user name or a password, which logs would show; remove it, and "
+            "give the token in HF_TOKEN"
         )
     return parts.netloc
 
@@ -468,6 +451,11 @@ def _retry_after_seconds(headers: Any) -> float:
     The Hub has two headers for it. `ratelimit` has the requests that remain, `r`, and the seconds
     until there are more, `t`. `retry-after` has seconds.
     """
+    pause = 0.0
     limit = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("ratelimit", ""))
-    asked = headers.get("retry-after", "")
-    return max(float(limit[1]) if limit else 0.0, float(asked) if asked.isdigit() else 0.0)
+    if limit is not None:
+        pause = float(limit[1])
+    retry_after = headers.get("retry-after", "")
+    if retry_after.isdigit():
+        pause = max(pause, float(retry_after))
+    return pause

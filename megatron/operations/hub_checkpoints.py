@@ -7,7 +7,7 @@ So a branch that has a manifest is complete, no matter when an earlier push was 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -15,8 +15,20 @@ from typing import TYPE_CHECKING, BinaryIO
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailableError, RetryPolicy, Say
-from megatron.operations.hub_push import IN_MEMORY_BYTES, format_size
+from megatron.operations.hub import (
+    Hub,
+    HubOfflineError,
+    HubUnavailableError,
+    RetryPolicy,
+    Say,
+    UnknownRepositoryError,
+)
+from megatron.operations.hub_push import (
+    IN_MEMORY_BYTES,
+    SyncRequest,
+    create_missing_repository,
+    format_size,
+)
 from megatron.operations.hub_queue import SyncState, digest, read_state
 from megatron.operations.inside import OutsideError, open_inside, real_name
 
@@ -36,11 +48,10 @@ class FinishedCheckpoint:
 def push_checkpoints(
     run: Path,
     every: int,
-    state_path: Path,
+    request: SyncRequest,
     hub: Hub,
     patience: RetryPolicy,
     *,
-    dry_run: bool,
     say: Say,
     warn: Say,
 ) -> list[str]:
@@ -49,10 +60,9 @@ def push_checkpoints(
     Args:
         run: The run's `--save` folder.
         every: Push the checkpoints whose iteration is a multiple of this.
-        state_path: File of the sync state, which lists the checkpoints that are on the Hub.
+        request: Arguments of the sync. Its state lists the checkpoints that are on the Hub.
         hub: The repository.
         patience: When to stop if the Hub does not answer.
-        dry_run: Only report what would be sent.
         say: Receives one line for each checkpoint.
         warn: Receives one line for each checkpoint that is left out.
 
@@ -65,12 +75,12 @@ def push_checkpoints(
     """
     if not run.is_dir():
         raise OperationsError(
-            f"--checkpoints {run} is no folder; give the run's --save folder, which holds "
+            f"--checkpoints {run} is not a folder; give the run's --save folder, which has "
             "global_step... folders"
         )
-    state = read_state(state_path, f"{hub.host}/{hub.repo}", warn)
+    state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
     left_out: list[str] = []
-    there: Mapping[str, str] | None = None
+    branches: Collection[str] | None = None
     for iteration in (
         iteration for iteration in list_saved_iterations(run) if iteration % every == 0
     ):
@@ -78,25 +88,23 @@ def push_checkpoints(
             checkpoint = _open_finished(run, iteration)
             # One listing serves all checkpoints. It is made late, so that a run without finished
             # checkpoints needs no Hub.
-            if there is None:
-                there = _list_branches(hub, patience)
-            else:
-                there = there
+            if branches is None:
+                branches = _list_branches(request, state, hub, patience, say=say, warn=warn)
             # The state alone is not enough. Somebody may have deleted the branch on the Hub.
             if (
-                checkpoint.branch in there
+                checkpoint.branch in branches
                 and state.checkpoints.get(checkpoint.branch) == checkpoint.manifest.digest
             ):
                 continue
-            if dry_run:
+            if request.dry_run:
                 say(
-                    f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to a "
-                    "branch of its own, unless it is there"
+                    f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to its "
+                    "own branch, unless that branch has it already"
                 )
                 continue
             _push(checkpoint, state, hub, patience, say)
             # Written after each checkpoint. A push of terabytes may be interrupted before the next.
-            state.write(state_path)
+            state.write(request.state)
         # One bad checkpoint does not keep the others from the Hub.
         except OutsideError as error:
             left_out.append(f"global_step{iteration} is left out: {error.strerror}")
@@ -129,11 +137,41 @@ def _open_finished(run: Path, iteration: int) -> FinishedCheckpoint:
     return FinishedCheckpoint(f"global_step{iteration}", folder, manifest)
 
 
-def _list_branches(hub: Hub, patience: RetryPolicy) -> Mapping[str, str]:
-    """Return the branches, name -> commit, and wait while the Hub is unavailable."""
+def _list_branches(
+    request: SyncRequest,
+    state: SyncState,
+    hub: Hub,
+    patience: RetryPolicy,
+    *,
+    say: Say,
+    warn: Say,
+) -> Collection[str]:
+    """Return the names of the branches, and wait while the Hub is unavailable.
+
+    A missing repository is created if the request allows it. An offline dry run returns the
+    branches that earlier syncs have sent.
+    """
+    created = False
     while True:
         try:
-            return hub.list_branches()
+            return hub.list_branches().keys()
+        except UnknownRepositoryError as error:
+            if created:
+                raise
+            # A dry run with patterns has reported it already.
+            if request.create and request.dry_run and request.patterns:
+                return ()
+            if not create_missing_repository(request, hub, error, say):
+                return ()
+            created = True
+        except HubOfflineError:
+            if not request.dry_run:
+                raise
+            warn(
+                "HF_HUB_OFFLINE is set, so the checkpoints are compared with the state of the last "
+                "sync, and not with the Hub"
+            )
+            return state.checkpoints.keys()
         except HubUnavailableError as trouble:
             patience.wait(trouble)
 
@@ -157,13 +195,13 @@ def _push(
                 # although its answer was lost.
                 branches = hub.list_branches()
                 if branch in branches:
-                    there = hub.list_files(branches[branch])
+                    remote = hub.list_files(branches[branch])
                 else:
-                    there = {}
+                    remote = {}
                 if (
                     digest(checkpoint.folder / MANIFEST, rotated=False)
                     .blobs[0]
-                    .has(there.get(MANIFEST))
+                    .has(remote.get(MANIFEST))
                 ):
                     break
                 # The parent of the commit below is the new branch's commit, so list it again.
@@ -173,8 +211,8 @@ def _push(
                 for name in [*sorted(manifest.files), MANIFEST]:
                     if ignored := hub.upload(branch, [contents.addition(name)]):
                         raise OperationsError(
-                            f"the .gitignore of {hub.repo} keeps {min(ignored)} of {branch} out; "
-                            "change that there"
+                            f"the .gitignore of {hub.repo} excludes {min(ignored)} of {branch}; "
+                            "change the .gitignore there"
                         )
                     contents.release(name)
                     patience.note_progress()
@@ -185,7 +223,7 @@ def _push(
                         f"{checkpoint.folder} was replaced while it was sent; the next sync sends "
                         "the new one"
                     )
-                _commit(hub, checkpoint, branches[branch], contents.additions, there)
+                _commit(hub, checkpoint, branches[branch], contents.additions, remote)
                 say(f"sent {branch} ({format_size(manifest.bytes)}) to the branch {branch}")
                 break
             except HubUnavailableError as trouble:
@@ -258,7 +296,7 @@ def _commit(
     checkpoint: FinishedCheckpoint,
     parent: str,
     additions: list["CommitOperationAdd"],
-    there: Mapping[str, str],
+    remote: Mapping[str, str],
 ) -> None:
     """Make the commit that completes a branch.
 
@@ -270,8 +308,8 @@ def _commit(
     names = {addition.path_in_repo for addition in additions}
     # Without a manifest no checkpoint was ever committed here. What the branch holds came with the
     # repository's first commit, and stays.
-    if MANIFEST in there:
-        stale = sorted(there.keys() - names)
+    if MANIFEST in remote:
+        stale = sorted(remote.keys() - names)
     else:
         stale = []
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]

@@ -21,6 +21,7 @@ from megatron.operations.hub import (
     MAIN,
     Hub,
     HubMovedError,
+    HubOfflineError,
     HubUnavailableError,
     RetryPolicy,
     Say,
@@ -119,21 +120,52 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
         file = open(lock, "w", opener=without_links)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise OperationsError(
-            f"{lock} cannot be written ({error.strerror}); give a --state in a folder that can"
+            f"{lock} cannot be written ({error.strerror}); give --state a file in a folder that "
+            "can be written"
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SyncInProgressError(
-                f"another sync is at work here ({lock} is locked); it does the work, this one "
-                "leaves"
+                f"another sync of this folder is running ({lock} is locked), so this one exits"
             ) from error
         # Some network file systems have no locks. The sync is safe without one, because the Hub
         # refuses a commit on top of an old head.
         except OSError as error:
-            say(f"{lock} cannot be locked ({error.strerror}); going on without")
+            say(f"{lock} cannot be locked ({error.strerror}); continuing without a lock")
         yield
+
+
+def create_missing_repository(
+    request: SyncRequest, hub: Hub, missing: UnknownRepositoryError, say: Say
+) -> bool:
+    """Create the repository that `hub` did not find, if the request allows it.
+
+    Args:
+        request: Arguments of the sync.
+        hub: The repository.
+        missing: The error of the Hub.
+        say: Receives one line.
+
+    Returns:
+        Whether it was created. A dry run creates nothing.
+
+    Raises:
+        UnknownRepositoryError: The request does not allow to create it.
+    """
+    if not request.create:
+        raise UnknownRepositoryError(f"{missing}, or create it with --create") from missing
+    if request.private:
+        kind = "private"
+    else:
+        kind = "public"
+    if request.dry_run:
+        say(f"would create the repository {hub.repo}, {kind}")
+        return False
+    hub.create(private=request.private)
+    say(f"created the repository {hub.repo}, {kind}")
+    return True
 
 
 class FolderSync:
@@ -178,7 +210,7 @@ class FolderSync:
                 # The order matters. A lost commit can be recognized only after the listing is new,
                 # and deletions and additions are differences to that listing.
                 self._update_listing(wanted)
-                self._tell_if_landed()
+                self._report_lost_answer()
                 if deletions is None:
                     deletions = self._find_deletions(found)
                 pending = {
@@ -191,6 +223,15 @@ class FolderSync:
                 # All of these deletions were in this commit.
                 deletions = []
                 self._patience.note_progress()
+            except HubOfflineError:
+                if not self._request.dry_run:
+                    raise
+                self._warn(
+                    "HF_HUB_OFFLINE is set, so the files are compared with the state of the last "
+                    "sync, and not with the Hub"
+                )
+                deletions = self._find_deletions(found)
+                break
             except HubUnavailableError as trouble:
                 # It is unknown whether the deletions were made. Compute them again.
                 deletions = None
@@ -198,7 +239,7 @@ class FolderSync:
                     state.head = None
                 self._patience.wait(trouble)
         if self._request.dry_run:
-            self._tell_dry_run(deletions, wanted)
+            self._report_dry_run(deletions, wanted)
         else:
             self._keep(found)
         return self._outcome
@@ -219,8 +260,8 @@ class FolderSync:
             patterns = " ".join(request.patterns)
             raise OperationsError(
                 f"--patterns {patterns} match no file in {request.folder}; nothing is sent, and "
-                "nothing deleted on the Hub: "
-                "look whether the disk is mounted and the patterns are relative to --folder"
+                "nothing is deleted on the Hub; check that the disk is mounted and that the "
+                "patterns are relative to --folder"
             )
         self._leave_out(
             [
@@ -255,21 +296,11 @@ class FolderSync:
         Returns:
             The commit, or None in a dry run if the repository does not exist.
         """
-        request = self._request
         try:
             return self._hub.head()
         except UnknownRepositoryError as error:
-            if not request.create:
-                raise UnknownRepositoryError(f"{error}, or make it: --create") from error
-        if request.private:
-            kind = "private"
-        else:
-            kind = "public"
-        if request.dry_run:
-            self._say(f"would make {self._hub.repo}, {kind}")
-            return None
-        self._hub.create(private=request.private)
-        self._say(f"made {self._hub.repo}, {kind}")
+            if not create_missing_repository(self._request, self._hub, error, self._say):
+                return None
         return self._hub.head()
 
     def _find_deletions(self, found: FolderScan) -> list[CommitGroup]:
@@ -278,8 +309,8 @@ class FolderSync:
         for local in withheld:
             self._skip(
                 local,
-                f"{local} is gone here, and its pattern matches nothing now; it is not deleted on "
-                "the Hub",
+                f"{local} does not exist any more, and its pattern matches no file; it is not "
+                "deleted on the Hub",
             )
         return deletions
 
@@ -288,10 +319,9 @@ class FolderSync:
     def _commit(self, groups: Sequence[CommitGroup]) -> None:
         """Make one commit, and record in the state what it changed."""
         state = self._state
-        with self._make_copies_folder() as aside:
-            operations, groups = self._build_operations(groups, aside)
-            # Every file failed to be read, and was skipped. The next round of `run` goes on without
-            # them.
+        with self._make_copies_folder() as copies:
+            operations, groups = self._build_operations(groups, copies)
+            # No file is left to commit. The next round of `run` continues without them.
             if not operations:
                 return
             title = _format_title(groups)
@@ -300,18 +330,9 @@ class FolderSync:
             # Set before the request and cleared after the answer. If the request raises, `run`
             # finds here what may have been committed.
             self._unanswered = title, groups
-            done = self._hub.commit(MAIN, state.head, operations, title, _shorten(lines, "\n"))
+            head = self._hub.commit(MAIN, state.head, operations, title, _shorten(lines, "\n"))
             self._unanswered = None
-        landed = []
         for group in groups:
-            if any(piece.remote in done.ignored for piece in group.adds):
-                self._skip(
-                    group.local,
-                    f"{group.local} is kept out by the .gitignore of {self._hub.repo}; change that "
-                    "there",
-                )
-                continue
-            landed.append(group)
             state.sent |= {
                 piece.remote: SentFile(f"sha256:{piece.blob.sha256}", piece.local)
                 for piece in group.adds
@@ -319,14 +340,14 @@ class FolderSync:
             for remote in group.deletes:
                 del state.sent[remote]
         # The Hub makes no commit if nothing changes. Then there is nothing to count.
-        unmoved = done.head == state.head
-        state.head = done.head
+        has_moved = head != state.head
+        state.head = head
         self._write()
-        if landed and not unmoved:
-            self._count(landed)
-            self._tell(_format_title(landed), landed)
+        if has_moved:
+            self._count(groups)
+            self._report_commit(title, groups)
 
-    def _tell_if_landed(self) -> None:
+    def _report_lost_answer(self) -> None:
         """Count and report an unanswered commit, if the new listing shows that it was made."""
         if self._unanswered is not None:
             title, groups = self._unanswered
@@ -340,7 +361,7 @@ class FolderSync:
                 for piece in group.adds
             ) and not any(remote in sent for group in groups for remote in group.deletes):
                 self._count(groups)
-                self._tell(f"{title} (had landed, its answer was lost)", groups)
+                self._report_commit(f"{title} (committed, but the answer was lost)", groups)
 
     def _count(self, groups: Sequence[CommitGroup]) -> None:
         """Add one commit to the result."""
@@ -355,27 +376,27 @@ class FolderSync:
         self._written_head = self._state.head
 
     def _build_operations(
-        self, groups: Sequence[CommitGroup], aside: Path
+        self, groups: Sequence[CommitGroup], copies: Path
     ) -> tuple[list["CommitOperationAdd | CommitOperationDelete"], list[CommitGroup]]:
-        """Return the operations of a commit, with the contents that were compared.
+        """Return the operations of a commit, with the contents that were compared, and upload them.
 
-        A local file that has changed since is skipped, and left to the next sync. All operations of
-        a local file are made or none is: with a part missing, the copy of a log would have a gap.
+        A local file that has changed since is skipped, and left to the next sync. So is one that
+        the repository's .gitignore excludes. All operations of a local file are made or none is:
+        with a part missing, the copy of a log would have a gap.
 
         Args:
             groups: What to commit.
-            aside: Folder for copies of large contents.
+            copies: Folder for copies of large contents.
 
         Returns:
             The operations, and the groups that they cover.
         """
         from huggingface_hub import CommitOperationDelete
 
-        operations: list[CommitOperationAdd | CommitOperationDelete] = []
-        whole = []
+        additions: list[tuple[CommitGroup, list[CommitOperationAdd]]] = []
         for group in groups:
             try:
-                adds = [self._build_addition(piece, aside) for piece in group.adds]
+                adds = [self._build_addition(piece, copies) for piece in group.adds]
             except FileNotFoundError:
                 self._skip(
                     group.local, f"{group.local} vanished before it was sent; left to the next sync"
@@ -386,14 +407,26 @@ class FolderSync:
                     f"{group.local} cannot be sent ({error.strerror}); left to the next sync",
                 )
             else:
-                operations += [
-                    *adds,
-                    *(CommitOperationDelete(remote, is_folder=False) for remote in group.deletes),
-                ]
-                whole.append(group)
-        return operations, whole
+                additions.append((group, adds))
+        ignored = self._hub.upload(MAIN, [addition for _, adds in additions for addition in adds])
+        operations: list[CommitOperationAdd | CommitOperationDelete] = []
+        kept = []
+        for group, adds in additions:
+            if any(addition.path_in_repo in ignored for addition in adds):
+                self._skip(
+                    group.local,
+                    f"{group.local} is excluded by the .gitignore of {self._hub.repo}; change the "
+                    ".gitignore there",
+                )
+                continue
+            operations += adds
+            operations += [
+                CommitOperationDelete(remote, is_folder=False) for remote in group.deletes
+            ]
+            kept.append(group)
+        return operations, kept
 
-    def _build_addition(self, piece: RemoteFile, aside: Path) -> "CommitOperationAdd":
+    def _build_addition(self, piece: RemoteFile, copies: Path) -> "CommitOperationAdd":
         """Read the content of one remote file.
 
         Raises:
@@ -411,7 +444,7 @@ class FolderSync:
             else:
                 # Names are numbers, because several parts come from one file. Copies are deleted
                 # only after the commit, so the number of entries is a new name.
-                content = aside / f"{len(os.listdir(aside)):06d}"
+                content = copies / f"{len(os.listdir(copies)):06d}"
                 left = piece.blob.size
                 with open(content, "wb") as copy:
                     while left and (data := file.read(min(left, IN_MEMORY_BYTES))):
@@ -438,7 +471,7 @@ class FolderSync:
         # Through a link, the files of another folder would be deleted below.
         if folder.is_symlink():
             raise OperationsError(
-                f"{folder} is a link; what lies in it would be deleted: remove the link"
+                f"{folder} is a link, and the files in its target would be deleted; remove the link"
             )
         folder.mkdir(exist_ok=True)
         try:
@@ -464,7 +497,7 @@ class FolderSync:
         for line in lines:
             self._warn(line)
 
-    def _tell(self, title: str, groups: Sequence[CommitGroup]) -> None:
+    def _report_commit(self, title: str, groups: Sequence[CommitGroup]) -> None:
         """Report a commit: one line for the additions, and one for each deletion."""
         added = [piece.remote for group in groups for piece in group.adds]
         self._say(f"{title}: {_shorten(added, ' ')}" if added else title)
@@ -472,7 +505,7 @@ class FolderSync:
             for remote in group.deletes:
                 self._say(f"deleted on the Hub: {remote}")
 
-    def _tell_dry_run(
+    def _report_dry_run(
         self, deletions: Sequence[CommitGroup] | None, wanted: Mapping[str, Sequence[RemoteFile]]
     ) -> None:
         """Report every file that a sync would send or delete."""

@@ -146,11 +146,11 @@ def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncS
             }
             sent = {remote: SentFile(**ours) for remote, ours in record.pop("sent").items()}
             return SyncState(files=files, sent=sent, **record)
-        say(f"{path} is of another repository; what is on {repository} is compared file by file")
+        say(f"{path} is for another repository; every file is compared with {repository} again")
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as damage:
-        say(f"{path} is damaged ({damage}); what is on {repository} is compared file by file")
+        say(f"{path} is damaged ({damage}); every file is compared with {repository} again")
     return SyncState(repository=repository)
 
 
@@ -282,9 +282,9 @@ def _take(folder: Path, name: str, known: LocalFile | None, found: FolderScan) -
     except OutsideError as error:
         found.complaints.append(f"{name} {error.strerror}; left out")
     except FileNotFoundError:
-        found.complaints.append(f"{name} vanished while we looked; left out")
+        found.complaints.append(f"{name} vanished during the scan; left out")
     except UnicodeEncodeError:
-        found.complaints.append(f"{name!a} has a name that is no UTF-8; left out")
+        found.complaints.append(f"{name!a} has a name that is not UTF-8; left out")
     except OSError as error:
         found.complaints.append(f"{name} cannot be read ({error.strerror}); left out")
 
@@ -308,14 +308,14 @@ def parse_part_name(remote: str) -> tuple[str, int] | None:
 
 
 def digest(
-    path: Path, *, rotated: bool, part_bytes: int = PART_BYTES, folder: Path | None = None
+    path: Path, *, rotated: bool, part_bytes: int | None = None, folder: Path | None = None
 ) -> LocalFile:
     """Read a file up to the size that it has when it is opened, and return its digests.
 
     Args:
         path: File to read.
         rotated: Whether to divide it into parts.
-        part_bytes: Largest size of a part.
+        part_bytes: Largest size of a part. Default: PART_BYTES.
         folder: Folder that the file must be in. Default: the file's own folder.
 
     Raises:
@@ -331,7 +331,9 @@ def digest(
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
         if rotated:
-            blobs: Iterable[Blob] = _split_parts(file.read, status.st_size, part_bytes)
+            blobs: Iterable[Blob] = _split_parts(
+                file.read, status.st_size, part_bytes or PART_BYTES
+            )
         else:
             blobs = [_digest_blob(_stream(file.read, status.st_size), status.st_size)]
         # No file has the time stamp 0, so the next scan reads a fresh file again.
@@ -407,12 +409,12 @@ def plan_remote_files(
         parts = parse_part_name(name)
         # Two local files would have one remote name, and replace each other in every sync.
         if parts is not None and parts[0] in files:
-            complaints.append(f"{name} has the name of a part of {parts[0]}; rename it: left out")
+            complaints.append(f"{name} has the name of a part of {parts[0]}; left out, rename it")
             continue
         # huggingface_hub raises a ValueError for such a path, which would stop the complete sync.
         if any(part in (".git", ".cache") for part in name.split("/")):
             complaints.append(
-                f"{name} lies in a folder that the Hub does not take (.git, .cache); left out"
+                f"{name} is in a folder that the Hub does not accept (.git, .cache); left out"
             )
             continue
         offset = 0
@@ -502,8 +504,8 @@ def plan_commit(
     wanted: Mapping[str, Sequence[RemoteFile]],
     state: SyncState,
     *,
-    commit_bytes: int = COMMIT_BYTES,
-    commit_files: int = COMMIT_FILES,
+    commit_bytes: int | None = None,
+    commit_files: int | None = None,
 ) -> list[CommitGroup]:
     """Plan the next commit, of bounded size. The plan is empty if nothing differs.
 
@@ -514,9 +516,14 @@ def plan_commit(
     Args:
         wanted: Local name -> the remote files that it must have.
         state: What the Hub has.
-        commit_bytes: Size of a commit. A larger file has a commit of its own.
-        commit_files: Number of files in a commit.
+        commit_bytes: Size of a commit. A larger file has a commit of its own. Default:
+            COMMIT_BYTES.
+        commit_files: Number of files in a commit. Default: COMMIT_FILES.
     """
+    if commit_bytes is None:
+        commit_bytes = COMMIT_BYTES
+    if commit_files is None:
+        commit_files = COMMIT_FILES
     copies: dict[str, list[str]] = {}
     for remote, ours in state.sent.items():
         copies.setdefault(ours.local, []).append(remote)

@@ -35,7 +35,7 @@ def real_name(folder: Path, name: str) -> PurePath:
     top = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(top / name))
     if not real.is_relative_to(top):
-        way_out = "move what is to be sent into that folder, or name the folder that holds it"
+        way_out = "move the file into that folder, or give the folder that holds it"
         raise OutsideError(0, f"leads to {real}, outside of {folder}; {way_out}")
     return real.relative_to(top)
 
@@ -76,4 +76,4 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 def _refuse_special(status: os.stat_result) -> None:
     """Raise OutsideError for a device, a FIFO, a socket, a link or a folder."""
     if not stat.S_ISREG(status.st_mode):
-        raise OutsideError(0, "is no regular file")
+        raise OutsideError(0, "is not a regular file")

@@ -34,7 +34,7 @@ class _ProbeFindings:
     """The report of one rank, which is passed on after each change."""
 
     rank: int
-    tell: Callable[[NodeReport], None]
+    on_change: Callable[[NodeReport], None]
     report: NodeReport = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,22 +44,22 @@ class _ProbeFindings:
     def set(self, **values: object) -> None:
         """Set fields of the report and pass it on."""
         self.report = replace(self.report, **values)  # type: ignore[arg-type]
-        self.tell(self.report)
+        self.on_change(self.report)
 
     def add_failure(self, failure: str) -> None:
         """Add a failure of this host to the report and pass it on."""
         self.set(failures=(*self.report.failures, failure))
 
 
-def probe(limits: NodeLimits, tell: Callable[[NodeReport], None]) -> NodeReport:
+def probe(limits: NodeLimits, on_change: Callable[[NodeReport], None]) -> NodeReport:
     """Run all parts of the probe and return the last report.
 
     Args:
         limits: What a node must do.
-        tell: Function that is called with the report each time it changes.
+        on_change: Function that is called with the report each time it changes.
     """
     world = read_launcher_world()
-    findings = _ProbeFindings(int(os.environ.get("RANK", "0")), tell)
+    findings = _ProbeFindings(int(os.environ.get("RANK", "0")), on_change)
     device = torch.device("cpu")
     for part in (_memory, _product):
         # The name of the part is reported first. If the part hangs, the report shows which one it
@@ -134,8 +134,8 @@ def _memory(findings: _ProbeFindings, limits: NodeLimits, device: torch.device) 
         # The free memory is checked first, which gives a clearer message than a failed allocation.
         if free < 4 * count:
             findings.add_failure(
-                f"memory: {free / (1 << 30):.3g} GiB are free on {device}, and "
-                f"{limits.memory_gib:g} are needed"
+                f"memory: {free / (1 << 30):.3g} GiB are free on {device}, but "
+                f"{limits.memory_gib:g} GiB are needed"
             )
             return
     # The pattern has ones and zeros in each byte.
@@ -151,7 +151,7 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
     path = folder / f".node-check-{os.getpid()}"
     free = shutil.disk_usage(folder).free
     if free < _DISK_BYTES:
-        findings.add_failure(f"disk: {folder} has {free} bytes free, and {_DISK_BYTES} are written")
+        findings.add_failure(f"disk: {folder} has {free} bytes free, but {_DISK_BYTES} are needed")
         return
     # Random bytes cannot be compressed. One MiB is repeated, because random bytes are slow to make.
     content = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
@@ -162,8 +162,10 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
             file.flush()
             # Without fsync the time would be that of the page cache.
             os.fsync(file.fileno())
+            # The cache must not answer the read either. Written pages can be dropped from it.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if path.read_bytes() != content:
-            findings.add_failure(f"disk: {folder} does not give back what was written")
+            findings.add_failure(f"disk: what was read from {folder} is not what was written")
         findings.set(disk_mb_per_second=2 * _DISK_BYTES / 1e6 / (time.perf_counter() - start))
     finally:
         path.unlink(missing_ok=True)

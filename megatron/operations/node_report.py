@@ -9,7 +9,7 @@ A failure of all ranks together, such as of the all-reduce, is attributed to no 
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,8 +107,9 @@ def find_bad_hosts(
         limits: What a node must do.
     """
     bad = {}
+    names = {report.host: _find_slurm_name(report.host, tasks) for report in reports}
     for host, count in tasks.items():
-        answered = sum(report.host == host for report in reports)
+        answered = sum(names[report.host] == host for report in reports)
         # A rank that could not start leaves no report.
         if answered < count:
             bad[host] = (
@@ -121,7 +122,7 @@ def find_bad_hosts(
     else:
         usual = 0.0
     for report in reports:
-        name = report.host
+        name = names[report.host]
         # A failure explains more than a missing answer, so it replaces that reason.
         if report.failures:
             bad[name] = f"rank {report.rank}: {'; '.join(report.failures)}"
@@ -139,6 +140,23 @@ def find_bad_hosts(
                 f"{usual:.3g}",
             )
     return bad
+
+
+def _find_slurm_name(host: str, names: Iterable[str]) -> str:
+    """Return Slurm's name of a host.
+
+    A rank that does not know Slurm's name reports the system's name, which may be `n1.site.org`
+    where Slurm has `n1`, or the other way round.
+
+    Returns:
+        The name in `names` with the same first part. `host` itself if it is among them, or if there
+        is not exactly one such name.
+    """
+    short = host.partition(".")[0]
+    alike = [name for name in names if name.partition(".")[0] == short]
+    if host in alike or len(alike) != 1:
+        return host
+    return alike[0]
 
 
 def parse_tasks_per_node(text: str, nodes: int) -> list[int]:

@@ -100,7 +100,7 @@ class QueuedJob:
         # A job that is stuck skips these texts, because they suggest that it starts by itself.
         if not self.stuck:
             if "JobArrayTaskLimit" in self.reason:
-                return f"is waiting for the previous array element ({self.id}, {self.reason})"
+                return f"is waiting for the previous array task ({self.id}, {self.reason})"
             if "Dependency" in self.reason:
                 return f"is waiting on a dependency ({self.id}, {self.dependency})"
             if self.start is not None and self.start > now:
@@ -129,7 +129,7 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
     if not job_name.strip() or "," in job_name:
         raise OperationsError(
             f"--job-name {job_name!r}: give the one name of the job, as in #SBATCH --job-name; "
-            "commas part names"
+            "commas separate names"
         )
     command = [
         "squeue",
@@ -156,21 +156,21 @@ def ask_queue(job_name: str, user: str | None = None) -> list[QueuedJob]:
         )
     except FileNotFoundError:
         raise OperationsError(
-            "squeue is not there; run this on a host of the Slurm cluster, with Slurm's "
+            "squeue was not found; run this on a host of the Slurm cluster, with Slurm's "
             "commands in PATH"
         ) from None
     except OSError as error:
         raise OperationsError(f"squeue cannot be started: {error}") from error
     except subprocess.TimeoutExpired:
         raise OperationsError(
-            f"squeue gave no answer in {_TIMEOUT_SECONDS} s; look at the controller with "
+            f"squeue did not answer within {_TIMEOUT_SECONDS} s; check the controller with "
             "`scontrol ping`"
         ) from None
     # squeue can print an error and still return 0, for example for an unknown user.
     complaint = " ".join(done.stderr.split())
     if done.returncode or (complaint and not done.stdout.strip()):
         raise OperationsError(
-            f"squeue failed with code {done.returncode}: {complaint or 'it said nothing'}"
+            f"squeue failed with code {done.returncode}: {complaint or 'it printed no error'}"
         )
     return read_answer(done.stdout, job_name)
 
@@ -191,8 +191,8 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
         # A line of another form must not be read as an empty queue.
         if len(fields) != 8:
             raise OperationsError(
-                f"squeue answered {line!r} where {job_name!r} was asked for; --noheader "
-                "--format must hold"
+                f"squeue printed {line!r} for --name={job_name}, which is not in the format that "
+                "was asked for; it must support --noheader and --format"
             )
         identity, state, reason, nodes, running, start, dependency, _ = (
             each.strip() for each in fields
@@ -201,8 +201,6 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
         if dependency == "(null)":
             dependency = ""
-        else:
-            dependency = dependency
         jobs.append(
             QueuedJob(
                 identity,
@@ -290,5 +288,5 @@ def _find_uid(user: str | None) -> int:
         return pwd.getpwnam(user).pw_uid
     except KeyError:
         raise OperationsError(
-            f"--user {user}: this host knows no such user; give one whose jobs squeue shows"
+            f"--user {user}: this host has no such user; give one whose jobs squeue shows"
         ) from None

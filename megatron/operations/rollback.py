@@ -72,9 +72,9 @@ def roll_back(
     _refuse_active_run(root, say, dry_run=dry_run)
     if dry_run:
         plan, cuts = _plan(root, request)
-        _tell(root, plan, say, started=cuts is None)
+        _report_plan(root, plan, say, started=cuts is None)
         say("nothing was changed (--dry-run)")
-        _tell_how_to_go_on(plan, say)
+        _report_how_to_continue(plan, say)
         return
     if _find_unfinished(root) is None:
         # Most mistakes show here, before anything is written.
@@ -84,13 +84,13 @@ def roll_back(
     try:
         # The plan is made under the lease. A run may have saved a checkpoint until then.
         plan, cuts = _plan(root, request)
-        _tell(root, plan, say, started=cuts is None)
+        _report_plan(root, plan, say, started=cuts is None)
         if not plan.is_empty:
             execute_plan(root, plan, cuts or {}, lease, say)
-            say(f"done: {root} stands at global_step{plan.to}")
+            say(f"done: {root} is at global_step{plan.to}")
     finally:
         lease.release()
-    _tell_how_to_go_on(plan, say)
+    _report_how_to_continue(plan, say)
 
 
 # Active runs
@@ -103,10 +103,10 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
         OperationsError: One of the two does not hold.
     """
     if not root.is_dir():
-        raise OperationsError(f"{root} is not there; give the run's folder (its --save)")
+        raise OperationsError(f"{root} does not exist; give the run's folder (its --save)")
     if parse_iteration(root.name) is not None or (root / MANIFEST).is_file():
         raise OperationsError(
-            f"{root} is one checkpoint; give its run's folder, and the iteration with --to"
+            f"{root} is a single checkpoint; give its run's folder, and the iteration with --to"
         )
     holder = read_holder(root)
     if holder is None:
@@ -122,16 +122,19 @@ def _refuse_active_run(root: Path, say: Callable[[str], None], *, dry_run: bool)
         else:
             cancel = "end it"
         raise OperationsError(
-            f"{root} is being written to by {holder.describe()}: {cancel}, wait until it has "
+            f"{root} is being written to by {holder.describe()}; {cancel}, wait until it has "
             "ended, and try again"
         )
+    if holder.job:
+        check_job = f", or check that squeue does not list job {holder.job}"
+    else:
+        check_job = ""
     say(
-        f"{root} was written to by {holder.describe()}; from here only its heartbeat tells "
-        "whether that is alive; the last one was "
-        f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. Before anything is done it is watched "
-        f"for {STALE_SECONDS:g} s; "
-        f"to be sure at once, give this command on {holder.host}"
-        + (f", or see that squeue does not list job {holder.job}" if holder.job else "")
+        f"{root} was written to by {holder.describe()}. From this host only its heartbeat shows "
+        "whether it is alive. The last heartbeat was "
+        f"{max(0.0, get_heartbeat_age(root)):.0f} s ago. The heartbeat is watched for "
+        f"{STALE_SECONDS:g} s before anything is changed. To be sure at once, give this command on "
+        f"{holder.host}{check_job}."
     )
     if dry_run:
         say("(--dry-run does not watch it)")
@@ -142,7 +145,7 @@ def _acquire(root: Path, say: Callable[[str], None]) -> Lease:
     try:
         return Lease.acquire(root, say)
     except CheckpointError as error:
-        raise OperationsError(f"no rollback while a run lives: {error}") from error
+        raise OperationsError(f"no rollback while a run is active: {error}") from error
 
 
 # New and unfinished plans
@@ -193,8 +196,8 @@ def _find_unfinished(root: Path) -> RollbackPlan | None:
         if plan.name == match[1]:
             return plan
     raise OperationsError(
-        f"{pointer} names an unfinished rollback, and {root / ROLLED_BACK / match[1] / PLAN} "
-        f"is gone; {explain_manual_fix(root)}"
+        f"{pointer} names an unfinished rollback, but its plan "
+        f"{root / ROLLED_BACK / match[1] / PLAN} does not exist; {explain_manual_fix(root)}"
     )
 
 
@@ -218,9 +221,9 @@ def _refuse_another(root: Path, request: RollbackRequest, plan: RollbackPlan) ->
     if differing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
         raise OperationsError(
-            f"a rollback to global_step{plan.to} of {plan.time} was cut off and must be "
-            f"finished first; this differs in {names}. "
-            f"Give\n  {_format_command(root, plan.to)}\nand then this one again"
+            f"the rollback to global_step{plan.to} of {plan.time} was interrupted and must be "
+            f"finished first; this command differs in {names}. "
+            f"Give\n  {_format_command(root, plan.to)}\nand then this command again"
         )
 
 
@@ -229,44 +232,45 @@ def _format_command(root: Path, to: int) -> str:
     return f"python tools/rollback.py {shlex.quote(str(root))} --to {to}"
 
 
-def _tell(root: Path, plan: RollbackPlan, say: Callable[[str], None], *, started: bool) -> None:
+def _report_plan(
+    root: Path, plan: RollbackPlan, say: Callable[[str], None], *, started: bool
+) -> None:
     """Print what the plan does."""
     aside = root / ROLLED_BACK / plan.name
     if plan.is_empty:
-        say(f"{root} stands at global_step{plan.to}, and nothing is later: there is nothing to do")
+        say(f"{root} is at global_step{plan.to}, and nothing is later: there is nothing to do")
         return
     if started:
         say(
-            f"going on with the rollback of {plan.time}, which was cut off; of the following "
-            "some is done"
+            f"continuing the rollback of {plan.time}, which was interrupted; some of the following "
+            "steps are done already"
         )
     if plan.trained_to > plan.stood_at:
-        beyond = f", trained to {plan.trained_to}"
+        beyond = f", trained to {plan.trained_to},"
     else:
         beyond = ""
     say(
-        f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what "
-        f"goes is kept in {aside}"
+        f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what is "
+        f"removed is kept in {aside}"
     )
     for name in plan.checkpoints:
-        say(f"  {name} moves there")
+        say(f"  {name} is moved there")
     for file in plan.files:
         say(f"  {file.path}: cut {file.said} -> {file.part}")
     if plan.pointers:
         say(f"  {LATEST}, {LATEST_ITERATION} and course.json name global_step{plan.to}")
-    say(
-        f"  a note goes to {root / INTERVENTIONS}"
-        + (f" and {plan.chronicles}" if plan.chronicles else "")
-    )
+    noted = [str(root / INTERVENTIONS)]
+    if plan.chronicles:
+        noted.append(plan.chronicles)
+    say(f"  a note is added to {' and '.join(noted)}")
 
 
-def _tell_how_to_go_on(plan: RollbackPlan, say: Callable[[str], None]) -> None:
+def _report_how_to_continue(plan: RollbackPlan, say: Callable[[str], None]) -> None:
     """Print the flags to continue the run with, and the notes."""
-    say(
-        f"go on with the run's own command and these flags:\n  {plan.flags}"
-        if plan.flags
-        else "go on with the run's own command"
-    )
+    if plan.flags:
+        say(f"continue with the run's own command and these flags:\n  {plan.flags}")
+    else:
+        say("continue with the run's own command")
     for note in plan.notes:
         say(f"note: {note}")
 
@@ -363,7 +367,7 @@ def _cut_file(
     # The complete file may have been moved by an earlier try of this step.
     if not path.exists():
         if not (folder / file.part).exists():
-            say(f"{path} is gone since the rollback was planned: nothing was cut")
+            say(f"{path} was removed after the rollback was planned; nothing was cut")
         return
     if plan.moment is None:
         moment = None
@@ -434,8 +438,8 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
     if plan.request["skip"]:
         lines.append(f"- Skipped from there: {' '.join(plan.request['skip'])}")
     if plan.flags:
-        lines.append(f"- Flags to go on with: `{plan.flags}`")
-    lines.append(f"- What was later is kept in `{ROLLED_BACK}/{plan.name}/`")
+        lines.append(f"- Flags to continue with: `{plan.flags}`")
+    lines.append(f"- What was removed is kept in `{ROLLED_BACK}/{plan.name}/`")
     return "\n".join(lines) + "\n"
 
 

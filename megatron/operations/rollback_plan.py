@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -190,11 +191,16 @@ class RollbackPlan:
 
 def explain_manual_fix(root: Path) -> str:
     """Return what an operator can do when the plan or the pointer is lost."""
-    there = ", ".join(f"global_step{i}" for i in list_saved_iterations(root)) or "none"
+    saved = _format_checkpoints(list_saved_iterations(root)) or "none"
     return (
-        f"write one of the checkpoints that are there into {root / LATEST} by hand "
-        f"({there}), then roll back to it"
+        f"write one of the existing checkpoints into {root / LATEST} by hand ({saved}), then roll "
+        "back to it"
     )
+
+
+def _format_checkpoints(iterations: Iterable[int]) -> str:
+    """Return the names of checkpoints as a list for people."""
+    return ", ".join(f"global_step{iteration}" for iteration in iterations)
 
 
 # The checkpoint
@@ -212,10 +218,9 @@ def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
     """
     saved = list_saved_iterations(root)
     if iteration not in saved:
-        there = ", ".join(f"global_step{i}" for i in saved) or "none"
         raise OperationsError(
             f"--to {iteration}: {root} has no finished checkpoint of that iteration; there "
-            f"are: {there}"
+            f"are: {_format_checkpoints(saved) or 'none'}"
         )
     folder = find_stored_folder(root, iteration)
     try:
@@ -225,7 +230,7 @@ def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
         read_checked_text(folder, INDEX, manifest)
         return manifest, load_yaml(read_checked_text(folder, CONFIG, manifest))
     except DamagedError as damage:
-        others = ", ".join(f"global_step{i}" for i in saved if i != iteration) or "none"
+        others = _format_checkpoints(i for i in saved if i != iteration) or "none"
         raise OperationsError(
             f"{folder} is damaged: {damage}; restore it from a copy, or go back to another; "
             f"there are: {others}"
@@ -233,7 +238,7 @@ def read_target(root: Path, iteration: int) -> tuple[Manifest, Config]:
     # The configuration is not one that this version accepts.
     except ConfigError as error:
         raise CheckpointError(
-            f"{folder / CONFIG} is of another version, {manifest.version}: {error}"
+            f"{folder / CONFIG} was written by another version, {manifest.version}: {error}"
         ) from error
 
 
@@ -250,7 +255,7 @@ def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
     pointer = read_pointer(root)
     if pointer is None:
         raise OperationsError(
-            f"{root} has no pointer {LATEST} that says where the run stands; "
+            f"{root} has no pointer {LATEST}, which names the run's present checkpoint; "
             f"{explain_manual_fix(root)}"
         )
     now = pointer.iteration
@@ -262,25 +267,27 @@ def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
     )
     if to > now:
         raise OperationsError(
-            f"--to {to}: the run stands at global_step{now}, and a rollback does not go "
-            f"forward; {forward}"
+            f"--to {to}: the run is at global_step{now}, and a rollback does not go forward; "
+            f"{forward}"
         )
     # The present checkpoint may be damaged. Its lineage then comes from the copy beside the
     # pointers.
     lineage = find_lineage_before(root, now)
     if lineage is None:
         raise OperationsError(
-            f"--to {to}: which checkpoints global_step{now} came through cannot be read, for "
-            f"it is damaged; {forward}"
+            f"--to {to}: the lineage of global_step{now} cannot be read, because that checkpoint "
+            f"is damaged; {forward}"
         )
     # Iterations repeat after a rollback, so checkpoints are identified by their digests.
     if target.digest not in {entry.digest for entry in lineage}:
-        there = [a.iteration for a in lineage if a.iteration in list_saved_iterations(root)]
-        listed = ", ".join(f"global_step{i}" for i in there) or "none that is still there"
+        saved = list_saved_iterations(root)
+        earlier = _format_checkpoints(
+            entry.iteration for entry in lineage if entry.iteration in saved
+        )
         raise OperationsError(
-            f"--to {to}: global_step{now} did not come through this checkpoint, which is of a "
-            "lineage that was left; the charts are "
-            f"not its own. global_step{now} came through: {listed}; {forward}"
+            f"--to {to}: this checkpoint is not in the lineage of global_step{now}, so the charts "
+            f"are not those of its iterations; the lineage has: {earlier or 'none that exists'}; "
+            f"{forward}"
         )
     return now
 
@@ -355,7 +362,7 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
                 f"tensorboard/{path.name}" if kind == "tensorboard" else path.name,
                 {PLAN, *(file.part for file in files)},
             )
-            files.append(FileCut(kind, str(path), part, cut.said))
+            files.append(FileCut(kind, str(path), part, cut.description))
             cuts[str(path)] = cut
     time = datetime.now(UTC)
     aside = root / ROLLED_BACK
@@ -438,8 +445,8 @@ def _refuse_another_file_system(root: Path, to: int) -> None:
     for entry in list_later_entries(root, to):
         if entry.lstat().st_dev != device:
             raise OperationsError(
-                f"{entry} and {aside} are on different file systems; it is moved by a rename: "
-                f"make {aside} a folder beside it"
+                f"{entry} and {aside} are on different file systems, so a rename cannot move it; "
+                f"make {aside} a folder on the file system of {root}"
             )
 
 
@@ -463,8 +470,8 @@ def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
         path = Path(request.chronicles)
         if path.is_dir() or not path.parent.is_dir():
             raise OperationsError(
-                f"--chronicles {path} is no file, and its folder is not there; give a file to "
-                "append to"
+                f"--chronicles {path} is a folder, or the folder for it does not exist; give a "
+                "file to append to"
             )
         # The note replaces the file by a rename, which would otherwise replace a link to it.
         return os.path.realpath(path)
@@ -498,8 +505,8 @@ def _find_records(
             # A link to elsewhere is for a comparison, or the file was moved. It is not rewritten.
             else:
                 notes.append(
-                    f"{entry} is a link to {real}, outside of the run's folder of events: "
-                    "nothing was cut of it"
+                    f"{entry} is a link to {real}, outside of the run's folder of events; it was "
+                    "not cut"
                 )
     for path in _find_paths(root, "--metrics-file", request.metrics_file, configs, notes):
         found.append(("metrics", path))
@@ -514,8 +521,8 @@ def _find_records(
         log = Path(request.main_log)
         if not log.is_file():
             raise OperationsError(
-                f"--main-log {log} is no file; give the log that the launches append to, or "
-                "leave the flag out"
+                f"--main-log {log} is not a file; give the log that the launches append to, or "
+                "omit the flag"
             )
         found.append(("log", Path(os.path.realpath(log))))
     # Both configurations usually name the same files, and each is cut once.
@@ -531,14 +538,19 @@ def _find_paths(
         OperationsError: The given path does not exist. Or the configuration's path may be another
             run's, because this folder is a copy or the path is relative to another folder.
     """
-    is_right, kind = (Path.is_file, "file") if flag == "--metrics-file" else (Path.is_dir, "folder")
+    if flag == "--metrics-file":
+        is_right = Path.is_file
+        kind = "file"
+    else:
+        is_right = Path.is_dir
+        kind = "folder"
     # The operator knows that no such records exist, so the configuration is not used.
     if given == NOTHING:
         return []
     if given is not None:
         if not is_right(Path(given)):
             raise OperationsError(
-                f"{flag} {given} is no {kind}; give the one that the run wrote to, or "
+                f"{flag} {given} is not a {kind}; give the one that the run wrote to, or "
                 f"'{NOTHING}' if it wrote none"
             )
         return [Path(os.path.realpath(given))]
@@ -554,18 +566,16 @@ def _find_paths(
         # A relative path depends on the folder in which the run was started, which is not recorded.
         if not in_place or (os.path.isabs(str(save)) and not os.path.isabs(text)):
             raise OperationsError(
-                f"{flag} {text} of the checkpoint's configuration may be another run's: the "
-                f"checkpoint was saved to {save}, "
-                f"this is {root}, and a relative path is relative to where the run began; give "
-                f"{flag} with the run's own, or "
-                f"'{NOTHING}' if it wrote none"
+                f"{flag} {text} of the checkpoint's configuration may belong to another run; the "
+                f"checkpoint was saved to {save}, this is {root}, and a relative path is relative "
+                "to the folder in which the run was started; "
+                f"give {flag} with this run's own path, or '{NOTHING}' if it wrote none"
             )
         if is_right(Path(text)):
             found.append(Path(os.path.realpath(text)))
         else:
             notes.append(
-                f"{flag} {text}, as the checkpoint's configuration has it, is not there: "
-                "nothing was cut of it"
+                f"{flag} {text} of the checkpoint's configuration does not exist; it was not cut"
             )
     # Two configurations with the same path give the same note.
     notes[:] = dict.fromkeys(notes)
@@ -595,68 +605,103 @@ def _plan_flags(
     Raises:
         ConfigError, OperationsError: The request makes no sense.
     """
-    to = request.to
-    flags = []
-    notes = []
+    _check_skip(root, request, newest.batch.train_iters)
+    skip_flags, skip_notes = _plan_skip_flags(request, target, present, newest)
+    schedule_flags, schedule_notes = _plan_schedule_flags(request, newest)
+    notes = [*skip_notes, *schedule_notes, *_explain_load_flags(root, request, newest)]
+    return shlex.join([*skip_flags, *schedule_flags]), notes
+
+
+def _check_skip(root: Path, request: RollbackRequest, last: int | None) -> None:
+    """Check that --skip has only iterations that are still to be trained.
+
+    Skipping what the checkpoint has already trained would have no effect.
+
+    Args:
+        root: The run's folder.
+        request: What the operator asks for.
+        last: The run's --train-iters, or None if the run has none.
+
+    Raises:
+        ConfigError, OperationsError: A range is malformed, or it begins too early or too late.
+    """
     asked = parse_ranges(request.skip)
-    last = newest.batch.train_iters
-    # Skipping what the checkpoint has already trained would have no effect.
     for text, (first, _) in zip(_format_ranges(asked), asked, strict=True):
-        if first <= to:
+        if first <= request.to:
             raise OperationsError(
-                f"--skip {text} begins at {first}, but the checkpoint was trained up to {to} "
-                "and stays so; begin behind that, or "
-                f"go back to a checkpoint before {first}; there are: "
-                f"{', '.join(f'global_step{i}' for i in list_saved_iterations(root))}"
+                f"--skip {text} begins at {first}, but the checkpoint was trained up to "
+                f"{request.to}; begin after {request.to}, or go back to a checkpoint before "
+                f"{first}; there are: {_format_checkpoints(list_saved_iterations(root))}"
             )
         if last is not None and first > last:
             raise OperationsError(
-                f"--skip {text} begins behind the end of the run, which is at --train-iters {last}"
+                f"--skip {text} begins after the end of the run, which is at --train-iters {last}"
             )
+
+
+def _plan_skip_flags(
+    request: RollbackRequest, target: Manifest, present: Manifest, newest: Config
+) -> tuple[list[str], list[str]]:
+    """Return the flags for the iterations to skip, and remarks."""
+    flags: list[str] = []
+    notes: list[str] = []
     # The checkpoint has ranges of its own. A flag replaces them, so they are repeated in it.
-    known = _list_ranges_ahead(target, to)
-    if asked:
-        flags += [
-            "--skip-train-iteration-range",
-            # parse_ranges also joins ranges that overlap.
-            *_format_ranges(parse_ranges((*request.skip, *known))),
-        ]
+    known = _list_ranges_ahead(target, request.to)
+    # parse_ranges also joins ranges that overlap.
+    covered = parse_ranges((*request.skip, *known))
+    if request.skip:
+        flags = ["--skip-train-iteration-range", *_format_ranges(covered)]
         if known:
             notes.append(
-                f"the checkpoint's own ranges to skip, {' '.join(known)}, are among them: "
-                "flags replace those"
+                f"the flag also has the checkpoint's own ranges to skip, {' '.join(known)}, "
+                "because it replaces them"
             )
     elif known:
         notes.append(
-            f"the checkpoint's --skip-train-iteration-range {' '.join(known)} holds on without "
-            "the flag"
+            f"the checkpoint's --skip-train-iteration-range {' '.join(known)} stays in effect "
+            "without the flag"
         )
-    covered = parse_ranges((*request.skip, *known))
     # Ranges of the launches that are rolled back are in the present checkpoint only.
     lost = [
         text
-        for text, (first, end) in (
-            (text, parse_ranges((text,))[0]) for text in _list_ranges_ahead(present, to)
-        )
-        if not any(a <= first and end <= b for a, b in covered)
+        for text in _list_ranges_ahead(present, request.to)
+        if not _is_covered(parse_ranges((text,))[0], covered)
     ]
     if lost:
         notes.append(
-            f"later launches skipped {' '.join(lost)}, too; add that to "
-            "--skip-train-iteration-range if it is still to be"
+            f"later launches also skipped {' '.join(lost)}; add that to "
+            "--skip-train-iteration-range if it should still be skipped"
         )
     # Without --train-iters the run has no end that a range could reach.
-    if any(end >= (last or end + 1) for _, end in asked):
+    last = newest.batch.train_iters
+    if last is not None and any(end >= last for _, end in parse_ranges(request.skip)):
         notes.append(
-            f"what is skipped reaches to the end of the run, --train-iters {last}: nothing is "
-            "trained behind it"
+            f"the ranges to skip reach the end of the run, --train-iters {last}; nothing is "
+            "trained after them"
         )
+    return flags, notes
+
+
+def _is_covered(span: tuple[int, int], ranges: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether one of the ranges has all iterations of `span`."""
+    return any(first <= span[0] and span[1] <= last for first, last in ranges)
+
+
+def _plan_schedule_flags(request: RollbackRequest, newest: Config) -> tuple[list[str], list[str]]:
+    """Return the flags for another learning rate, and remarks.
+
+    Raises:
+        OperationsError: The learning rate is not a positive number.
+    """
+    flags: list[str] = []
+    notes: list[str] = []
     if request.lr is not None or request.override_lr_scheduler:
         # Without this flag the run refuses a schedule that differs from the checkpoint's.
         flags.append("--override-lr-scheduler")
-        what = "the whole schedule of the command line holds: --lr, --min-lr, warm-up and decay"
         notes.append(
-            f"--override-lr-scheduler: {what}; once a checkpoint is saved with it the flag may go"
+            "--override-lr-scheduler: the complete schedule of the command line is used, which is "
+            "--lr, --min-lr, warm-up and decay; remove the flag after a checkpoint was saved with "
+            "it"
         )
     if request.lr is not None:
         if not 0 < request.lr < float("inf"):
@@ -667,15 +712,23 @@ def _plan_flags(
             notes.append(
                 f"--min-lr {newest.optimizer.min_lr} is above --lr {request.lr}: lower it, too"
             )
+    return flags, notes
+
+
+def _explain_load_flags(root: Path, request: RollbackRequest, newest: Config) -> list[str]:
+    """Return remarks on flags of the run that would load another checkpoint."""
+    notes = []
     # That flag would win over the pointers, and load another checkpoint.
     if newest.checkpoint.load_iteration is not None:
         notes.append(
-            f"leave --load-iteration {newest.checkpoint.load_iteration} out: the pointers lead "
-            f"to global_step{to}"
+            f"omit --load-iteration {newest.checkpoint.load_iteration}, because the pointers name "
+            f"global_step{request.to}"
         )
     if not newest.checkpoint.resumes_itself:
-        notes.append(f"the run's --load was not its --save; to go on from here give --load {root}")
-    return shlex.join(flags), notes
+        notes.append(
+            f"the run's --load was not its --save; to continue from here give --load {root}"
+        )
+    return notes
 
 
 def _list_ranges_ahead(manifest: Manifest, to: int) -> list[str]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
@@ -145,7 +146,7 @@ class StatusMemory:
             return StatusMemory(**record).check_numbers()
         except (TypeError, ValueError):
             raise OperationsError(
-                f"{path} is not what this tool writes and is started from scratch"
+                f"{path} has an unknown format and is started from scratch"
             ) from None
 
     def check_numbers(self) -> "StatusMemory":
@@ -175,7 +176,7 @@ class StatusMemory:
         try:
             replace_file(path, json.dumps(asdict(self)) + "\n")
         except OSError as error:
-            way_out = "make room, or fix the permissions; without it a stalled log is seen later"
+            way_out = "make room, or fix the permissions; without it, a stalled log is found later"
             raise OperationsError(
                 f"{path} cannot be written ({error.strerror}): {way_out}"
             ) from error
@@ -216,11 +217,9 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     run.limits.check()
     if now is None:
         now = time.time()
-    else:
-        now = now
     found = StatusFindings()
     try:
-        # A damaged memory only makes some alerts later, so the check goes on without it.
+        # A damaged memory only makes some alerts later, so the check continues without it.
         before = StatusMemory.read(run.memory)
     except OperationsError as error:
         found.troubles.append(str(error))
@@ -256,7 +255,7 @@ def _look_at_queue(run: WatchedRun, found: StatusFindings) -> list[QueuedJob] | 
         return ask_queue(run.job_name, run.user)
     except OperationsError as error:
         found.troubles.append(str(error))
-        found.alerts.append(Alert(kind, f"{run.job_name}: the queue cannot be looked at: {error}"))
+        found.alerts.append(Alert(kind, f"{run.job_name}: the queue cannot be queried: {error}"))
         return None
 
 
@@ -295,7 +294,7 @@ def _look_at_log(
             f"{run.main_log} cannot be read ({error.strerror}); give the run's main log"
         )
         found.alerts.append(
-            Alert(kind, f"{run.job_name}: its log cannot be looked at: {found.troubles[-1]}")
+            Alert(kind, f"{run.job_name}: its log cannot be checked: {found.troubles[-1]}")
         )
         return None
     after.read_bytes = tail.read_bytes
@@ -317,59 +316,88 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         return LogTail([], 0, False, None, 0)
     with file:
         status = os.fstat(file.fileno())
-        # A log that became shorter was cut, for example by a rollback. All of it counts as new.
-        if before.read_bytes <= status.st_size:
-            known = before.read_bytes
-        else:
-            known = 0
-        begin = max(0, status.st_size - _TAIL_BYTES)
-        # One byte more is read, so that a line that begins at `begin` is not taken for a torn one.
-        file.seek(max(0, begin - 1))
-        data = file.read(status.st_size - file.tell())
-    # What is before the first complete line is dropped.
-    if begin:
-        torn = data.find(b"\n") + 1
-        data = data[torn:]
-        begin = begin - 1 + torn
-    reports: list[dict[str, int | float]] = []
-    fresh = 0
-    complete = False
-    grown = False
-    at = begin
-    # Time of the first of our own lines after all training output.
-    told_at: float | None = None
-    # `at` is the end of each line, which is compared with what the last check had read.
+        data, at = _read_last_lines(file, status.st_size)
+    # A log that became shorter was cut, for example by a rollback. All of it counts as new.
+    known = before.read_bytes
+    if known > status.st_size:
+        known = 0
+    scan = _LogScan(known)
     for line in data.split(b"\n"):
-        text = line.decode(errors="replace")
-        at = at + len(line)
+        at += len(line)
+        scan.add_line(line.decode(errors="replace"), at)
+        # The line end itself.
+        at += 1
+    if not scan.grown:
+        # After a cut, or at the first check, no recorded time applies.
+        output_at = before.output_at if known else None
+    elif scan.own_line_at is not None:
+        output_at = scan.own_line_at
+    else:
+        # Without a line of ours at the end, training itself changed the modification time last.
+        output_at = status.st_mtime
+    return LogTail(scan.reports, scan.fresh, scan.complete, output_at, status.st_size)
+
+
+def _read_last_lines(file: BinaryIO, size: int) -> tuple[bytes, int]:
+    """Return the complete lines in the last bytes of a log, and the offset at which they begin.
+
+    An incomplete last line is included.
+    """
+    begin = max(0, size - _TAIL_BYTES)
+    # One byte more is read, so that a line that begins at `begin` is not taken for a torn one.
+    file.seek(max(0, begin - 1))
+    data = file.read(size - file.tell())
+    if not begin:
+        return data, 0
+    # What is before the first complete line is dropped.
+    torn = data.find(b"\n") + 1
+    return data[torn:], begin - 1 + torn
+
+
+@dataclass
+class _LogScan:
+    """What the lines of a log show, from the first one to the last one that was added."""
+
+    known: int
+    """Bytes of the log that the last check had read."""
+    reports: list[dict[str, int | float]] = field(default_factory=list)
+    """The training lines."""
+    fresh: int = 0
+    """Number of them that are new."""
+    complete: bool = False
+    """The training is complete, and was not continued."""
+    grown: bool = False
+    """There is new training output."""
+    own_line_at: float | None = None
+    """Time of the first of our own lines after all training output.
+
+    Our own lines after training output were written later, so it bounds the time of that output.
+    """
+
+    def add_line(self, text: str, end: int) -> None:
+        """Add the next line.
+
+        Args:
+            text: The line without its end.
+            end: Offset of its last byte in the log.
+        """
         own = parse_own_line_time(text)
         if own is not None:
-            # Our own lines after training output were written later, so the first of them bounds
-            # its time.
-            if told_at is None:
-                told_at = own
-            else:
-                told_at = told_at
-        elif text.strip():
-            told_at = None
-            grown = grown or at > known
-            report = parse_log_line(text)
-            if report is not None:
-                reports.append(report)
-                fresh += at > known
-            # A training line after it means that the run was continued.
-            complete = report is None and (complete or format_training_complete_line() in text)
-        at += 1
-    if grown:
-        # Without a line of ours at the end, training itself changed the modification time last.
-        output_at: float | None = status.st_mtime if told_at is None else told_at
-    else:
-        # After a cut, or at the first check, no recorded time applies.
-        if known:
-            output_at = before.output_at
-        else:
-            output_at = None
-    return LogTail(reports, fresh, complete, output_at, status.st_size)
+            if self.own_line_at is None:
+                self.own_line_at = own
+            return
+        if not text.strip():
+            return
+        self.own_line_at = None
+        self.grown = self.grown or end > self.known
+        report = parse_log_line(text)
+        if report is not None:
+            self.reports.append(report)
+            self.fresh += end > self.known
+            # A training line after `training is complete` means that the run was continued.
+            self.complete = False
+        elif format_training_complete_line() in text:
+            self.complete = True
 
 
 def _check_stall(
@@ -397,13 +425,13 @@ def _check_stall(
         silent = min(max(running), now - tail.output_at)
     if silent > 60.0 * run.limits.stalled_minutes:
         if tail.output_at is None:
-            last = "nothing at all"
+            last = "the log has no training output"
         else:
-            last = f"the last at {format_time(tail.output_at)}"
+            last = f"the last output was at {format_time(tail.output_at)}"
         found.alerts.append(
             Alert(
                 kind,
-                f"{run.job_name} runs, and has written nothing to {run.main_log} for "
+                f"{run.job_name} is running, but has written nothing to {run.main_log} for "
                 f"{format_duration(silent)}; {last}",
             )
         )
@@ -427,7 +455,7 @@ def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None
         else:
             nans = ""
         text = (
-            f"{len(bad)} of the newest {len(window)} log lines tell of a loss or gradient "
+            f"{len(bad)} of the newest {len(window)} log lines have a loss or gradient "
             "that is not finite"
         )
         found.alerts.append(
@@ -466,7 +494,7 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
         if newest < run.limits.slower_than * earlier:
             text = (
                 f"{newest:.4g} {unit} (median of the newest {_SPEED_LINES} log lines) "
-                f"against {earlier:.4g} before"
+                f"instead of {earlier:.4g} earlier"
             )
             found.alerts.append(
                 Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")

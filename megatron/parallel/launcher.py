@@ -50,13 +50,13 @@ def read_launcher_world(
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
             raise LayoutError(
                 f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: "
-                "start with torchrun, or with srun and one task a device, which say both"
+                "start with torchrun, or with srun and one task per device, which set both"
             )
         elif sizes := [name for name in _MPI_SIZES if int(environment.get(name, "1")) > 1]:
             raise LayoutError(
-                f"{sizes[0]} says {environment[sizes[0]]} processes, but an MPI launcher does not "
-                "say how they find each other: "
-                "start with torchrun, or with srun and one task a device"
+                f"{sizes[0]} is {environment[sizes[0]]}, but an MPI launcher does not set the "
+                "address at which the processes meet: "
+                "start with torchrun, or with srun and one task per device"
             )
     local_rank = environment.get("LOCAL_RANK", local_rank_flag)
     return LaunchedWorld(
@@ -75,12 +75,10 @@ def _translate_slurm_variables(environment: MutableMapping[str, str]) -> None:
     if environment.setdefault("WORLD_SIZE", tasks) != tasks:
         raise LayoutError(
             f"srun started {tasks} tasks and WORLD_SIZE is {environment['WORLD_SIZE']}; "
-            "do not set it beside srun"
+            "unset WORLD_SIZE when srun starts the tasks"
         )
-    environment["RANK"], environment["LOCAL_RANK"] = (
-        environment["SLURM_PROCID"],
-        environment["SLURM_LOCALID"],
-    )
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
     environment.setdefault("MASTER_ADDR", parse_first_host(environment["SLURM_STEP_NODELIST"]))
     # All ranks must choose the same port without communication, so it follows from job and step.
     # Steps of one job that run at the same time get different ports.

@@ -63,7 +63,7 @@ def split_evenly(size: int, tp: TensorParallel) -> int:
 
     The plan has refused sizes that do not divide, so a remainder is a bug of this program.
     """
-    assert size % tp.size == 0, f"{size} does not divide by tensor-parallel size {tp.size}"
+    assert size % tp.size == 0, f"{size} is not divisible by tensor-parallel size {tp.size}"
     return size // tp.size
 
 

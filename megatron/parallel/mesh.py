@@ -134,9 +134,9 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
         )
     except dist.DistError as error:
         raise LayoutError(
-            f"rank {rank} on {os.uname().nodename} finds no store at {host}:{port} within "
+            f"rank {rank} on {os.uname().nodename} cannot reach the store at {host}:{port} within "
             f"--distributed-timeout-minutes {limit / timedelta(minutes=1):g}: {error}; "
-            "has rank 0 started there, and may hosts reach that port?"
+            "check that rank 0 was started there and that this host can connect to that port"
         ) from error
     # torchrun's agent keeps one store over all its restarts. A prefix for each restart separates
     # its keys from those of earlier ones.
@@ -149,10 +149,11 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     except dist.DistError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise LayoutError(
-            f"of {world_size} ranks these have not come within --distributed-timeout-minutes "
+            f"these of {world_size} ranks have not joined within --distributed-timeout-minutes "
             f"{limit / timedelta(minutes=1):g}: "
             f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; "
-            f"has each been started, with this WORLD_SIZE, and can its host reach {host}:{port}?"
+            "check that each was started with this WORLD_SIZE and that its host can connect to "
+            f"{host}:{port}"
         ) from error
     return store
 

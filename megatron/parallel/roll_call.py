@@ -122,23 +122,23 @@ class RollCall:
         self._leaving.set()
         cause = lost_connection(error)
         if cause is not None:
-            raise self._verdict(cause) from error
+            raise self._build_error(cause) from error
         if error is None:
             left = "it finished"
         else:
             left = f"{type(error).__name__}: {error}"
-        _in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
+        _call_in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 
-    def _verdict(self, error: BaseException) -> LostRanksError:
+    def _build_error(self, error: BaseException) -> LostRanksError:
         """Call the roll, unless another rank has called it. Return the error to raise.
 
         The rank that called first names the missing ranks. The errors of the others are short.
         """
         found = _Found()
-        where = _location(traceback.walk_tb(error.__traceback__))
+        where = _find_location(traceback.walk_tb(error.__traceback__))
         if not self._answered.is_set():
             # A request to a store whose process hangs never returns. In a thread it can be left.
-            call = _in_thread(lambda: self._call(where, found))
+            call = _call_in_thread(lambda: self._call(where, found))
             call.join(self._window)
             # A store that has answered once is only slow, so it gets more time.
             if found.reached:
@@ -149,7 +149,7 @@ class RollCall:
         # The store ends with rank 0, and the caller still needs it.
         if self._rank == 0 and store_is_rank_zeros():
             self._wait_until({_FINISHED}, 2 * self._window)
-        return LostRanksError(self._short())
+        return LostRanksError(self._describe_exit())
 
     # -- through the store ------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class RollCall:
             if self._leaving.is_set():
                 return
             stack = traceback.walk_stack(sys._current_frames()[self._main])
-            _say(store, self._rank, at=_location(reversed(list(stack))))
+            _post_answer(store, self._rank, at=_find_location(reversed(list(stack))))
             self._answered.set()
         # The store has ended. The main thread notices it in its next collective.
         except RuntimeError:
@@ -175,7 +175,9 @@ class RollCall:
         # A main thread that waits in a collective may never return. `os._exit` ends the process
         # without it. The message is flushed first, because `os._exit` flushes nothing.
         if not self._leaving.wait(self._limit.roll_call.total_seconds()):
-            print(f"{LostRanksError.__name__}: {self._short()}", file=sys.stderr, flush=True)
+            print(
+                f"{LostRanksError.__name__}: {self._describe_exit()}", file=sys.stderr, flush=True
+            )
             os._exit(LOST)
 
     def _leave(self, left: str, *, last: bool) -> None:
@@ -188,9 +190,9 @@ class RollCall:
         """
         # The thread must not overwrite the reason by an answer.
         self._thread.join(self._window)
-        _say(self._store, self._rank, left=left)
+        _post_answer(self._store, self._rank, left=left)
         if last and self._rank == 0 and store_is_rank_zeros():
-            self._wait_until(set(map(_key, range(len(self._names)))), self._window)
+            self._wait_until(set(map(_make_key, range(len(self._names)))), self._window)
 
     def _call(self, where: str, found: "_Found") -> None:
         """Call the roll and put the answers into `found`. Only the first caller waits for them.
@@ -203,13 +205,15 @@ class RollCall:
         # soon as all ranks have answered.
         found.first = self._store.add(_CALLERS, 1) == 1
         found.reached = True
-        _say(self._store, self._rank, at=where)
+        _post_answer(self._store, self._rank, at=where)
         if not found.first:
             return
         self._store.set(_CALLED, "1")
-        self._wait_until(set(map(_key, range(len(self._names)))), self._window)
+        self._wait_until(set(map(_make_key, range(len(self._names)))), self._window)
         keys = {
-            rank: _key(rank) for rank in range(len(self._names)) if self._store.check([_key(rank)])
+            rank: _make_key(rank)
+            for rank in range(len(self._names))
+            if self._store.check([_make_key(rank)])
         }
         answers = self._store.multi_get(list(keys.values()))
         found.answers = {
@@ -225,32 +229,32 @@ class RollCall:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _short(self) -> str:
+    def _describe_exit(self) -> str:
         return (
-            f"{self._names[self._rank]} ends, because a collective has failed; "
-            "another rank names those that are missing"
+            f"{self._names[self._rank]} exits, because a collective has failed; "
+            "another rank reports which ranks are missing"
         )
 
     def _describe(self, found: "_Found", error: BaseException) -> str:
         """Return the message of the rank that called first."""
-        lines = [*self._missing(found), *self._left(found)] or self._places(found)
+        lines = [*self._list_missing(found), *self._list_left(found)] or self._list_locations(found)
         more = len(lines) - _SHOWN
         if more > 0:
             lines = [*lines[:_SHOWN], f"and {more} more"]
         return (
-            "the ranks cannot go on together:\n  "
+            "the ranks cannot continue together:\n  "
             + "\n  ".join(lines)
             + f"\n{self._names[self._rank]} noticed it, with --distributed-timeout-minutes "
             f"{self._limit.minutes:g}: " + f"{str(error).splitlines()[0]}\n"
-            "check the hosts that are named, and start again with the same command"
+            "check the hosts that are named, and start the run again with the same command"
         )
 
-    def _missing(self, found: "_Found") -> list[str]:
+    def _list_missing(self, found: "_Found") -> list[str]:
         """Return a line for each rank that has not answered.
 
         Without any answer it is the store that cannot be reached, so the line names its keeper.
         """
-        why = "does not answer: it stands still or has ended, or its host cannot be reached"
+        why = "does not answer: it hangs or has ended, or its host cannot be reached"
         if found.answers:
             return [
                 f"{name} {why}"
@@ -259,25 +263,25 @@ class RollCall:
             ]
         if store_is_rank_zeros():
             return [
-                f"{self._names[0]} {why}; it keeps the ranks' store, "
+                f"{self._names[0]} {why}; it hosts the store of all ranks, "
                 "so that no other rank could be asked"
             ]
         host = os.environ.get("MASTER_ADDR", "?")
         return [
-            f"the launcher on {host} {why}; it keeps the ranks' store, "
+            f"the launcher on {host} {why}; it hosts the store of all ranks, "
             "so that no rank could be asked"
         ]
 
-    def _left(self, found: "_Found") -> list[str]:
+    def _list_left(self, found: "_Found") -> list[str]:
         """Return a line for each rank that has left the run, with the reason."""
         answers = sorted(found.answers.items())
         return [
-            f"{self._names[rank]} has left: {answer['left']}"
+            f"{self._names[rank]} has left the run: {answer['left']}"
             for rank, answer in answers
             if "left" in answer
         ]
 
-    def _places(self, found: "_Found") -> list[str]:
+    def _list_locations(self, found: "_Found") -> list[str]:
         """Return the lines of code at which the main threads are, if all ranks answer.
 
         The rank that the others wait for is at another line than they are.
@@ -287,8 +291,8 @@ class RollCall:
             ranks.setdefault(answer["at"], []).append(rank)
         rarest_first = sorted(ranks.items(), key=lambda item: len(item[1]))
         return [
-            "all ranks answer, but a collective was not finished in time; they are at:",
-            *(f"{at}: {self._names[there[0]]}{_others(there)}" for at, there in rarest_first),
+            "all ranks answer, but a collective did not finish in time; they are at:",
+            *(f"{at}: {self._names[same[0]]}{_count_others(same)}" for at, same in rarest_first),
         ]
 
 
@@ -318,7 +322,7 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _in_thread(act: Callable[[], None]) -> threading.Thread:
+def _call_in_thread(act: Callable[[], None]) -> threading.Thread:
     """Call `act` in a thread, because it may never return.
 
     A request to the store does not, if the process that keeps the store hangs.
@@ -334,21 +338,21 @@ def _in_thread(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _key(rank: int) -> str:
+def _make_key(rank: int) -> str:
     return f"roll_call/answer/{rank}"
 
 
-def _say(store: dist.Store, rank: int, **answer: str) -> None:
-    store.set(_key(rank), json.dumps(answer))
+def _post_answer(store: dist.Store, rank: int, **answer: str) -> None:
+    store.set(_make_key(rank), json.dumps(answer))
 
 
-def _others(ranks: Sequence[int]) -> str:
+def _count_others(ranks: Sequence[int]) -> str:
     if len(ranks) > 1:
         return f" and {len(ranks) - 1} more"
     return ""
 
 
-def _location(frames: Iterable[tuple[FrameType, int]]) -> str:
+def _find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the innermost line of this package, as `training/loop.py:102 train_iteration`.
 
     Args:

@@ -71,6 +71,15 @@ class Encoder(Protocol):
         ...
 
 
+def read_resident_bytes() -> int | None:
+    """Return the resident memory of this process, or None where /proc does not exist."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, AttributeError):
+        return None
+
+
 class ReferenceEncoder:
     """The tokenizer itself, in slices that bound the memory."""
 
@@ -127,11 +136,21 @@ class GigatokenEncoder:
     Its cache is dropped when it has become too large.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        read_resident_bytes: Callable[[], int | None] = read_resident_bytes,
+    ) -> None:
         """Load the tokenizer's description into gigatoken.
 
+        Args:
+            tokenizer: The tokenizer.
+            read_resident_bytes: Returns the memory in use, from which the size of the cache
+                follows.
+
         Raises:
-            EncoderUnavailableError: gigatoken is not installed, or the tokenizer has no tokenizer.json.
+            EncoderUnavailableError: gigatoken is not installed, or the tokenizer has no
+                tokenizer.json.
         """
         self.name = "gigatoken"
         try:
@@ -144,6 +163,7 @@ class GigatokenEncoder:
         description = tokenizer.backend.to_str()
         self._awkward = awkward
         self._make = lambda: gigatoken.Tokenizer.from_json(description)
+        self._read_resident_bytes = read_resident_bytes
         self._start()
 
     def encode(self, texts: list[str]) -> tuple[NDArray, NDArray[np.int64]]:
@@ -160,12 +180,12 @@ class GigatokenEncoder:
         """Create gigatoken's tokenizer, with an empty cache."""
         self._tokenizer = self._make()
         self._chars = 0
-        self._resident = _read_resident_bytes()
+        self._resident = self._read_resident_bytes()
 
     def _cache_is_large(self) -> bool:
         """Return whether the cache must be dropped."""
         # The library does not report the size of its cache. The growth of the process is near it.
-        now = _read_resident_bytes()
+        now = self._read_resident_bytes()
         if now is None or self._resident is None:
             return self._chars > _GIGATOKEN_TEXT_CHARS
         return now - self._resident > _GIGATOKEN_CACHE_BYTES
@@ -188,7 +208,7 @@ def make_encoder(name: str, tokenizer: Tokenizer) -> Encoder:
         raise
     # Libraries raise many kinds of errors for tokenizers that they do not know.
     except Exception as error:
-        raise EncoderUnavailableError(f"it does not take this tokenizer: {error}") from error
+        raise EncoderUnavailableError(f"it does not support this tokenizer: {error}") from error
 
 
 def choose_encoder(
@@ -312,9 +332,9 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if not isinstance(tokenizer, HFTokenizer):
         raise EncoderUnavailableError("it needs a byte-level BPE like GPT-2's")
-    whole = json.loads(tokenizer.backend.to_str())
-    model = whole["model"]
-    splitting = whole["pre_tokenizer"] or {}
+    description = json.loads(tokenizer.backend.to_str())
+    model = description["model"]
+    splitting = description["pre_tokenizer"] or {}
     plain = (
         splitting.get("type") == "ByteLevel"
         and splitting.get("use_regex")
@@ -324,8 +344,8 @@ def _get_gpt2_model(tokenizer: Tokenizer) -> dict[str, Any]:
     if (
         model["type"] != "BPE"
         or not plain
-        or whole["normalizer"]
-        or whole["added_tokens"]
+        or description["normalizer"]
+        or description["added_tokens"]
         or model["dropout"]
     ):
         raise EncoderUnavailableError("it needs a byte-level BPE like GPT-2's")
@@ -373,12 +393,3 @@ def make_byte_symbols() -> dict[int, str]:
         "the byte symbols are not those of `tokenizers`"
     )
     return symbols
-
-
-def _read_resident_bytes() -> int | None:
-    """Return the resident memory of this process, or None where /proc does not exist."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, AttributeError):
-        return None

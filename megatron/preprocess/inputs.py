@@ -238,7 +238,7 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
     if not fresh:
-        raise DataError(f"{path} is cut off: it ends inside a zstd frame. Copy the file again.")
+        raise DataError(f"{path} is truncated: it ends inside a zstd frame. Copy the file again.")
 
 
 def count_parquet_rows(path: str) -> int:

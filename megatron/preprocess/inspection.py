@@ -216,8 +216,8 @@ def report(inspection: Inspection) -> str:
             doubt = ""
         else:
             doubt = (
-                " (or a token that ends or begins nearly every text, as a newline does: "
-                "the tokenizer's flags tell)"
+                " (or a token that nearly every text begins or ends with, such as a newline; "
+                "give the tokenizer's flags to find out)"
             )
         if p.sure:
             word = "PROBLEM"
@@ -247,7 +247,7 @@ def plot_lengths(inspection: Inspection, path: str) -> None:
         [count for _, _, count in inspection.histogram],
         width=0.9,
     )
-    axes.set_xlabel("tokens in a document, from (each bar to the next)")
+    axes.set_xlabel("tokens in a document (lower bound of each bar)")
     axes.set_ylabel("documents")
     axes.set_title(inspection.prefix)
     figure.savefig(path)
@@ -320,10 +320,10 @@ def _inspect_borders(
     dataset: IndexedDataset, eod: int | None, separators: NDArray[np.int64], *, sure: bool
 ) -> list[Problem]:
     """Return what is suspicious about the first and the last tokens of documents."""
-    empty = Problem("empty documents", "documents hold no token but separators")
+    empty = Problem("empty documents", "documents have no tokens except separators")
     start = Problem(
         "separator at the beginning",
-        "documents begin with a separator (EOD, BOS), beside the one that ends the document before",
+        "documents begin with a separator (EOD, BOS), after the one that ends the document before",
         sure,
     )
     doubled = Problem("doubled separator at the end", "documents end with two separators", sure)
@@ -340,11 +340,11 @@ def _inspect_borders(
         tokens = dataset.tokens
 
         def take_tokens(
-            places: NDArray[np.int64], there: NDArray[np.bool_], tokens: NDArray = tokens
+            places: NDArray[np.int64], exists: NDArray[np.bool_], tokens: NDArray = tokens
         ) -> NDArray[np.int64]:
             # -1 is no token id, so a document that is too short matches no separator.
             found = np.full(len(places), -1, np.int64)
-            found[there] = tokens[places[there]]
+            found[exists] = tokens[places[exists]]
             return found
 
         last = take_tokens(some.ends - 1, lengths > 0)
@@ -379,7 +379,7 @@ def _inspect_contents(
     beyond = Problem("ids beyond the vocabulary", f"token ids are not in [0, {vocab_size})")
     inside = Problem(
         "end of document inside",
-        f"end-of-document ids {eod} stand inside documents (special tokens in the text?)",
+        f"end-of-document ids {eod} are inside documents (special tokens in the text?)",
     )
     low = np.iinfo(np.int64).max
     high = -1

@@ -94,7 +94,7 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.path}, the journal of an interrupted run, cannot be read ({error}). Delete "
-                "it to start over."
+                "it to start from scratch."
             ) from error
         if version != VERSION or fingerprint != self._fingerprint:
             changed = [
@@ -104,9 +104,8 @@ class Journal:
             ] or ["version"]
             raise ConfigError(
                 f"{self.path} belongs to an interrupted run with other {', '.join(changed)}; this "
-                "one cannot continue it. "
-                "Give the same inputs and flags to go on, another --output-prefix, or delete the "
-                "journal to start over."
+                "one cannot continue it. Give the same inputs and flags, give another "
+                "--output-prefix, or delete the journal to start from scratch."
             )
         return loaded
 
@@ -167,8 +166,8 @@ def lock_output(prefix: str) -> Iterator[None]:
                 raise BlockingIOError("its owner has just finished")
         except BlockingIOError as error:
             raise ConfigError(
-                f"--output-prefix {prefix}: another run is writing it ({path} is locked); wait for "
-                "that one."
+                f"--output-prefix {prefix}: another run is writing it ({path} is locked). Wait "
+                "until that run ends."
             ) from error
         yield
         path.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, in
     # Inputs are memory-mapped. Renaming the output over one of them would replace it permanently.
     if Path(output_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise ConfigError(
-            f"--output-prefix {output_prefix} is also an --input, which would be lost; choose "
+            f"--output-prefix {output_prefix} is also an --input, which would be lost. Choose "
             "another name."
         )
     # All inputs are opened and checked before anything is written.
@@ -44,9 +44,8 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, in
         if dataset.dtype != first.dtype:
             raise DataError(
                 f"{dataset.prefix} holds {dataset.dtype.name} and {first.prefix} "
-                f"{first.dtype.name}: they were made with "
-                "vocabularies of different sizes, hence with different tokenizers. Preprocess them "
-                "with the same one."
+                f"{first.dtype.name}: they were made with vocabularies of different sizes, so with "
+                "different tokenizers. Preprocess them with the same tokenizer."
             )
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     total = sum(len(dataset.tokens) for dataset in datasets) * first.dtype.itemsize

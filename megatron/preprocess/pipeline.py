@@ -96,7 +96,7 @@ def preprocess(
     paths = expand_inputs(job.input)
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         # Not an error, since a repetition may be intended.
-        say(f"warning: {path} is among the inputs more than once; its documents will be too")
+        say(f"warning: {path} is given more than once, so its documents are repeated")
     tokenizer = build_tokenizer(job.tokenizer)
     Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     # Two runs that append to the same partial files would destroy both outputs.
@@ -131,7 +131,7 @@ def _check_job(job: PreprocessJob) -> None:
     if any("/" in key for key in job.json_keys):
         raise ConfigError(
             f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not "
-            "hold '/'."
+            "contain '/'."
         )
 
 
@@ -153,7 +153,7 @@ def _run(
         if progress.outputs:
             at = progress.position
             say(
-                f"going on with an interrupted run: {progress.lines} lines are done, up to "
+                f"continuing an interrupted run: {progress.lines} lines are done, up to "
                 f"{at.line} of {paths[at.file]}"
             )
         encoder = choose(tokenizer, sample_texts(paths, job.json_keys), progress.rejected, say)
@@ -218,8 +218,8 @@ def _encode_all(
             if encoded.bad and job.on_bad_line == "stop":
                 _save(journal, progress, writers)
                 raise DataError(
-                    f"{encoded.bad[0]}. With --on-bad-line skip the run goes on from there; "
-                    f"to fix the line instead, delete {journal.path} and start over."
+                    f"{encoded.bad[0]}. With --on-bad-line skip the run continues from there. "
+                    f"To fix the line instead, delete {journal.path} and start from scratch."
                 )
             _report_bad(encoded.bad, progress.bad_lines, say)
             for key, tokens, lengths in zip(
@@ -236,8 +236,8 @@ def _encode_all(
         # With --on-bad-line skip, a wrong key would otherwise give an empty data set.
         if not any(writer.num_tokens for writer in writers.values()):
             raise DataError(
-                f"{', '.join(paths[:3])}: no document came out of {progress.lines} lines, "
-                f"{progress.bad_lines} of them bad."
+                f"{', '.join(paths[:3])}: {progress.lines} lines, {progress.bad_lines} of them "
+                "bad, gave no document. Check --input and --json-keys."
             )
         for writer in writers.values():
             writer.write_index()
@@ -289,7 +289,7 @@ def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> 
         if number < _SHOWN_BAD_LINES:
             say(f"bad line skipped: {line}")
         elif number == _SHOWN_BAD_LINES:
-            say(f"bad line skipped: {line}; further ones are counted only")
+            say(f"bad line skipped: {line}; further bad lines are only counted")
 
 
 def count_default_workers() -> int:

@@ -63,7 +63,7 @@ class ResumableWriter:
         if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"a document of {int(sizes.max())} tokens is longer than the format's limit of "
-                "2147483647; cut the document."
+                "2147483647. Split the document."
             )
         self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._sizes.write(sizes.astype("<i4").tobytes())
@@ -126,9 +126,9 @@ class ResumableWriter:
             found = 0
         if found < length:
             raise DataError(
-                f"{path} has {found} bytes, but the journal of the interrupted run says {length}; "
-                "it was changed "
-                "or removed since. Delete the journal to start over."
+                f"{path} has {found} bytes, but the journal of the interrupted run records "
+                f"{length}. The file was changed or removed since. Delete the journal to start "
+                "from scratch."
             )
         file = open(path, "r+b", opener=without_links)  # noqa: SIM115 (the writer closes it)
         # What follows was written after the last journal entry, and will be written again.

@@ -4,6 +4,7 @@ Invariant: a line gives one text for each key, or it is bad for all keys. The ou
 keys therefore have the same documents. A blank line is neither a document nor bad.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,24 +61,35 @@ def _parse_lines(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, 
 
 
 def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None) -> list[str] | str:
-    """Return the values of the keys, or the reason why the line is bad.
-
-    The standard parser decides on whatever the fast parser rejects, such as NaN.
-    """
-    # None would not do as the marker, since `null` is a valid JSON text.
-    record = _NOTHING
-    if fast is not None:
-        try:
-            record = fast(raw)
-        except ValueError:
-            record = _NOTHING
-    if record is _NOTHING:
-        try:
-            record = json.loads(raw.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            return f"not JSON: {error}"
+    """Return the values of the keys, or the reason why the line is bad."""
+    try:
+        record = _load_record(raw, fast)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
     if not isinstance(record, dict):
         return f"must be a JSON object, is {type(record).__name__}"
+    values = _pick_values(record, keys)
+    if isinstance(values, list) and _has_half_surrogate_pair(raw, values):
+        return "holds half a surrogate pair, which is not a character"
+    return values
+
+
+def _load_record(raw: bytes, fast: Callable[[bytes], Any] | None) -> Any:
+    """Return the JSON value of a line.
+
+    The standard parser decides on whatever the fast parser rejects, such as NaN.
+
+    Raises:
+        ValueError, RecursionError: the line is not JSON.
+    """
+    if fast is not None:
+        with contextlib.suppress(ValueError):
+            return fast(raw)
+    return json.loads(raw.decode("utf-8"))
+
+
+def _pick_values(record: dict[str, Any], keys: Sequence[str]) -> list[str] | str:
+    """Return the texts of the keys, or the reason why the record has none."""
     values = []
     for key in keys:
         if key not in record:
@@ -86,14 +98,25 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
-    # Such an escape is the only way to write half a surrogate pair, which no encoder accepts. The
-    # search for it is much cheaper than encoding every text.
-    if b"\\ud" in raw or b"\\uD" in raw:
-        try:
-            "".join(values).encode("utf-8")
-        except UnicodeEncodeError:
-            return "holds half a surrogate pair, which is not a character"
     return values
+
+
+def _has_half_surrogate_pair(raw: bytes, values: Sequence[str]) -> bool:
+    """Return whether a text has half a surrogate pair, which no encoder accepts.
+
+    Args:
+        raw: The line that the texts come from.
+        values: The texts.
+    """
+    # An escape is the only way to write it. The search for one is much cheaper than encoding every
+    # text.
+    if b"\\ud" not in raw and b"\\uD" not in raw:
+        return False
+    try:
+        "".join(values).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | str]]:
@@ -111,7 +134,3 @@ def _import_fast_loads() -> Callable[[bytes], Any] | None:
     except ImportError:
         return None
     return orjson.loads
-
-
-# Marks that no record was parsed. No JSON text gives this object.
-_NOTHING: Any = object()

@@ -58,7 +58,7 @@ class Encoded:
         sizes: For each key the number of ids of each document.
         bad: The lines that gave no document.
         lines: Number of lines or rows.
-        text_bytes: Size of the block's text.
+        text_bytes: Size of the block's texts in UTF-8, whatever the format of its file.
         end: Where the next block begins.
         disk_bytes: How far into its file on disk the block reaches.
     """
@@ -101,12 +101,9 @@ class BlockEncoder:
             ids, lengths = self._end_documents(ids, lengths)
             tokens.append(ids)
             sizes.append(lengths)
-        content = block.content
-        if isinstance(content, bytes):
-            size = len(content)
-        else:
-            size = sum(len(text) for column in texts for text in column)
-        return Encoded(tokens, sizes, bad, block.lines, size, block.end, block.disk_bytes)
+        # Bytes of text, so that the speed of a run does not depend on the format of its inputs.
+        text_bytes = sum(len(text.encode("utf-8")) for column in texts for text in column)
+        return Encoded(tokens, sizes, bad, block.lines, text_bytes, block.end, block.disk_bytes)
 
     def _check(self, texts: list[str], ids: NDArray, sizes: NDArray[np.int64], line: int) -> None:
         """Check the ids of one text of a block.
@@ -213,7 +210,7 @@ class _Pool:
         """Stop the workers, also in the middle of a block."""
         for connection, process in self._processes.items():
             connection.close()
-            # A worker may be in the middle of a block whose result nobody needs any more.
+            # A worker may be in the middle of a block whose result is not needed any more.
             process.terminate()
         for process in self._processes.values():
             process.join()
@@ -239,9 +236,9 @@ class _Pool:
         process.join(5)
         return DataError(
             f"worker process {process.pid} ended with exit code {process.exitcode} in "
-            f"{block.path}, lines {block.first_line} to "
-            f"{block.end.line} (-9 is what a lack of memory looks like: use fewer --workers). "
-            "The same command goes on from the last journal entry."
+            f"{block.path}, lines {block.first_line} to {block.end.line} (-9 usually means a lack "
+            "of memory: use fewer --workers). The same command continues from the last journal "
+            "entry."
         )
 
 
@@ -261,6 +258,8 @@ def _serve(job: EncodingJob, connection: Connection) -> None:
                 result: Encoded | BaseException = encode(block)
             except (MegatronError, EncoderMismatchError) as error:
                 result = error
+            # Any other error, because it must reach the parent with its traceback. If it ended this
+            # process instead, the parent could report no more than the exit code.
             except Exception:
                 result = RuntimeError(
                     f"a worker failed in {block.path}, lines {block.first_line} to "

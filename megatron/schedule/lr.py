@@ -108,9 +108,29 @@ class LRSchedule:
         if not 1 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
-                f"-iters) must be at least 1 and at most the whole schedule's {self.decay_steps}."
+                f"-iters) must be at least 1 and at most {self.decay_steps}, the end of the decay."
             ]
         return []
+
+    def check_decay_after_warmup(self) -> None:
+        """Check that WSD's final decay starts after the warm-up.
+
+        Otherwise the rate would jump at the end of the warm-up. This is no condition of the class,
+        because a checkpoint of an earlier version may have such a schedule, which can be replaced
+        only after it was read.
+
+        Raises:
+            ConfigError: the final decay reaches into the warm-up.
+        """
+        if self.style != "WSD" or self.wsd_decay_steps is None:
+            return
+        longest = math.floor(self.decay_steps - self.warmup_steps)
+        if self.wsd_decay_steps > longest:
+            raise ConfigError(
+                f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
+                f"-iters) must not reach into the warm-up of {self.warmup_steps:.10g} samples; use "
+                f"at most {longest}, because the decay ends at {self.decay_steps}."
+            )
 
     def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
         """Return the rate for a state whose applied steps took these samples and tokens.

@@ -70,7 +70,7 @@ class PipelineSchedule:
         places = f"{self.ranks} {'ranks' if virtual else 'stages'}{virtual}"
         return (
             f"pipeline: {self.name}, {format_microbatches(self.microbatches)} for {places}: ranks "
-            f"stand idle for {100 * self.bubble:.0f} % of the time at batch size {batch_size}"
+            f"are idle for {100 * self.bubble:.0f} % of the time at batch size {batch_size}"
         )
 
 

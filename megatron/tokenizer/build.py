@@ -171,7 +171,7 @@ def read_vocabulary(vocab_file: str) -> dict[str, int]:
         isinstance(index, int) and index >= 0 for index in vocabulary.values()
     ):
         raise ConfigError(
-            f"--vocab-file {vocab_file} must be a JSON object of token: id; it is something else."
+            f"--vocab-file {vocab_file} must be a JSON object of token: id, with ids from 0 on."
         )
     return vocabulary
 
@@ -231,7 +231,7 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
         raise ConfigError(
             f"--vocab-file {config.vocab_file} lacks {len(lacking)} of the 256 byte symbols "
             f"({' '.join(lacking[:8])} ...): text with these bytes would lose them. Use a "
-            "byte-level vocabulary with its whole alphabet."
+            "byte-level vocabulary with its complete alphabet."
         )
     if END_OF_DOCUMENT not in vocabulary:
         raise ConfigError(
@@ -259,10 +259,9 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
         token = END_OF_DOCUMENT
     if token is None or token not in vocabulary:
         raise ConfigError(
-            f"--tokenizer-name-or-path {name}: no end-of-document token ({token!r} is what its "
-            "files name); "
-            'name one that is in the vocabulary as "eos_token" in tokenizer_config.json beside '
-            "tokenizer.json."
+            f"--tokenizer-name-or-path {name}: no end-of-document token (its files name "
+            f'{token!r}). Name one that is in the vocabulary as "eos_token" in '
+            "tokenizer_config.json next to tokenizer.json."
         )
     return HFTokenizer(backend, vocabulary[token])
 

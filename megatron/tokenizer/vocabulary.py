@@ -86,13 +86,13 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
             # The largest id counts and not the number of entries, because ids may have gaps.
             return 1 + max(read_vocabulary(config.vocab_file).values()), None
         if config.vocab_file:
-            absent = f"--vocab-file {config.vocab_file} is not there"
+            absent = f"--vocab-file {config.vocab_file} does not exist"
         else:
             absent = "no --vocab-file was given"
         return (
             GPT2_VOCAB_SIZE,
-            f"{absent}: counting on GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; --vocab-size N says "
-            "otherwise.",
+            f"{absent}: assuming GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; give --vocab-size N for "
+            "another size.",
         )
     found = find_tokenizer_json(config.tokenizer_name_or_path)
     if found is not None:
@@ -103,8 +103,8 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         return build_tokenizer(config).vocab_size, None
     if config.pad_vocab_size_to is not None:
         return config.pad_vocab_size_to, (
-            f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: taking "
-            f"--pad-vocab-size-to {config.pad_vocab_size_to} for the size of its vocabulary, "
+            f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: using "
+            f"--pad-vocab-size-to {config.pad_vocab_size_to} as the size of its vocabulary, "
             "which is an upper bound."
         )
     raise ConfigError(

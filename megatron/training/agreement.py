@@ -49,15 +49,15 @@ def check_agreement(config: Config, iteration: int, mesh: Mesh) -> None:
     # part of the configuration, so each needs its own line.
     if everyone[rank][1] != everyone[0][1]:
         differing.append(
-            f"it starts behind iteration {everyone[rank][1]}, rank 0 behind {everyone[0][1]}: do "
-            "both see the same --load?"
+            f"it starts after iteration {everyone[rank][1]}, and rank 0 after {everyone[0][1]}. "
+            "Check that both see the same --load"
         )
     if everyone[rank][2] != everyone[0][2]:
-        differing.append(f"its version is {everyone[rank][2]}, rank 0's {everyone[0][2]}")
+        differing.append(f"its version is {everyone[rank][2]}, and rank 0's is {everyone[0][2]}")
     if everyone[rank][3] != everyone[0][3]:
         differing.append(
-            f"its {config.parallel.deepspeed_config} has {everyone[rank][3]} for DeepSpeed itself, "
-            f"rank 0's {everyone[0][3]}"
+            f"its {config.parallel.deepspeed_config} passes {everyone[rank][3]} to DeepSpeed, and "
+            f"rank 0's passes {everyone[0][3]}"
         )
     raise LayoutError(
         f"{mesh.names[rank]} differs from rank 0:\n  "
@@ -75,7 +75,7 @@ def _differences(rank_0: str, other: str) -> list[str]:
     try:
         return list_config_differences(load_yaml(rank_0), load_yaml(other))
     except ConfigError as error:
-        return [f"a configuration is not of this rank's version: {error}"]
+        return [f"this rank cannot read a configuration of another version: {error}"]
 
 
 def _read_deepspeed_settings(config: Config) -> str:

@@ -24,8 +24,8 @@ from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
 _SAME_FILES = (
-    "All ranks must read the same files: copy the right one to that host, or mount one file system "
-    "on all of them"
+    "All ranks must read the same files. Copy the right file to that host, or mount one file "
+    "system on all hosts"
 )
 _NEW_RUN = "or start a new run from these weights with --finetune and another --save"
 
@@ -145,13 +145,14 @@ def _require_same(everyone: list[dict[str, Any]]) -> None:
         found = other["facts"]
         # Names that only the other rank has are included, because a missing file is a difference.
         for name in [*first, *(name for name in found if name not in first)]:
-            there = found.get(name, "absent")
-            here = first.get(name, "absent")
-            if there != here:
+            found_there = found.get(name, "absent")
+            expected = first.get(name, "absent")
+            if found_there != expected:
                 raise LayoutError(
-                    f"{other['who']} reads other data than {everyone[0]['who']}: {name}\n  the "
-                    f"former: {there}\n"
-                    f"  the latter: {here}\n{_SAME_FILES}"
+                    f"{other['who']} reads data that differ from those of {everyone[0]['who']}: "
+                    f"{name}\n"
+                    f"  {other['who']}: {found_there}\n"
+                    f"  {everyone[0]['who']}: {expected}\n{_SAME_FILES}"
                 )
 
 
@@ -184,7 +185,7 @@ class DataFiles:
         Raises:
             DataError: A file cannot be read.
         """
-        self._library = registry
+        self._registry = registry
         self._ranks = ranks
         self._who = who
         self._say = say
@@ -216,7 +217,7 @@ class DataFiles:
         Raises:
             DataError: A data set or an index has changed. The error is raised on every rank.
         """
-        background = self._library.background
+        background = self._registry.background
         digests = self._digests.known
         mine = {
             "who": self._who,
@@ -228,7 +229,7 @@ class DataFiles:
                     str(get_bin_path(prefix)),
                     digests[str(get_bin_path(prefix))],
                 ]
-                for prefix, data in self._library.datasets.items()
+                for prefix, data in self._registry.datasets.items()
                 if str(get_bin_path(prefix)) in digests
             ],
         }
@@ -249,7 +250,7 @@ class DataFiles:
         A digest is None if it is not known yet.
         """
         unknown: dict[str, str | None] = {
-            data.compute_fingerprint(): None for data in self._library.datasets.values()
+            data.compute_fingerprint(): None for data in self._registry.datasets.values()
         }
         return unknown | self._recorded
 
@@ -279,7 +280,7 @@ class DataFiles:
             raise DataError(
                 f"{who}: {path} has changed: its xxh3_128 is {digest}, and that of {source} "
                 f"is {expected}, although the sampled fingerprint {fingerprint} is the same. A run "
-                f"must go on with the data that it began with. Bring that file back, {_NEW_RUN}"
+                f"must continue with the data that it started with. Restore that file, {_NEW_RUN}"
             )
 
     def _say_what_is_not_compared(self, state: TrainState) -> None:
@@ -288,7 +289,7 @@ class DataFiles:
             return
         missing = [
             prefix
-            for prefix, data in self._library.datasets.items()
+            for prefix, data in self._registry.datasets.items()
             if data.compute_fingerprint() not in self._recorded
         ]
         if missing:
@@ -308,7 +309,7 @@ class DataFiles:
         # the same bytes, and a second computation would only load the disk.
         identities = {
             prefix: list(FileIdentity.of(get_bin_path(prefix)).copy)
-            for prefix in self._library.datasets
+            for prefix in self._registry.datasets
         }
         everyone = self._ranks.gather(identities)
         for number, prefix in enumerate(identities):
@@ -318,4 +319,4 @@ class DataFiles:
                 if theirs.get(prefix) == identities[prefix]
             ]
             if same[number % len(same)] == self._ranks.rank:
-                self._digests.request(get_bin_path(prefix), self._library.cache_folder(prefix))
+                self._digests.request(get_bin_path(prefix), self._registry.cache_folder(prefix))

@@ -34,6 +34,7 @@ def train(run: Run) -> StopReason:
     Raises:
         TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
             or a number to be stored is not finite.
+        DataError: A data file or an index has changed since the start, or a batch cannot be read.
         CheckpointError: A checkpoint could not be written.
     """
     plan = run.plan
@@ -71,6 +72,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
 
     Raises:
         TrainingError: See `train`.
+        DataError: See `train`.
         CheckpointError: See `train`.
     """
     plan = run.plan
@@ -192,8 +194,9 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     first, last = skipped
     if first < state.iteration + 1:
         run.reporter.say(
-            f"iterations {first} to {state.iteration} of the range {first}-{last} had been trained "
-            "before this start and stay trained; roll back to before them to undo that"
+            f"iterations {first} to {state.iteration} of the range {first}-{last} were trained "
+            "before this start and stay in the weights. To undo them, roll back to a checkpoint "
+            f"before iteration {first}"
         )
     before = state.iteration
     # Each iteration is counted separately, because the batch size and the sequence length may
@@ -221,15 +224,15 @@ def check_finite(plan: Plan, state: TrainState) -> None:
         # A static loss scale never decreases. If it is too high, every step overflows.
         if precision.fp16 and precision.loss_scale is not None:
             static = (
-                "; if it began with the run, leave out "
+                "; if this happens from the start of the run, leave out "
                 f"--loss-scale {precision.loss_scale}, which is static, or give a lower one"
             )
         else:
             static = ""
         raise TrainingError(
             f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is "
-            "not finite; none of them was trained on. Roll back to an earlier checkpoint, and skip "
-            f"the data with --skip-train-iteration-range or lower --lr{static}"
+            "not finite. None of them changed the weights. Roll back to an earlier checkpoint, and "
+            f"skip the data with --skip-train-iteration-range or lower --lr{static}"
         )
 
 
@@ -251,7 +254,8 @@ def check_invariants(run: Run) -> None:
         repair=repair, iteration=iteration, last_good=run.checked_at
     ):
         run.reporter.say(
-            f"warning: made equal to the first rank's after iteration {iteration}: {line}"
+            "warning: overwritten with the first rank's replica after iteration "
+            f"{iteration}: {line}"
         )
     run.checked_at = iteration
 

@@ -105,8 +105,6 @@ class Reporter:
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:
                 self._metrics = MetricsFile(path, say=self.say)
-            else:
-                self._metrics = None
             self._emissions = Emissions(
                 logging.codecarbon_dir, logging.codecarbon_country_iso_code, say=self.say
             )

@@ -47,7 +47,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     """
     if loaded.config.batch.eval_only and checkpoint is None:
         raise CheckpointError(
-            f"--eval-only: --load {loaded.config.checkpoint.load} leads to no checkpoint to "
+            f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
             "evaluate"
         )
     state = build_starting_state(checkpoint, loaded.config)
@@ -111,7 +111,8 @@ def check_runnable(plan: Plan) -> None:
     switch = config.batch.kill_switch_path
     if switch and Path(switch).exists():
         raise ConfigError(
-            f"{format_kill_switch_line(switch)}: not starting; remove the file to run again"
+            f"{format_kill_switch_line(switch)}: the run does not start. Remove the file to run "
+            "again"
         )
 
 
@@ -153,8 +154,8 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     raise ConfigError(
         "the learning-rate schedule differs from the checkpoint's:\n  "
         + "\n  ".join(differing)
-        + "\ngive --override-lr-scheduler to go on with this command line's, or "
-        "--use-checkpoint-lr-scheduler with the checkpoint's"
+        + "\ngive --override-lr-scheduler to continue with this command line's, or "
+        "--use-checkpoint-lr-scheduler to continue with the checkpoint's"
     )
 
 
@@ -183,7 +184,7 @@ def read_bare_thresholds(config: Config, checkpoint: Checkpoint | None) -> tuple
     note = (
         f"--step-batch-size-schedule '{' '.join(asked)}' is read as '{' '.join(spelled)}': the "
         "checkpoint was trained with thresholds in samples. Megatron-LM reads a bare threshold as "
-        "tokens; write the unit."
+        "tokens. Write the unit."
     )
     return replace(config, batch=replace(config.batch, step_batch_size_schedule=spelled)), [note]
 
@@ -213,7 +214,7 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
     differing = (
         f"{build_curriculum(config) or 'none'} here, {build_curriculum(saved) or 'none'} in the "
         f"checkpoint; iteration {first} has sequences of {here[0][1] or config.model.seq_length} "
-        f"tokens here and of {there[0][1] or saved.model.seq_length} there"
+        f"tokens here and of {there[0][1] or saved.model.seq_length} in the checkpoint"
     )
     if config.optimizer.override_lr_scheduler:
         return config, [f"--override-lr-scheduler changes the curriculum: {differing}"]
@@ -223,8 +224,8 @@ def choose_curriculum(config: Config, checkpoint: Checkpoint | None) -> tuple[Co
         ]
     raise ConfigError(
         f"the curriculum differs from the checkpoint's: {differing}; give --override-lr-scheduler "
-        "to go on with this command line's schedules, or --use-checkpoint-lr-scheduler with the "
-        "checkpoint's"
+        "to continue with this command line's schedules, or --use-checkpoint-lr-scheduler to "
+        "continue with the checkpoint's"
     )
 
 
@@ -259,7 +260,7 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     if plan.skip_ranges:
         return plan, [f"--skip-train-iteration-range replaces the checkpoint's {' '.join(ahead)}"]
     return replace(plan, skip_ranges=saved), [
-        f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} holds on"
+        f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} still applies"
     ]
 
 
@@ -311,7 +312,7 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
             "files):\n  "
             + "\n  ".join(differing)
             + "\nA run keeps its tokenizer, because its data consists of that tokenizer's ids. "
-            "Give the original files, under any path; or start a new run from these weights with "
+            "Give the original files, under any path, or start a new run from these weights with "
             "--finetune and another --save"
         )
     missing = [part for part in there if part not in here]
@@ -337,13 +338,13 @@ def load_engine(
     if with_optimizer and checkpoint.optimizer is None:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
-            "go on with fresh moments"
+            "continue with moments of zero"
         )
-    chunks = engine.shards(optimizer=with_optimizer)
+    shards = engine.shards(optimizer=with_optimizer)
 
     def read() -> DamagedError | None:
         try:
-            checkpoint.load_into(chunks, config.model)
+            checkpoint.load_into(shards, config.model)
         except DamagedError as damage:
             return damage
         return None
@@ -355,7 +356,7 @@ def load_engine(
     if damaged is None:
         # Checked after the digests, because a damaged file may hold any number. Weights that are
         # not finite in a valid file cannot be trained further.
-        refuse_not_finite(checkpoint, describe_not_finite(chunks), ranks)
+        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
         engine.finish_load(checkpoint.optimizer if with_optimizer else None)
     return damaged
 

@@ -141,7 +141,9 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         return lease, None, None
 
     ranks = build_ranks(mesh)
-    lease, problem, cause = ranks.work(acquire, f"taking over {root}", make_printer(mesh))
+    lease, problem, cause = ranks.work(
+        acquire, f"acquiring the lease of {root}", make_printer(mesh)
+    )
     # Only rank 0 can fail here. Its message is raised on every rank, so that none waits for it.
     problem = ranks.gather(problem)[0]
     if problem is not None:
@@ -351,8 +353,8 @@ def open_data(
             position = state.consumed_samples
         if position != state.consumed_samples:
             raise CheckpointError(
-                f"the checkpoint counts {state.consumed_samples} consumed samples and its data "
-                f"stand at {position}; it is damaged: go back to an earlier one"
+                f"the checkpoint counts {state.consumed_samples} consumed samples, but its data "
+                f"position is {position}. It is damaged. Resume from an earlier checkpoint"
             )
     # Indices are built after the comparison, because building them takes long and is wasted if the
     # files are wrong.

@@ -1,4 +1,7 @@
-"""Statistics and differences of tensors that hold what a diverged run leaves; see test_inspect_checkpoint.py for the rest."""
+"""Test statistics and differences of tensors with NaN and infinities.
+
+tests/tools/test_inspect_checkpoint.py tests the rest.
+"""
 
 import math
 
@@ -11,42 +14,55 @@ from megatron.checkpoint.comparison import (
     sort_by_parameter,
 )
 
-MANY = (1 << 20) + 5  # more than is worked on at a time
+MANY = (1 << 20) + 5  # more elements than are processed at a time
 
 
-def test_infinities_that_both_have_hide_no_difference() -> None:
+def test_shared_infinities_hide_no_difference() -> None:
     a = torch.randn(MANY, generator=torch.Generator().manual_seed(0))
-    a[3], a[4], a[5] = math.inf, -math.inf, math.nan
+    a[3] = math.inf
+    a[4] = -math.inf
+    a[5] = math.nan
     b = a.clone()
     b[-1] += 2.0
     found = compute_difference("weight/a", a, b)
-    assert (found.bit_equal, found.different) == (False, 1)
+    assert not found.bit_equal
+    assert found.different == 1
     assert found.max_absolute == pytest.approx(2.0, rel=1e-6)
     norm = max(float(x[x.isfinite()].double().norm()) for x in (a, b))
     assert found.relative == pytest.approx(2.0 / norm, rel=1e-6)
     assert compute_difference("weight/a", a, a.clone()).bit_equal
 
 
-def test_an_infinity_that_one_has_is_no_number() -> None:
+def test_infinity_in_one_tensor_gives_nan() -> None:
     a = torch.ones(MANY)
     b = a.clone()
-    b[0], b[-1] = math.inf, 3.0  # first and last piece: the later one must not bring a number back
+    # They are in the first and the last piece. The last one must not replace the NaN by a number.
+    b[0] = math.inf
+    b[-1] = 3.0
     found = compute_difference("weight/a", a, b)
     assert found.different == 2
     assert math.isnan(found.max_absolute)
     assert math.isnan(found.relative)
 
 
-def test_statistics_over_several_pieces() -> None:
+def test_statistics_of_several_pieces() -> None:
     tensor = torch.zeros(MANY)
-    tensor[1], tensor[-1], tensor[-2] = -3.0, 4.0, math.inf
+    tensor[1] = -3.0
+    tensor[-1] = 4.0
+    tensor[-2] = math.inf
     found = compute_tensor_statistics("exp_avg/blocks.0.qkv", tensor)
-    assert (found.name, found.kind, found.shape) == ("blocks.0.qkv", "exp_avg", (MANY,))
-    assert (found.norm, found.min, found.max, found.nan, found.inf) == (5.0, -3.0, 4.0, 0, 1)
+    assert found.name == "blocks.0.qkv"
+    assert found.kind == "exp_avg"
+    assert found.shape == (MANY,)
+    assert found.norm == 5.0
+    assert found.min == -3.0
+    assert found.max == 4.0
+    assert found.nan == 0
+    assert found.inf == 1
     assert found.mean == pytest.approx(1.0 / (MANY - 1))
 
 
-def test_order_of_parameters() -> None:
+def test_parameters_are_sorted_by_layer_number() -> None:
     ordered = [
         "weight/blocks.2.a",
         "exp_avg/blocks.2.a",

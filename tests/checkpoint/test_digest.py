@@ -1,4 +1,4 @@
-"""Digests of files and blocks; a reader that believes no block without its digest, and needs little memory."""
+"""Test digests of files and blocks, the reader that checks them, and the memory that it needs."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.digest import BLOCK, Digester, digest_of_block, digest_of_file
-from megatron.checkpoint.tensor_file import TensorReader, _iterate_runs, write_tensors
+from megatron.checkpoint.tensor_file import TensorReader, iterate_runs, write_tensors
 from megatron.errors import DamagedError
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 @pytest.mark.parametrize("step", [BLOCK // 3, BLOCK, 2 * BLOCK + 5])
-def test_blocks_do_not_depend_on_how_the_bytes_came(size: int, step: int) -> None:
+def test_digests_do_not_depend_on_sizes_of_updates(size: int, step: int) -> None:
     data = bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy())
     digester = Digester()
     for at in range(0, size, step):
@@ -37,7 +37,7 @@ def test_blocks_do_not_depend_on_how_the_bytes_came(size: int, step: int) -> Non
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> None:
+def test_runs_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> None:
     shape = tuple(
         data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 700, 2000]), min_size=1, max_size=3))
     )
@@ -49,7 +49,7 @@ def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> Non
     stored = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int32).view(shape)
     expected = stored[tuple(part)]
     found = torch.full_like(expected, -1)
-    for begin, run, inner, outer in _iterate_runs(shape, tuple(part)):
+    for begin, run, inner, outer in iterate_runs(shape, tuple(part)):
         elements = int(torch.tensor(run).prod())
         assert 4 * elements <= BLOCK
         assert (found[outer] == -1).all()
@@ -58,27 +58,26 @@ def test_pieces_cover_a_part_once_and_are_contiguous(data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("position", ["first", "middle", "last"])
-def test_a_flipped_bit_is_found_wherever_it_is(position: str, tmp_path: Path) -> None:
+def test_flipped_bit_is_found_at_any_position(position: str, tmp_path: Path) -> None:
     tensor = torch.randn(3 * BLOCK // 4 + 10)
     written = write_tensors(tmp_path / "f", {"t": tensor})
     raw = bytearray((tmp_path / "f").read_bytes())
     at = {"first": written.begins["t"], "middle": len(raw) // 2, "last": len(raw) - 1}[position]
     raw[at] ^= 1
     (tmp_path / "f").write_bytes(raw)
-    box = ((0,), tuple(tensor.shape))
     stored = [
         {"file": "f", "begin": written.begins["t"], "offset": (0,), "shape": tuple(tensor.shape)}
     ]
     with (
         TensorReader(tmp_path, {"f": written.digest}) as reader,
-        pytest.raises(DamagedError, match=r"f is not what was written"),
+        pytest.raises(DamagedError, match="f is not what was written"),
     ):
-        reader.read_into(torch.empty_like(tensor), box, stored, "t")
+        reader.read_into(torch.empty_like(tensor), ((0,), tuple(tensor.shape)), stored, "t")
     assert digest_of_file(tmp_path / "f").xxh128 != written.digest.xxh128
 
 
 def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
-    """A rank needs its own part only, so damage elsewhere is another rank's to find."""
+    """A flipped bit in a block that a rank does not need is no error for this rank."""
     tensor = torch.randn(4 * BLOCK // 4)
     written = write_tensors(tmp_path / "f", {"t": tensor})
     raw = bytearray((tmp_path / "f").read_bytes())
@@ -97,21 +96,29 @@ MEMORY = """
 import json, resource, sys, torch
 from pathlib import Path
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.parallel.shard import TensorShard
 
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-act, root, rows = sys.argv[1], Path(sys.argv[2]), 16 << 10
-shards = [TensorShard(k, "w", (rows, 2, 1024), (0, 0, 0), torch.ones(rows, 2, 1024), owner=True) for k in ("weight", "exp_avg")]
+act = sys.argv[1]
+root = Path(sys.argv[2])
+shape = (16 << 10, 2, 1024)
+shards = [
+    TensorShard(kind, "w", shape, (0, 0, 0), torch.ones(shape), owner=True)
+    for kind in ("weight", "exp_avg")
+]
 state = sum(4 * shard.tensor.numel() for shard in shards)
 before = peak()
 if act == "save":
     save_checkpoint(root, CheckpointContents(1, None, {}, ""), shards)
-elif act == "cut":  # along a dimension that the files are not cut along
-    halves = [TensorShard(c.kind, "w", c.global_shape, (0, 1, 0), c.tensor[:, :1], owner=True) for c in shards]
+elif act == "load_sharded":
+    # The shards are halves of the second dimension, so they are not contiguous in the files.
+    halves = [
+        TensorShard(shard.kind, "w", shape, (0, 1, 0), shard.tensor[:, :1], owner=True)
+        for shard in shards
+    ]
     open_checkpoint(root, 1).load_into(halves)
 else:
     open_checkpoint(root, 1).load_into(shards)
@@ -119,9 +126,12 @@ print(json.dumps([state, before, peak()]))
 """
 
 
-def test_saving_and_loading_need_little_memory_beside_the_state(tmp_path: Path) -> None:
-    """At most 0.3 of the rank's own state; measured in fresh processes, whose peak is theirs alone."""
-    for act in ("save", "load", "cut"):
+def test_saving_and_loading_need_little_memory(tmp_path: Path) -> None:
+    """A rank needs at most 0.3 times the memory of its state in addition.
+
+    Each case runs in a process of its own, because the peak of a process never decreases.
+    """
+    for act in ("save", "load", "load_sharded"):
         run = subprocess.run(
             [sys.executable, "-c", MEMORY, act, str(tmp_path)],
             check=True,
@@ -131,5 +141,6 @@ def test_saving_and_loading_need_little_memory_beside_the_state(tmp_path: Path) 
         )
         state, before, after = json.loads(run.stdout)
         assert state == 256 << 20
-        assert before > state  # it was there when the measurement began
+        # The state was in memory when the measurement started.
+        assert before > state
         assert after - before < 0.3 * state, act

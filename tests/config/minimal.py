@@ -20,7 +20,10 @@ PUBLISHED_RUNS = ("tr1-13B", "tr8-104B", "tr11-176B-ml")
 
 
 def published_arguments(run: str, folder: Path | None = None) -> list[str]:
-    """The command line of a published run, as it ran; with a folder, its DeepSpeed configuration is written there and named."""
+    """Return the command line of a published run, unchanged.
+
+    With a folder, its DeepSpeed configuration is written there and the command line names it.
+    """
     file = Path(__file__).resolve().parents[1] / "fixtures" / "published_runs" / f"{run}.json"
     record = json.loads(file.read_text())
     if folder is None:
@@ -31,7 +34,7 @@ def published_arguments(run: str, folder: Path | None = None) -> list[str]:
 
 
 def config_with(**changes: object) -> Config:
-    """TRAINABLE with fields changed by bare name; a name is unique over the groups."""
+    """Return the configuration of TRAINABLE with fields changed, by their names without group."""
     values = flatten(load_config(TRAINABLE).config)
     by_name = {dotted.partition(".")[2]: dotted for dotted in values}
     return build_config(values | {by_name[name]: value for name, value in changes.items()})

@@ -1,6 +1,8 @@
-"""The command line and its help are guarded: a diff in tests/golden shows when they change.
+"""The command line and its help equal the golden files, so a diff shows when they change.
 
-After a change that is meant: UPDATE_GOLDEN=1 python -m pytest tests/config/test_command_line_golden.py
+After an intended change, write the files again:
+
+    UPDATE_GOLDEN=1 python -m pytest tests/config/test_command_line_golden.py
 """
 
 import os
@@ -25,8 +27,8 @@ def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     return capsys.readouterr().out
 
 
-def squeezed(text: str) -> str:
-    """Without spaces, line breaks and boxes, which are tyro's affair."""
+def remove_layout(text: str) -> str:
+    """Return the text without spaces, line breaks and frames, which tyro chooses."""
     return re.sub(r"[\s│╭╮╰╯─]|-----+", "", text)
 
 
@@ -34,53 +36,53 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         (GOLDEN / name).write_text(text)
     assert text == (GOLDEN / name).read_text(), (
-        f"tests/golden/{name} is another; if that is meant, see this file's head"
+        f"tests/golden/{name} differs; if that is intended, see the docstring of this file"
     )
 
 
-def test_flags():
+def test_flags_and_defaults_equal_the_golden_file():
     lines = []
     for field in all_fields().values():
-        flags = (
-            f"{field.flag}, {field.negative_flag}"
-            if field.is_bool
-            else f"{field.flag} {field.spec.metavar}"
-        )
-        lines.append(f"{flags} = {'(required)' if field.required else repr(field.default)}\n")
+        if field.is_bool:
+            flags = f"{field.flag}, {field.negative_flag}"
+        else:
+            flags = f"{field.flag} {field.spec.metavar}"
+        default = "(required)" if field.required else repr(field.default)
+        lines.append(f"{flags} = {default}\n")
     for row in TABLE:
         lines.append(" ".join([row.flag, *row.only, f"({row.kind})", *row.to]) + "\n")
     check_golden("flags.txt", "".join(lines))
 
 
-def test_help(help_text: str):
-    """The golden file has the texts; what tyro prints has each of them after its flag, below its group's title."""
-    printed, lines, group = squeezed(help_text), [DESCRIPTION, ""], ""
-    position = printed.index(squeezed(DESCRIPTION))
+def test_help_equals_the_golden_file(help_text: str):
+    """The printed help has each text of the golden file after its flag, below its group's title."""
+    printed = remove_layout(help_text)
+    lines = [DESCRIPTION, ""]
+    group = ""
+    position = printed.index(remove_layout(DESCRIPTION))
     for field in all_fields().values():
         shown = field.negative_flag if field.default is True else field.flag
         entry = " ".join([shown, *filter(None, format_help_line(field))])
         if field.group != group:
             group = field.group
             lines.append(f"{group} options")
-            position = printed.index(squeezed(f"{group} options"))
-        position = printed.index(squeezed(entry), position)
+            position = printed.index(remove_layout(f"{group} options"))
+        position = printed.index(remove_layout(entry), position)
         lines.append(f"  {entry}")
     check_golden("help.txt", "\n".join(lines) + "\n")
-    assert squeezed("--config FILE YAML file") in printed
+    assert remove_layout("--config FILE YAML file") in printed
 
 
-def test_every_field_is_explained():
+def test_every_field_has_a_docstring():
     for field in all_fields().values():
         assert len(field.doc) > 10, f"{field.dotted} has no docstring"
-        assert field.doc.endswith((".", "...", ")")), (
-            f"{field.dotted}: its docstring is no sentence"
-        )
+        assert field.doc.endswith((".", "...", ")")), f"{field.dotted}: no sentence"
 
 
 def test_required_and_defaults_are_shown(help_text: str):
-    assert squeezed("--num-layers INT Number of transformer layers. (required)") in squeezed(
-        help_text
-    )
-    assert squeezed("(default: 969,30,1)") in squeezed(help_text)
+    assert remove_layout(
+        "--num-layers INT Number of transformer layers. (required)"
+    ) in remove_layout(help_text)
+    assert remove_layout("(default: 969,30,1)") in remove_layout(help_text)
     assert "None}" not in help_text
     assert "default: None" not in help_text

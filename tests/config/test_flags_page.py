@@ -1,4 +1,4 @@
-"""docs/flags.md is what the configuration and the compatibility table say today."""
+"""docs/flags.md agrees with the configuration and the compatibility table."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
 
 
-def test_the_page_is_current():
+def test_page_is_up_to_date():
     printed = subprocess.run(
         [sys.executable, "tools/flags.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    assert PAGE.read_text() == printed, "generate it again: python tools/flags.py > docs/flags.md"
+    assert PAGE.read_text() == printed, "run: python tools/flags.py > docs/flags.md"
 
 
-def test_the_page_has_every_flag():
+def test_page_has_every_flag():
     text = PAGE.read_text().replace("_", "-")
     assert [
         field.flag for field in all_fields().values() if f"| `{field.flag}` |" not in text
@@ -27,7 +27,7 @@ def test_the_page_has_every_flag():
     assert named == []
 
 
-def test_the_page_is_made_of_whole_tables():
+def test_rows_of_a_table_have_equal_columns():
     columns = 0
     for line in PAGE.read_text().splitlines():
         if line.startswith("|---"):

@@ -1,4 +1,4 @@
-"""The argument lists of three published runs, as they ran, and the world, size and length that they come to."""
+"""The argument lists of three published runs give the published world, size and length."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ EXPECTED = {
         "world": (384, 4, 12, 8),
         "layers_per_stage": (5, *[6] * 10, 5),
         "padded_vocab_size": 250_880,
-        # as above with 70 layers, h 14336, without positions (ALiBi), and 2 h for the norm of the embedding
+        # as above with 70 layers, h 14336, no positions (ALiBi), and 2 h for the embedding's norm
         "parameters": 176_247_271_424,
         "micro_and_global_batch_size": (2, 2048),
         "rampup": (192, 16, 9_765_625),
@@ -64,12 +64,12 @@ EXPECTED = {
 
 
 def first_words(warnings: list[str]) -> list[str]:
-    """What each warning is about."""
+    """Return the first word of each warning, which names its subject."""
     return [warning.split()[0] for warning in warnings]
 
 
 @pytest.mark.parametrize("run", EXPECTED)
-def test_a_published_run_is_what_it_was(run: str, tmp_path: Path):
+def test_plan_of_a_published_run(run: str, tmp_path: Path):
     facts = json.loads((RUNS / f"{run}.json").read_text())["facts"]
     loaded = load_config(published_arguments(run, tmp_path))
     plan = resolve(
@@ -77,10 +77,8 @@ def test_a_published_run_is_what_it_was(run: str, tmp_path: Path):
     )
     config = loaded.config
     assert plan.errors == ()
-    tensor, pipeline = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
+    tensor = config.parallel.tensor_model_parallel_size
+    pipeline = config.parallel.pipeline_model_parallel_size
     assert {
         "world": (plan.world_size, tensor, pipeline, plan.data_parallel_size),
         "layers_per_stage": plan.layers_per_stage,
@@ -98,8 +96,8 @@ def test_a_published_run_is_what_it_was(run: str, tmp_path: Path):
     } == EXPECTED[run]
 
 
-def test_the_worlds_are_the_published_ones():
-    """The table above against the facts that came with the argument lists."""
+def test_expected_facts_are_the_published_ones():
+    """The table above agrees with the facts that were published with the argument lists."""
     for run, expected in EXPECTED.items():
         facts = json.loads((RUNS / f"{run}.json").read_text())["facts"]
         world = (

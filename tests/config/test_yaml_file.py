@@ -1,4 +1,4 @@
-"""YAML files: values, lines, everything that can be wrong with them, and the round trip of the resolved configuration."""
+"""YAML files: values, line numbers, errors, and the round trip of a configuration."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -69,13 +69,17 @@ def load(tmp_path: Path, text: str | bytes) -> Config:
         ("precision: {fp16: true}", "precision.fp16", True),
         ("precision: {fp16: False}", "precision.fp16", False),
         ("precision: {min_loss_scale: .inf}", "precision.min_loss_scale", float("inf")),
+        ("precision: {min_loss_scale: +.inf}", "precision.min_loss_scale", float("inf")),
+        ("precision: {min_loss_scale: -.INF}", "precision.min_loss_scale", float("-inf")),
         ("model: {init_method_std: small}", "model.init_method_std", "small"),
         ("batch: &b {seed: 5}", "batch.seed", 5),
         ("batch:\n", "batch.seed", 1234),
         ("", "batch.seed", 1234),
     ],
 )
-def test_values(tmp_path: Path, text: str, field: str, value: object):
+def test_values_are_read_as_on_the_command_line(
+    tmp_path: Path, text: str, field: str, value: object
+):
     group, _, name = field.partition(".")
     found = getattr(getattr(load(tmp_path, text), group), name)
     assert found == value
@@ -109,16 +113,16 @@ def test_values(tmp_path: Path, text: str, field: str, value: object):
         ("qwertyuiop: {}", "{}:1 has an unknown group 'qwertyuiop'; the groups are model, batch, "),
         (
             "batch:\n  seed: 1\n  seed: 2",
-            "{}:3 gives 'seed' again (first in line 2); take one out.",
+            "{}:3 gives 'seed' again (first in line 2)",
         ),
-        ("batch: {}\nbatch: {}", "{}:2 gives 'batch' again (first in line 1); take one out."),
+        ("batch: {}\nbatch: {}", "{}:2 gives 'batch' again (first in line 1)"),
         ("batch: {[1]: 2}", "{}:1 has a key that is not a word."),
         ("- 1\n- [2]", "{}:1 the file must be a mapping (key: value), not [1, ...]."),
         ("batch: 3", "{}:1 'batch' must be a mapping (key: value), not '3'."),
         ("batch: {seed: 1.5}", "batch.seed: '1.5' ({}:1) must be a whole number"),
         (
             "batch: {seed: null}",
-            "batch.seed: 'null' ({}:1) must be a whole number (as in 2048 or 6_000_000); leave the key out",
+            "batch.seed: 'null' ({}:1) must be a whole number (as in 2048 or 6_000_000); leave the",
         ),
         ("batch: {seed: [1]}", "batch.seed: [1] ({}:1) must be a whole number"),
         ("batch: {seed: {a: 1}}", "batch.seed: a mapping ({}:1) must be a whole number"),
@@ -149,13 +153,13 @@ def test_values(tmp_path: Path, text: str, field: str, value: object):
         (b"\xff\xfe\xfa", "--config {} cannot be read: it is not UTF-8 text."),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str | bytes, message: str):
+def test_invalid_files_are_errors_with_their_line(tmp_path: Path, text: str | bytes, message: str):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith(message.format(tmp_path / "run.yaml"))
 
 
-def test_unreadable_files(tmp_path: Path):
+def test_unreadable_files_are_errors(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"--config .*absent.yaml cannot be read: No such file or directory\."
     ):
@@ -164,14 +168,14 @@ def test_unreadable_files(tmp_path: Path):
         load_config([*REQUIRED, "--config", str(tmp_path)])
 
 
-def test_a_saved_configuration_must_be_whole():
+def test_saved_configuration_must_be_complete():
     with pytest.raises(ConfigError, match="--num-layers is required"):
         load_yaml("")
     with pytest.raises(ConfigError, match=r"<yaml>:1 has an unknown group 'x'"):
         load_yaml("x: 1")
 
 
-def test_a_saved_configuration_is_a_config_file(tmp_path: Path):
+def test_saved_configuration_can_be_used_as_config_file(tmp_path: Path):
     config = config_with(
         data_path=("0.5", "a"),
         save="null",
@@ -185,7 +189,7 @@ def test_a_saved_configuration_is_a_config_file(tmp_path: Path):
     assert load_config(["--config", str(file), "--seed", "9"]).config.batch.seed == 9
 
 
-def test_other_readers_see_the_same_values():
+def test_pyyaml_reads_the_same_values():
     tree = yaml.safe_load(
         dump_yaml(config_with(lr=1e-5, save="no", split="1:30", data_path=("1", "a")))
     )
@@ -196,11 +200,14 @@ def test_other_readers_see_the_same_values():
 
 
 def any_value(field: Field) -> st.SearchStrategy[Any]:
-    """Every value of a field's type."""
-    return st.none() | _of_type(field.annotation) if field.optional else _of_type(field.annotation)
+    """Return a strategy for all values of a field's type."""
+    values = values_of_type(field.annotation)
+    if field.optional:
+        return st.none() | values
+    return values
 
 
-def _of_type(annotation: Any) -> st.SearchStrategy[Any]:
+def values_of_type(annotation: Any) -> st.SearchStrategy[Any]:
     simple = {
         bool: st.booleans(),
         int: st.integers(),
@@ -213,12 +220,10 @@ def _of_type(annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(annotation))
     if get_origin(annotation) is tuple:
         first, second, *_ = get_args(annotation)
-        return (
-            st.lists(simple[first], max_size=3).map(tuple)
-            if second is ...
-            else st.tuples(*map(_of_type, get_args(annotation)))
-        )
-    return st.one_of(*map(_of_type, get_args(annotation)))
+        if second is ...:
+            return st.lists(simple[first], max_size=3).map(tuple)
+        return st.tuples(*map(values_of_type, get_args(annotation)))
+    return st.one_of(*map(values_of_type, get_args(annotation)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -227,5 +232,5 @@ def _of_type(annotation: Any) -> st.SearchStrategy[Any]:
         build_config
     )
 )
-def test_round_trip(config: Config):
+def test_round_trip_of_any_configuration(config: Config):
     assert load_yaml(dump_yaml(config)) == config

@@ -14,16 +14,17 @@ THOUSAND_IDX = FIXTURES / "openwebtext-1000" / "meg-gpt2-openwebtext_text_docume
 
 
 def golden(name: str) -> dict:
-    """The committed hashes of openwebtext-100 or openwebtext-1000."""
+    """Return the committed hashes of openwebtext-100 or openwebtext-1000."""
     return json.loads((FIXTURES / name / "sample-order.json").read_text())
 
 
 def short_hash(array: np.ndarray) -> str:
+    """Return the first 16 hexadecimal digits of an array's SHA-256."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
 def write_numbered(prefix: Path, documents: int, size: int, first: int = 0) -> str:
-    """A corpus of ascending token ids, so that a sample tells where it comes from."""
+    """Write a corpus of ascending token ids, which show where a sample comes from."""
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for number in range(documents):
             begin = first + number * size

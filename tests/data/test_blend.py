@@ -1,4 +1,4 @@
-"""Mixtures, by the reference's published hashes."""
+"""Mixtures of data sets, compared with the published hashes of the reference."""
 
 import numpy as np
 import pytest
@@ -11,15 +11,13 @@ from megatron.data.cache import IndexCache
 @pytest.mark.parametrize(
     "case", golden("openwebtext-1000")["blend"], ids=lambda case: str(case["weights"])
 )
-def test_hashes_of_the_reference(tmp_path, case):
+def test_blend_has_the_hashes_of_the_reference(tmp_path, case):
     which, sample = blend(normalise(case["weights"]), case["size"], IndexCache(tmp_path))
-    assert (short_hash(which), short_hash(sample)) == (
-        case["dataset_index"],
-        case["dataset_sample_index"],
-    )
+    assert short_hash(which) == case["dataset_index"]
+    assert short_hash(sample) == case["dataset_sample_index"]
 
 
-def test_shares_follow_the_weights_and_the_beginning_does_not_depend_on_the_end(tmp_path):
+def test_shares_follow_the_weights_and_a_longer_blend_begins_the_same(tmp_path):
     weights = normalise([3, 1, 6])
     short, _ = blend(weights, 100, IndexCache(tmp_path))
     long, sample = blend(weights, 1000, IndexCache(tmp_path))
@@ -29,12 +27,12 @@ def test_shares_follow_the_weights_and_the_beginning_does_not_depend_on_the_end(
         assert sample[long == dataset].tolist() == list(range(int((long == dataset).sum())))
 
 
-def test_samples_asked():
+def test_samples_per_dataset_include_a_surplus():
     assert compute_samples_per_dataset(1000, (0.3, 0.7)) == [302, 704]
     assert compute_samples_per_dataset(1000, (1.0,)) == [1000], "a data set alone is no mixture"
 
 
-def test_many_data_sets(tmp_path):
+def test_more_than_256_data_sets_use_int32(tmp_path):
     which, _ = blend(normalise([1.0] * 300), 900, IndexCache(tmp_path))
     assert which.dtype == np.int32
     assert count_drawn_samples(which, 300) == [3] * 300

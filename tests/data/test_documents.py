@@ -1,4 +1,4 @@
-"""Bounds, positions and masks of documents, against a loop over the tokens and against the corpus."""
+"""Bounds, positions and masks of documents, compared with a loop and with the corpus."""
 
 from pathlib import Path
 
@@ -26,8 +26,10 @@ SAMPLES = npst.arrays(
 
 
 def walk(tokens: list[int]) -> tuple[tuple[int, ...], list[int], list[float]]:
-    """Bounds, positions and mask of one sample, a token at a time."""
-    bounds, positions, position = [0], [], 0
+    """Return bounds, positions and mask of one sample, computed token by token."""
+    bounds = [0]
+    positions = []
+    position = 0
     for place, token in enumerate(tokens):
         positions.append(position)
         position += 1
@@ -35,11 +37,12 @@ def walk(tokens: list[int]) -> tuple[tuple[int, ...], list[int], list[float]]:
             position = 0
             if place + 1 < len(tokens):
                 bounds.append(place + 1)
-    return (*bounds, len(tokens)), positions, [0.0 if token == EOD else 1.0 for token in tokens]
+    mask = [0.0 if token == EOD else 1.0 for token in tokens]
+    return (*bounds, len(tokens)), positions, mask
 
 
 @given(SAMPLES)
-def test_the_same_as_a_walk_over_the_tokens(samples: np.ndarray) -> None:
+def test_bounds_positions_and_masks_equal_a_walk_over_the_tokens(samples: np.ndarray) -> None:
     tokens = torch.from_numpy(samples)
     bounds, positions, masks = zip(*map(walk, samples.tolist()), strict=True)
     assert find_document_bounds(tokens, EOD) == bounds
@@ -47,7 +50,7 @@ def test_the_same_as_a_walk_over_the_tokens(samples: np.ndarray) -> None:
     assert make_loss_mask(tokens, EOD).tolist() == list(masks)
 
 
-def test_an_example() -> None:
+def test_bounds_positions_and_masks_of_an_example() -> None:
     tokens = torch.tensor([[5, 6, EOD, 7, EOD], [EOD, EOD, 5, 6, 7], [5, 6, 7, 8, 9]])
     assert find_document_bounds(tokens, EOD) == ((0, 3, 5), (0, 1, 2, 5), (0, 5))
     assert make_position_ids(tokens, EOD).tolist() == [
@@ -64,28 +67,26 @@ def test_an_example() -> None:
     assert make_loss_mask(tokens, EOD).dtype == torch.float32
 
 
-def test_a_corpus_in_its_own_order() -> None:
-    """Its whole length as one sample: bounds are where the index says that documents begin."""
+def test_bounds_of_a_complete_corpus_are_those_of_its_index() -> None:
+    """The complete corpus is taken as one sample."""
     indexed = IndexedDataset(HUNDRED)
     tokens = torch.from_numpy(indexed.tokens.astype(np.int64))[None]
     assert find_document_bounds(tokens, 4999) == ((0, *np.cumsum(indexed.sizes).tolist()),)
 
 
-def test_data_must_have_the_ends_that_are_looked_for(tmp_path: Path) -> None:
+def test_data_without_the_end_of_document_id_are_refused(tmp_path: Path) -> None:
     check_documents_end(IndexedDataset(HUNDRED), 4999)
-    with pytest.raises(
-        DataError,
-        match=r"none of the first 100 documents ends with the tokenizer's end-of-document id 0, so",
-    ):
+    with pytest.raises(DataError, match="none of the first 100 documents") as raised:
         check_documents_end(IndexedDataset(HUNDRED), 0)
+    assert "end-of-document id 0" in str(raised.value)
     plain = write_numbered(tmp_path / "plain", documents=2000, size=3)
     with pytest.raises(DataError, match="none of the first 1000 documents"):
         check_documents_end(IndexedDataset(plain), 7)
     check_documents_end(IndexedDataset(plain), 5)
 
 
-def test_ends_of_documents_of_no_or_several_sequences(tmp_path: Path) -> None:
-    """Only the last sequence of a document ends it."""
+def test_only_the_last_sequence_of_a_document_ends_it(tmp_path: Path) -> None:
+    """A document may have no sequence or several."""
     with IndexedDatasetWriter(tmp_path / "parts", np.int32) as writer:
         writer.add_documents([1, EOD, 2, 9, 3, 8], [2, 2, 0, 2])
     indexed = IndexedDataset(tmp_path / "parts")

@@ -1,4 +1,4 @@
-"""The reference's sample order, by its published hashes."""
+"""The order of samples, compared with the published hashes of the reference."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,23 @@ ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 def open_case(data, case, cache):
     return GPTDataset(
         data,
-        tuple(case["documents"]),
-        case["seq_length"],
-        case["seed"],
-        case["num_samples"],
-        IndexCache(cache),
+        documents=tuple(case["documents"]),
+        seq_length=case["seq_length"],
+        seed=case["seed"],
+        num_samples=case["num_samples"],
+        cache=IndexCache(cache),
+    )
+
+
+def open_documents(data, last, seq_length, num_samples, cache):
+    """Open the index of the first `last` documents with seed 1."""
+    return GPTDataset(
+        data,
+        documents=(0, last),
+        seq_length=seq_length,
+        seed=1,
+        num_samples=num_samples,
+        cache=IndexCache(cache),
     )
 
 
@@ -43,8 +55,8 @@ def check_tokens(dataset, case):
     golden("openwebtext-1000")["index"],
     ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
 )
-def test_index_of_the_reference(tmp_path, case):
-    """The index depends on the documents' sizes only: the .bin may be a hole of the right size."""
+def test_index_has_the_hashes_of_the_reference(tmp_path, case):
+    """The index depends on the sizes of the documents only, so the .bin may hold zeros."""
     (tmp_path / "x.idx").write_bytes(THOUSAND_IDX.read_bytes())
     with open(tmp_path / "x.bin", "wb") as file:
         file.truncate(2 * 1_361_845)
@@ -56,7 +68,7 @@ def test_index_of_the_reference(tmp_path, case):
     golden("openwebtext-1000")["index"],
     ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
 )
-def test_tokens_of_the_reference(tmp_path, case):
+def test_samples_have_the_hashes_of_the_reference(tmp_path, case):
     folder = shared_dir("data", "openwebtext-1000")
     check_tokens(
         open_case(IndexedDataset(folder / "meg-gpt2-openwebtext_text_document"), case, tmp_path),
@@ -70,7 +82,7 @@ def test_tokens_of_the_reference(tmp_path, case):
     golden("openwebtext-100")["index"],
     ids=lambda case: f"{case['num_samples']}x{case['seq_length']}",
 )
-def test_hundred_documents(tmp_path, case, helpers, monkeypatch):
+def test_index_and_samples_of_hundred_documents(tmp_path, case, helpers, monkeypatch):
     if helpers == "numpy":
         monkeypatch.setattr("megatron.data.index_helpers.sample_index", index_numpy.sample_index)
         monkeypatch.setattr("megatron.data.index_helpers.gather_tokens", index_numpy.gather_tokens)
@@ -81,9 +93,10 @@ def test_hundred_documents(tmp_path, case, helpers, monkeypatch):
 
 def test_an_epoch_shows_every_token_once(tmp_path):
     data = IndexedDataset(write_numbered(tmp_path / "x", documents=20, size=33))
-    dataset = GPTDataset(data, (0, 20), 10, 1, 50, IndexCache(tmp_path))
+    dataset = open_documents(data, 20, seq_length=10, num_samples=50, cache=tmp_path)
     seen = np.concatenate([dataset[i][:-1] for i in range(len(dataset))])
-    assert len(seen) == len(set(seen.tolist())) == 650
+    assert len(seen) == 650
+    assert len(set(seen.tolist())) == 650
     for i in range(len(dataset)):
         tokens = dataset[i]
         for column in (0, 5, 10):
@@ -93,9 +106,10 @@ def test_an_epoch_shows_every_token_once(tmp_path):
 
 @pytest.mark.parametrize("tokens", [11, 12, 57, 100])
 @pytest.mark.parametrize("num_samples", [1, 5, 9, 23])
-def test_the_number_of_epochs_is_the_least_that_suffices(tokens, num_samples):
-    shape = IndexShape.compute(tokens, 10, num_samples)
-    assert (shape.num_epochs * tokens - 1) // 10 == shape.num_samples >= num_samples
+def test_the_number_of_epochs_is_the_smallest_that_suffices(tokens, num_samples):
+    shape = IndexShape.compute(tokens_per_epoch=tokens, seq_length=10, num_samples=num_samples)
+    assert shape.num_samples == (shape.num_epochs * tokens - 1) // 10
+    assert shape.num_samples >= num_samples
     assert shape.num_epochs == 1 or ((shape.num_epochs - 1) * tokens - 1) // 10 < num_samples
 
 
@@ -104,10 +118,9 @@ def test_wider_types_only_where_needed():
     assert choose_signed_type(2**31) is np.int64
 
 
-def test_a_corpus_too_small_for_one_sample(tmp_path):
+def test_a_corpus_too_small_for_one_sample_is_refused(tmp_path):
     data = IndexedDataset(write_numbered(tmp_path / "x", documents=4, size=25))
-    GPTDataset(data, (0, 4), 99, 1, 5, IndexCache(tmp_path))
-    with pytest.raises(
-        DataError, match=r"documents 0 to 4 of .*x hold 100 tokens.*--seq-length 100 needs 101"
-    ):
-        GPTDataset(data, (0, 4), 100, 1, 5, IndexCache(tmp_path))
+    open_documents(data, 4, seq_length=99, num_samples=5, cache=tmp_path)
+    with pytest.raises(DataError, match="hold 100 tokens") as raised:
+        open_documents(data, 4, seq_length=100, num_samples=5, cache=tmp_path)
+    assert "--seq-length 100 needs 101" in str(raised.value)

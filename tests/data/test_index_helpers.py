@@ -1,4 +1,4 @@
-"""C++ equals NumPy on random inputs, byte for byte; both equal a plain reading of the definition."""
+"""C++ equals NumPy byte for byte on random inputs, and both equal the definition."""
 
 import subprocess
 import sys
@@ -23,14 +23,14 @@ corpora = st.tuples(
 )
 
 
-def unaligned(array):
-    """The same values at an odd address, as inside an .idx file."""
+def make_unaligned(array):
+    """Return the same values at an odd address, as inside an .idx file."""
     raw = np.zeros(array.nbytes + 2, np.uint8)
     raw[2:] = array.view(np.uint8)
     return np.frombuffer(raw.data, array.dtype, len(array), 2)
 
 
-def shuffled(sizes, epochs, seed, dtype):
+def shuffle_documents(sizes, epochs, seed, dtype):
     doc_idx = np.tile(np.arange(len(sizes), dtype=dtype), epochs)
     np.random.RandomState(seed).shuffle(doc_idx)
     return doc_idx
@@ -38,13 +38,14 @@ def shuffled(sizes, epochs, seed, dtype):
 
 @settings(max_examples=200, deadline=None)
 @given(corpora, st.sampled_from([np.int32, np.int64]), st.sampled_from([np.int32, np.int64]))
-def test_sample_index(corpus, doc_type, out_type):
+def test_sample_index_in_cpp_and_numpy_equals_the_definition(corpus, doc_type, out_type):
     sizes, epochs, seed, seq_length = corpus
     sizes = np.array(sizes, np.int32)
-    doc_idx = shuffled(sizes, epochs, seed, doc_type)
+    doc_idx = shuffle_documents(sizes, epochs, seed, doc_type)
     num_samples = (epochs * int(sizes.sum()) - 1) // seq_length
-    fast, slow = (np.full((num_samples + 1, 2), -1, out_type) for _ in range(2))
-    cpp.sample_index(unaligned(sizes), doc_idx, seq_length, fast)
+    fast = np.full((num_samples + 1, 2), -1, out_type)
+    slow = np.full((num_samples + 1, 2), -1, out_type)
+    cpp.sample_index(make_unaligned(sizes), doc_idx, seq_length, fast)
     index_numpy.sample_index(sizes, doc_idx, seq_length, slow)
     assert fast.tobytes() == slow.tobytes()
     owner = [
@@ -58,13 +59,13 @@ def test_sample_index(corpus, doc_type, out_type):
 
 @settings(max_examples=20, deadline=None)
 @given(corpora, st.integers(1, 4))
-def test_sample_index_in_chunks(corpus, chunk):
+def test_sample_index_in_chunks_is_the_same(corpus, chunk):
     sizes, epochs, seed, seq_length = corpus
     sizes = np.array(sizes, np.int32)
-    doc_idx = shuffled(sizes, epochs, seed, np.int32)
-    out, chunked = (
-        np.zeros(((epochs * int(sizes.sum()) - 1) // seq_length + 1, 2), np.int32) for _ in range(2)
-    )
+    doc_idx = shuffle_documents(sizes, epochs, seed, np.int32)
+    num_samples = (epochs * int(sizes.sum()) - 1) // seq_length
+    out = np.zeros((num_samples + 1, 2), np.int32)
+    chunked = np.zeros((num_samples + 1, 2), np.int32)
     index_numpy.sample_index(sizes, doc_idx, seq_length, out)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(index_numpy, "_CHUNK", chunk)
@@ -78,12 +79,13 @@ def test_sample_index_in_chunks(corpus, chunk):
     st.integers(0, 300),
     st.sampled_from([np.uint8, np.int32]),
 )
-def test_blending_indices(weights, size, which_type):
+def test_blending_indices_in_cpp_and_numpy_are_the_same(weights, size, which_type):
     weights = np.array(weights)
     weights /= weights.sum()
     results = []
     for module in (cpp, index_numpy):
-        which, sample = np.zeros(size, which_type), np.zeros(size, np.int64)
+        which = np.zeros(size, which_type)
+        sample = np.zeros(size, np.int64)
         module.blending_indices(weights, which, sample)
         results.append(which.tobytes() + sample.tobytes())
     assert results[0] == results[1]
@@ -96,10 +98,10 @@ def test_blending_indices(weights, size, which_type):
     st.sampled_from([np.int32, np.int64]),
     st.data(),
 )
-def test_gather_tokens(corpus, token_type, doc_type, data):
+def test_gather_tokens_in_cpp_and_numpy_equals_the_definition(corpus, token_type, doc_type, data):
     sizes, epochs, seed, seq_length = corpus
     sizes = np.array(sizes, np.int32)
-    doc_idx = shuffled(sizes, epochs, seed, doc_type)
+    doc_idx = shuffle_documents(sizes, epochs, seed, doc_type)
     total = int(sizes.sum())
     tokens = np.random.RandomState(seed).randint(0, 100, total).astype(token_type)
     begins = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
@@ -112,51 +114,38 @@ def test_gather_tokens(corpus, token_type, doc_type, data):
     rows = np.array(data.draw(st.permutations(range(len(samples)))), np.int64)
     starts = index[samples].astype(np.int64)
     pointers = begins * tokens.itemsize
-    fast, slow = (np.full((len(samples), seq_length + 1), -1, np.int64) for _ in range(2))
-    cpp.gather_tokens(tokens, unaligned(pointers), unaligned(sizes), doc_idx, starts, rows, fast)
+    fast = np.full((len(samples), seq_length + 1), -1, np.int64)
+    slow = np.full((len(samples), seq_length + 1), -1, np.int64)
+    cpp.gather_tokens(
+        tokens, make_unaligned(pointers), make_unaligned(sizes), doc_idx, starts, rows, fast
+    )
     index_numpy.gather_tokens(tokens, pointers, sizes, doc_idx, starts, rows, slow)
     assert fast.tobytes() == slow.tobytes()
     stream = np.concatenate([tokens[begins[d] : begins[d] + sizes[d]] for d in doc_idx]).astype(
         np.int64
     )
     for sample, row in zip(samples, rows, strict=True):
-        assert (
-            fast[row].tolist()
-            == stream[sample * seq_length : sample * seq_length + seq_length + 1].tolist()
-        )
+        begin = sample * seq_length
+        assert fast[row].tolist() == stream[begin : begin + seq_length + 1].tolist()
 
 
 @pytest.mark.parametrize("module", [cpp, index_numpy])
 def test_running_out_of_documents_is_an_error_not_a_crash(module):
-    sizes, doc_idx = np.array([3, 4], np.int32), np.array([0, 1], np.int32)
+    sizes = np.array([3, 4], np.int32)
+    doc_idx = np.array([0, 1], np.int32)
     with pytest.raises(RuntimeError, match="end before the last sample"):
         module.sample_index(sizes, doc_idx, 5, np.zeros((9, 2), np.int32))
-    out, tokens = np.zeros((1, 8), np.int64), np.zeros(7, np.uint16)
     with pytest.raises(RuntimeError, match="past the last document"):
-        module.gather_tokens(
-            tokens, np.array([0, 6]), sizes, doc_idx, np.array([[0, 0]]), np.array([0]), out
-        )
+        module.gather_tokens(**make_gather_arguments(out=np.zeros((1, 8), np.int64)))
 
 
-def test_a_row_outside_the_output_is_an_error_not_a_crash():
-    sizes, doc_idx, tokens = (
-        np.array([9], np.int32),
-        np.array([0], np.int32),
-        np.zeros(9, np.uint16),
-    )
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+def test_a_row_outside_the_output_is_an_error_not_a_crash(module):
     with pytest.raises(RuntimeError, match="row outside the output"):
-        cpp.gather_tokens(
-            tokens,
-            np.array([0]),
-            sizes,
-            doc_idx,
-            np.array([[0, 0]]),
-            np.array([1]),
-            np.zeros((1, 8), np.int64),
-        )
+        module.gather_tokens(**make_gather_arguments(rows=np.array([1])))
 
 
-def test_the_slow_choice_is_said():
+def test_the_slow_implementation_is_reported():
     assert index_helpers.describe_implementation() == "C++"
     program = (
         "import sys; sys.modules['megatron.data._index_helpers'] = None\n"
@@ -164,14 +153,14 @@ def test_the_slow_choice_is_said():
         "assert index_helpers.sample_index is index_numpy.sample_index\n"
         "print(index_helpers.describe_implementation())"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert said.startswith("NumPy (slower: ")
+    assert output.startswith("NumPy (slower: ")
 
 
-def gather_arguments(**changed):
-    """Two documents of 3 and 4 tokens, one sample of 7."""
+def make_gather_arguments(**changed):
+    """Return arguments for two documents of 3 and 4 tokens and one sample of 7."""
     arguments = {
         "tokens": np.arange(7, dtype=np.uint16),
         "pointers": np.array([0, 6]),
@@ -181,7 +170,7 @@ def gather_arguments(**changed):
         "rows": np.array([0]),
         "out": np.full((1, 7), -1, np.int64),
     }
-    return list({**arguments, **changed}.values())
+    return {**arguments, **changed}
 
 
 HUGE = 2**31 - 1
@@ -210,13 +199,20 @@ HUGE = 2**31 - 1
     + [
         {"tokens": np.arange(6, dtype=np.uint16)},
         {"pointers": np.array([0])},
+    ]
+    + [
+        {"tokens": np.zeros((7, 1), np.uint16)},
+        {"starts": np.array([0, 0])},
+        {"starts": np.array([[0, 0, 0]])},
+        {"rows": np.array([0, 0])},
+        {"out": np.zeros(7, np.int64)},
     ],
     ids=str,
 )
-def test_an_index_out_of_range_is_an_error_not_a_crash(module, changed):
-    module.gather_tokens(*gather_arguments())
+def test_a_wrong_index_or_shape_is_an_error_not_a_crash(module, changed):
+    module.gather_tokens(**make_gather_arguments())
     with pytest.raises(RuntimeError):
-        module.gather_tokens(*gather_arguments(**changed))
+        module.gather_tokens(**make_gather_arguments(**changed))
 
 
 @pytest.mark.parametrize("module", [cpp, index_numpy])
@@ -232,7 +228,7 @@ def test_a_document_that_does_not_exist_has_no_samples(module, document):
 
 
 @pytest.mark.parametrize("module", [cpp, index_numpy])
-def test_sizes_and_outputs_that_cannot_be(module):
+def test_impossible_sizes_and_outputs_are_refused(module):
     documents = np.array([0, 1], np.int32)
     with pytest.raises(RuntimeError, match="size -5"):
         module.sample_index(np.array([3, -5], np.int32), documents, 2, np.zeros((4, 2), np.int32))
@@ -244,15 +240,33 @@ def test_sizes_and_outputs_that_cannot_be(module):
         module.blending_indices(np.array([1.0]), np.zeros(3, np.uint8), np.zeros(2, np.int64))
 
 
-def test_an_output_of_another_shape_is_not_written_beyond_its_end():
-    sizes, documents = np.array([3, 4], np.int32), np.array([0, 1], np.int32)
-    for out in (np.zeros(4, np.int32), np.zeros((4, 1), np.int32), np.zeros((0, 2), np.int32)):
-        with pytest.raises(RuntimeError, match=r"\[samples \+ 1, 2\]"):
-            cpp.sample_index(sizes, documents, 2, out)
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (0, 2), (4, 2, 1)])
+def test_a_sample_index_of_another_shape_is_refused(module, shape):
+    sizes = np.array([3, 4], np.int32)
+    documents = np.array([0, 1], np.int32)
+    with pytest.raises(RuntimeError, match=r"\[samples \+ 1, 2\]"):
+        module.sample_index(sizes, documents, 2, np.zeros(shape, np.int32))
+    with pytest.raises(RuntimeError, match="must have one dimension"):
+        module.sample_index(sizes[:, None], documents, 2, np.zeros((4, 2), np.int32))
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+def test_blending_arrays_of_another_shape_are_refused(module):
+    weights = np.array([0.5, 0.5])
+    with pytest.raises(RuntimeError, match="at least one weight"):
+        module.blending_indices(weights[None], np.zeros(3, np.uint8), np.zeros(3, np.int64))
+    with pytest.raises(RuntimeError, match="both outputs"):
+        module.blending_indices(weights, np.zeros((3, 1), np.uint8), np.zeros((3, 1), np.int64))
+
+
+@pytest.mark.parametrize("module", [cpp, index_numpy])
+def test_a_type_too_small_for_the_number_of_data_sets_is_refused(module):
+    which = np.zeros(600, np.uint8)
+    sample = np.zeros(600, np.int64)
+    module.blending_indices(np.full(256, 1 / 256), which, sample)
     with pytest.raises(RuntimeError, match="cannot number"):
-        cpp.blending_indices(
-            np.full(300, 1 / 300), np.zeros(600, np.uint8), np.zeros(600, np.int64)
-        )
+        module.blending_indices(np.full(257, 1 / 257), which, sample)
 
 
 def test_an_older_build_without_range_checks_is_not_used():
@@ -262,7 +276,7 @@ def test_an_older_build_without_range_checks_is_not_used():
         "assert index_helpers.gather_tokens is index_numpy.gather_tokens\n"
         "print(index_helpers.describe_implementation())"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert said.startswith("NumPy (slower: the C++ build has revision 1")
+    assert output.startswith("NumPy (slower: the C++ build has revision 1")

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: bytes, round trips, and every way in which files can be wrong."""
+"""The .bin/.idx format: its bytes, round trips, and the ways in which files can be wrong."""
 
 import os
 import struct
@@ -18,7 +18,7 @@ HEADER = 34
 
 @pytest.fixture
 def copy(tmp_path):
-    """The path of a private copy of the first 100 documents."""
+    """The path of a copy of the first 100 documents that a test may change."""
     for suffix in (".bin", ".idx"):
         (tmp_path / f"c{suffix}").write_bytes(Path(HUNDRED + suffix).read_bytes())
     return tmp_path / "c"
@@ -32,7 +32,8 @@ def patch(path, at, data):
 
 def test_reads_the_reference_files():
     data = IndexedDataset(HUNDRED)
-    assert len(data) == data.num_documents == 100
+    assert len(data) == 100
+    assert data.num_documents == 100
     assert data.dtype == np.uint16
     assert data.sizes[:3].tolist() == [1411, 918, 1046]
     assert data.document_offsets[[0, 1, -1]].tolist() == [0, 1, 100]
@@ -59,14 +60,15 @@ def test_writes_the_reference_bytes(tmp_path, how):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 
-def test_datasets_are_merged(tmp_path):
+def test_merged_data_sets_keep_all_sequences(tmp_path):
     data = IndexedDataset(HUNDRED)
     with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
         writer.add_document([1, 2])
         writer.add_dataset(data)
         writer.add_dataset(data)
     merged = IndexedDataset(tmp_path / "x")
-    assert len(merged) == merged.num_documents == 201
+    assert len(merged) == 201
+    assert merged.num_documents == 201
     assert merged[0].tolist() == [1, 2]
     assert merged[101].tolist() == data[0].tolist()
     assert merged[200].tolist() == data[99].tolist()
@@ -74,7 +76,7 @@ def test_datasets_are_merged(tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(dtype=st.sampled_from([d.name for d in DTYPES.values()]), data=st.data())
-def test_round_trip(tmp_path_factory, dtype, data):
+def test_written_documents_are_read_back(tmp_path_factory, dtype, data):
     limits = np.iinfo(dtype)
     ids = st.integers(int(limits.min), int(limits.max))
     documents = data.draw(st.lists(st.lists(ids, max_size=6), max_size=6))
@@ -87,20 +89,20 @@ def test_round_trip(tmp_path_factory, dtype, data):
     assert back.dtype == np.dtype(dtype)
 
 
-def test_nothing_appears_before_it_is_complete(tmp_path):
-    def interrupted():
+def test_an_interrupted_writer_leaves_no_files(tmp_path):
+    def write_and_interrupt():
         with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
             writer.add_document([1, 2, 3])
             assert not (tmp_path / "x.bin").exists()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        write_and_interrupt()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_old_index_never_stands_beside_a_new_bin(copy, monkeypatch):
-    """A kill between the two renames."""
+def test_an_old_idx_never_exists_with_a_new_bin(copy, monkeypatch):
+    """The writer is interrupted between the two renames."""
     renamed = []
 
     def replace(source, target):
@@ -118,12 +120,12 @@ def test_an_old_index_never_stands_beside_a_new_bin(copy, monkeypatch):
     assert not copy.with_suffix(".idx").exists()
 
 
-def test_best_dtype():
+def test_dtype_is_the_smallest_for_the_vocabulary():
     assert choose_dtype(65499) == np.uint16
     assert choose_dtype(65500) == np.int32
 
 
-def test_fingerprint_is_of_the_content(copy):
+def test_fingerprint_depends_on_the_content_and_not_the_path(copy):
     before = IndexedDataset(HUNDRED).compute_fingerprint()
     assert IndexedDataset(copy).compute_fingerprint() == before
     patch(copy.with_suffix(".bin"), 0, b"\x07\x00")
@@ -134,7 +136,7 @@ def test_missing_files_are_named(copy):
     copy.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"c\.bin does not exist"):
         IndexedDataset(copy)
-    with pytest.raises(DataError, match=r"nowhere\.idx does not exist.*without \.bin and \.idx"):
+    with pytest.raises(DataError, match=r"nowhere\.idx does not exist"):
         IndexedDataset("/nowhere")
 
 
@@ -144,28 +146,28 @@ def test_missing_files_are_named(copy):
         (lambda raw: raw[:20], "has 20 bytes, less than the 34"),
         (
             lambda raw: raw[:-8],
-            r"has 2034 bytes, but 100 sequences and 101 document offsets need 2042.*cut off",
+            "has 2034 bytes, but 100 sequences and 101 document offsets need 2042: it is truncated",
         ),
-        (lambda raw: raw + b"\0", r"has 2043 bytes.*need 2042.*longer than it says"),
+        (lambda raw: raw + b"\0", "need 2042: it is longer than its header states"),
         (
             lambda raw: b"TNTIDX\x00\x00\x00" + raw[9:],
-            "not with .*MMIDIDX.*not the index of an mmap",
+            "it is not the index of an mmap data set",
         ),
-        (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "format version 2; only version 1"),
-        (lambda raw: raw[:17] + b"\x06" + raw[18:], r"dtype code 6 \(6 and 7 mean different types"),
-        (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7"),
-        (lambda raw: raw[:17] + b"\x63" + raw[18:], "dtype code 99; known are 1 uint8"),
+        (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has format version 2"),
+        (lambda raw: raw[:17] + b"\x06" + raw[18:], r"has dtype code 6 \(6 and 7 mean"),
+        (lambda raw: raw[:17] + b"\x07" + raw[18:], "has dtype code 7"),
+        (lambda raw: raw[:17] + b"\x63" + raw[18:], "dtype code 99; supported are 1 uint8"),
         (
             lambda raw: raw[:HEADER] + struct.pack("<i", -5) + raw[HEADER + 4 :],
             "sequence 0 has size -5",
         ),
         (
             lambda raw: raw[: HEADER + 408] + struct.pack("<q", 4) + raw[HEADER + 416 :],
-            "sequence 1 points to byte 4.*add up to 2822",
+            "sequence 1 points to byte 4, but the sizes before it add up to 2822",
         ),
         (
             lambda raw: raw[:-8] + struct.pack("<q", 99),
-            r"document offsets \(from 0 to 99\) must rise from 0 to the number of sequences, 100",
+            r"document offsets \(from 0 to 99\) must rise",
         ),
     ],
 )
@@ -177,17 +179,16 @@ def test_a_wrong_idx_is_refused(copy, damage, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(-2, "cut off"), (+2, "not the file that this index was made for")]
+    ("size", "reason"),
+    [(259_476, "it is truncated"), (259_480, "not the file that this index was made for")],
 )
-def test_a_bin_of_another_size_is_refused(copy, change, words):
-    path = copy.with_suffix(".bin")
-    raw = path.read_bytes()
-    path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
-    with pytest.raises(
-        DataError,
-        match=rf"has {259478 + change} bytes, but the 129739 uint16 tokens of c\.idx need 259478.*{words}",
-    ):
+def test_a_bin_of_another_size_is_refused(copy, size, reason):
+    assert copy.with_suffix(".bin").stat().st_size == 259_478
+    os.truncate(copy.with_suffix(".bin"), size)
+    with pytest.raises(DataError, match=f"has {size} bytes") as raised:
         IndexedDataset(copy)
+    assert "the 129739 uint16 tokens of c.idx need 259478" in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
@@ -196,16 +197,8 @@ def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
     with pytest.raises(DataError, match="-1 to 70000 do not fit uint16"):
         writer.add_document([-1, 70000])
+    # The second size makes the sum 0. Otherwise this test would need 4 GiB of tokens.
     with pytest.raises(DataError, match=f"a sequence of {2**31} tokens is longer"):
-        writer.add_documents(
-            np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (0,), (2,)), _Sizes()
-        )
+        writer.add_documents(np.zeros(0, np.uint16), [2**31, -(2**31)])
     writer.discard()
     assert list(tmp_path.iterdir()) == []
-
-
-class _Sizes:
-    """Sizes of two sequences, one far too long and one that undoes it: 2 GiB of tokens need not be made for this test."""
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array([2**31, -(2**31)], np.int64)

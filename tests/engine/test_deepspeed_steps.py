@@ -1,4 +1,4 @@
-"""DeepSpeed's engine where a step goes wrong or its state is touched from outside: dropped steps, loss scale, saves, loads."""
+"""Tests of the DeepSpeed engine: dropped steps, the loss scale, saves during training and loads."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,12 +34,15 @@ LAYOUTS = {
     "pp4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 2"),
 }
 VICTIMS = {"pp4": 1}
-"""A stage in the middle; of other layouts it is the last rank."""
+"""The rank that is disturbed: a stage in the middle. In other layouts it is the last rank."""
 
 
 def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], list[bool]]:
-    """Trains, but puts an infinity into one gradient of rank `victim` in the third step. Of each step: was it applied, and did the
-    weights change?"""
+    """Train with an infinity in one gradient of rank `victim` in the third step.
+
+    Returns:
+        For each step whether it was applied, and for each step whether the weights changed.
+    """
     from megatron.engine.base import StepResult
     from megatron.engine.deepspeed import DeepSpeedEngine
 
@@ -46,27 +50,29 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
     changed: list[bool] = []
     original = DeepSpeedEngine.train_batch
 
-    def weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+    def copy_state(engine: DeepSpeedEngine) -> list[torch.Tensor]:
         return [shard.tensor.clone() for shard in engine.shards(optimizer=True)]
 
-    def disturbed(engine: DeepSpeedEngine, *arguments: object, **keywords: object) -> StepResult:
+    def train_and_disturb(
+        engine: DeepSpeedEngine, *arguments: object, **keywords: object
+    ) -> StepResult:
         handle = None
         if len(changed) + 1 == WRONG_AT and int(os.environ["RANK"]) == victim:
             parameter = next(
                 p
-                for name, p in engine._stage.named_parameters()
+                for name, p in engine.stages[0].named_parameters()
                 if name.endswith("input_norm.weight")
             )
             handle = parameter.register_hook(lambda gradient: gradient * torch.inf)
-        before = weights(engine)
+        before = copy_state(engine)
         result = original(engine, *arguments, **keywords)  # type: ignore[arg-type]
         if handle is not None:
             handle.remove()
-        changed.append(not all(map(torch.equal, before, weights(engine))))
+        changed.append(not all(map(torch.equal, before, copy_state(engine))))
         applied.append(result.applied)
         return result
 
-    DeepSpeedEngine.train_batch = disturbed  # type: ignore[method-assign]
+    DeepSpeedEngine.train_batch = train_and_disturb  # type: ignore[method-assign]
     try:
         pretrain(argv)
     finally:
@@ -121,14 +127,15 @@ EQUAL_MICROBATCHES = 64
 SMALL = "--fp16 --loss-scale 65536 --num-layers 2 --seq-length 32 --curriculum-difficulties 16 32"
 
 
-def norms_of_equal_microbatches(argv: list[str]) -> tuple[float, float]:
-    """The norm of the gradients of one microbatch, and of many that are the same."""
+def measure_norms_of_equal_microbatches(argv: list[str]) -> tuple[float, float]:
+    """Return the gradient norm of one microbatch, and of many that are the same."""
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.training.resume import resolve_job
     from megatron.training.setup import join_ranks, start_run
 
-    loaded, world = load_config(argv), read_launcher_world()
+    loaded = load_config(argv)
+    world = read_launcher_world()
     run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
     assert run.sources.train is not None
     microbatch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
@@ -155,13 +162,16 @@ NORM_LAYOUTS = LAYOUTS | {
 def test_fp16_gradients_are_accumulated_in_fp32(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Many equal microbatches have the norm of one, and the native engine's. Sums in fp16 are 1e-4 off."""
+    """Many equal microbatches have the gradient norm of one, and that of the native engine.
+
+    Sums in fp16 are wrong by 1e-4.
+    """
     ranks, flags = NORM_LAYOUTS[layout]
     shared = corpus, "gpt2", "curriculum", NO_DROPOUT, SMALL, flags
     norms = {}
     for engine in ("--deepspeed", "--no-cpu-optimizer"):
         outcomes = pool.run(
-            ranks, norms_of_equal_microbatches, command(tmp_path / engine, *shared, engine)
+            ranks, measure_norms_of_equal_microbatches, command(tmp_path / engine, *shared, engine)
         )
         succeed(outcomes)
         norms[engine] = outcomes[0].value
@@ -190,7 +200,8 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
         steps[engine] = [
             entry for entry in read_metrics(folder / "metrics.jsonl") if "loss_scale" in entry
         ]
-    native, deepspeed = steps[""], steps["--deepspeed"]
+    native = steps[""]
+    deepspeed = steps["--deepspeed"]
     assert len({entry["loss_scale"] for entry in native}) > 5
     assert [entry["loss_scale"] for entry in deepspeed] == [entry["loss_scale"] for entry in native]
     trained = [
@@ -203,20 +214,17 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
 
 
 def pretrain_with_slow_copies(argv: list[str]) -> None:
-    """The next step is there before the copy has started."""
-    from megatron.checkpoint.save import Saver
+    """Train with copies that start only after the next step has started."""
+    from megatron.checkpoint import save
 
-    original = Saver._copy
+    original = save.copy_to_host
 
-    def slow(*arguments):
+    def copy_late(*arguments):
         time.sleep(0.5)
         return original(*arguments)
 
-    Saver._copy = slow
-    try:
+    with mock.patch.object(save, "copy_to_host", copy_late):
         pretrain(argv)
-    finally:
-        Saver._copy = original
 
 
 @pytest.mark.parametrize(
@@ -227,10 +235,10 @@ def pretrain_with_slow_copies(argv: list[str]) -> None:
         pytest.param("dp2-zero3", marks=pytest.mark.full),
     ],
 )
-def test_a_save_during_training_is_the_save_between_steps(
+def test_an_async_save_equals_a_synchronous_save(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """The step waits for the copy; without that, the copy would have some of the next step's numbers."""
+    """The update waits for the copy. Otherwise the copy would mix two steps."""
     ranks, flags = LAYOUTS[layout]
     for folder, how in (("between", ""), ("during", "--async-save")):
         shared = NO_DROPOUT, flags, "--deepspeed --save-interval 2", how
@@ -252,14 +260,15 @@ def test_a_save_during_training_is_the_save_between_steps(
         assert found.equal
 
 
-def zeros_after_a_step(argv: list[str]) -> tuple[float, float]:
-    """Loss of a batch after one step, and after all weights were set to zero through the shards."""
+def measure_losses_of_zero_weights(argv: list[str]) -> tuple[float, float]:
+    """Return the loss after one step, and after all weights were set to zero through the shards."""
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.training.resume import resolve_job
     from megatron.training.setup import join_ranks, start_run
 
-    loaded, world = load_config(argv), read_launcher_world()
+    loaded = load_config(argv)
+    world = read_launcher_world()
     run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
     assert run.sources.train is not None
     batch = run.sources.train.read_batch(run.plan.batch_size.final)
@@ -272,13 +281,16 @@ def zeros_after_a_step(argv: list[str]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_loaded_is_what_the_model_computes_with(
+def test_the_model_computes_with_loaded_weights(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Also in mid-run, when ZeRO 3 has gathered small parameters: a model of zeros gives each of its 5000 ids the same chance."""
+    """A model whose loaded weights are zero gives each of its 5000 ids the same probability.
+
+    The load comes after a step, when ZeRO 3 has gathered small parameters.
+    """
     ranks, flags = LAYOUTS[layout]
     argv = command(tmp_path, corpus, "gpt2", "curriculum", NO_DROPOUT, flags, "--deepspeed --bf16")
-    outcomes = pool.run(ranks, zeros_after_a_step, argv)
+    outcomes = pool.run(ranks, measure_losses_of_zero_weights, argv)
     succeed(outcomes)
     for outcome in outcomes:
         trained, zeros = outcome.value
@@ -286,7 +298,7 @@ def test_what_is_loaded_is_what_the_model_computes_with(
         assert trained != zeros
 
 
-def test_what_deepspeed_refuses_names_its_json(
+def test_a_refusal_by_deepspeed_names_its_json(
     pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds_config.json"
@@ -306,7 +318,7 @@ def test_what_deepspeed_refuses_names_its_json(
 
 
 def pretrain_in_own_folder(argv: list[str], folder: str) -> None:
-    """As on machines of which each has its own disk."""
+    """Train in a folder of this rank, as on hosts that do not share a disk."""
     here = Path.cwd()
     os.chdir(Path(folder) / os.environ["RANK"])
     try:
@@ -325,7 +337,7 @@ def test_ranks_whose_json_differs_are_named(pool: ProcessPool, corpus: str, tmp_
     for outcome in pool.run(2, pretrain_in_own_folder, argv, str(tmp_path)):
         assert outcome.kind == "LayoutError", outcome.output
         assert "1001" in str(outcome.error)
-        assert "its ds_config.json has" in str(outcome.error)
+        assert "its ds_config.json passes" in str(outcome.error)
 
 
 def test_one_process_needs_no_launcher_and_no_port(corpus: str, tmp_path: Path) -> None:

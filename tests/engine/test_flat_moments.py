@@ -1,4 +1,4 @@
-"""Moments of 8 bits: opened, written back, bit for bit what they were; and close to what they were made of."""
+"""Tests of 8-bit moments: reading and writing back changes no bit, codes are the nearest."""
 
 import pytest
 import torch
@@ -8,10 +8,12 @@ from megatron.engine.flat_moments import EightBitMoments, TorchMoments, build_ad
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-SIZE = 10_000  # no multiple of a block
+SIZE = 10_000  # not a multiple of the block size
 
 
-def trained(seed: int, config: OptimizerConfig) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+def build_optimizer(
+    seed: int, config: OptimizerConfig
+) -> tuple[torch.optim.Optimizer, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     flat = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
     optimizer = build_adamw([{"params": [flat], "weight_decay": 0.1}], config)
@@ -29,24 +31,22 @@ def step(optimizer: torch.optim.Optimizer, flat: torch.Tensor, number: int) -> N
 
 
 @pytest.mark.parametrize("bnb", [True, False])
-def test_a_resumed_optimizer_goes_on_bit_for_bit(bnb: bool) -> None:
+def test_a_resumed_optimizer_is_bit_identical(bnb: bool) -> None:
     config = OptimizerConfig(use_bnb_optimizer=bnb)
 
-    def moments(
+    def make_moments(
         optimizer: torch.optim.Optimizer, flat: torch.Tensor
     ) -> EightBitMoments | TorchMoments:
-        return (
-            EightBitMoments(optimizer, [flat], [0], set())
-            if bnb
-            else TorchMoments(optimizer, [flat])
-        )
+        if bnb:
+            return EightBitMoments(optimizer, [flat], group_of=[0], exact=set())
+        return TorchMoments(optimizer, [flat])
 
-    optimizer, flat = trained(0, config)
-    before = moments(optimizer, flat)
+    optimizer, flat = build_optimizer(0, config)
+    before = make_moments(optimizer, flat)
     for number in range(1, 6):
         step(optimizer, flat, number)
-    resumed, copy = trained(1, config)
-    after = moments(resumed, copy)
+    resumed, copy = build_optimizer(1, config)
+    after = make_moments(resumed, copy)
     copy.data.copy_(flat.data)
     for kind in ("exp_avg", "exp_avg_sq"):
         after.open(0, kind).copy_(before.open(0, kind))
@@ -57,9 +57,9 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(bnb: bool) -> None:
     assert torch.equal(flat, copy)
 
 
-def test_what_is_dropped_is_read_again() -> None:
-    optimizer, flat = trained(0, OptimizerConfig(use_bnb_optimizer=True))
-    moments = EightBitMoments(optimizer, [flat], [0], set())
+def test_dropped_moments_are_read_again() -> None:
+    optimizer, flat = build_optimizer(0, OptimizerConfig(use_bnb_optimizer=True))
+    moments = EightBitMoments(optimizer, [flat], group_of=[0], exact=set())
     assert not moments.open(0, "exp_avg").any()
     step(optimizer, flat, 1)
     assert not moments.open(0, "exp_avg").any()
@@ -68,16 +68,16 @@ def test_what_is_dropped_is_read_again() -> None:
 
 
 def test_exact_groups_stay_in_32_bits() -> None:
-    optimizer, flat = trained(0, OptimizerConfig(use_bnb_optimizer=True))
-    EightBitMoments(optimizer, [flat], [0], {0})
+    optimizer, flat = build_optimizer(0, OptimizerConfig(use_bnb_optimizer=True))
+    EightBitMoments(optimizer, [flat], group_of=[0], exact={0})
     assert optimizer.state[flat]["state1"].dtype == torch.float32
 
 
-def test_codes_are_the_nearest() -> None:
+def test_codes_are_the_nearest_ones() -> None:
     from bitsandbytes.functional import dequantize_blockwise
 
-    optimizer, flat = trained(0, OptimizerConfig(use_bnb_optimizer=True))
-    EightBitMoments(optimizer, [flat], [0], set())
+    optimizer, flat = build_optimizer(0, OptimizerConfig(use_bnb_optimizer=True))
+    EightBitMoments(optimizer, [flat], group_of=[0], exact=set())
     table = optimizer.state[flat]["qmap1"]
     values = torch.randn(SIZE, generator=torch.Generator().manual_seed(3))
     codes, scales = encode(values, table)

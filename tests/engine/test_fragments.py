@@ -1,4 +1,4 @@
-"""A run of elements as boxes: they cover it once, in order, and each is contiguous."""
+"""Tests of `split_run`, whose slices cover a run of elements once and in order."""
 
 import math
 
@@ -11,28 +11,28 @@ from megatron.parallel.layers import ParameterSpec
 
 
 @given(st.data())
-def test_boxes_are_the_run(data: st.DataObject) -> None:
+def test_slices_cover_the_run(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    whole = torch.arange(size).view(shape)
-    at, boxes = start, list(split_run(start, stop, shape))
-    for offset, box, first in boxes:
+    tensor = torch.arange(size).view(shape)
+    at = start
+    slices = list(split_run(start, stop, shape))
+    for offset, shape_of_slice, first in slices:
         assert first == at
-        part = whole[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))]
+        part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape_of_slice, strict=True))]
         assert part.flatten().tolist() == list(range(first, first + part.numel()))
         at += part.numel()
     assert at == stop
-    assert len(boxes) <= 2 * len(shape) - 1
+    assert len(slices) <= 2 * len(shape) - 1
 
 
-def test_chunks_are_live_views_without_padding() -> None:
+def test_shards_are_live_views_without_padding() -> None:
     flat = torch.arange(20.0)
-    spec = ParameterSpec(
-        (5, 4), shard_dim=0
-    )  # 5 real rows; this rank has rows 3 to 6, the last two of them padding
-    fragment = Fragment("w", spec, (3, 0), (4, 4), start=2, size=14, flat=0, at=3)
+    # 5 rows are real. This rank has rows 3 to 6, and the last two of them are padding.
+    spec = ParameterSpec((5, 4), shard_dim=0)
+    fragment = Fragment("w", spec, offset=(3, 0), shape=(4, 4), start=2, size=14, flat=0, at=3)
     shards = list(fragment.shards({"weight": flat, "exp_avg": flat + 100}, owner=True))
     weights = [shard for shard in shards if shard.kind == "weight"]
     assert [(shard.offset, tuple(shard.tensor.shape)) for shard in weights] == [

@@ -1,4 +1,4 @@
-"""Copies that drift apart are found, named and, if asked for, repaired; in real worlds, in the middle of a run."""
+"""Tests that replicas that differ are found, named and, with the flag, repaired during a run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,42 +8,53 @@ import pytest
 import torch
 from process_pool import Outcome, PerRank, ProcessPool, pretrain, succeed
 
-from megatron.engine.invariants import _compute_checksum
+from megatron.engine.invariants import compute_checksum
 from megatron.engine.native import NativeEngine
 from megatron.observe.metrics import read_metrics
 
 SIZES = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
-    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0 --vocab-size 5000 --train-iters 6 --check-invariants-interval 2"
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --check-invariants-interval 2 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 0 --vocab-size 5000"
 )
 TP2 = "--tensor-model-parallel-size 2"
 ALL = f"{TP2} --pipeline-model-parallel-size 2"
-"""With eight ranks, two of them data-parallel."""
+"""A layout for eight ranks, with two data-parallel ones."""
 EMBEDDING = "embedding.word.weight"
 REPAIR = "--sync-tp-duplicated-parameters"
 
 Disturbance = tuple[str, str, float | None]
-"""Part of a parameter's name; weight, exp_avg, exp_avg_sq or optimizer_step; what is added, None for one bit."""
+"""Part of a parameter's name, what is changed, and the amount that is added.
+
+What is changed is weight, exp_avg, exp_avg_sq or optimizer_step. Without an amount, one bit is
+flipped.
+"""
 
 
 def disturb(engine: NativeEngine, what: Disturbance) -> None:
+    """Change one tensor of this rank, or its count of steps."""
     name, kind, amount = what
+    scalars = engine.get_scalars()
     if kind == "optimizer_step":
-        engine._optimizer.step_count += 1
-        return
-    master = next(m for m in engine._masters if name in m.name and m.weight.numel())
-    tensor = master.weight.data if kind == "weight" else engine._optimizer.get_moment(master, kind)
-    if amount is None:
-        tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        scalars["optimizer_step"] += 1
     else:
-        tensor += amount
-    engine._refresh_model()
+        tensor = next(
+            shard.tensor
+            for shard in engine.shards(optimizer=True)
+            if name in shard.name and shard.kind == kind
+        )
+        if amount is None:
+            tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        else:
+            tensor += amount
+    # The engine takes over what was written, as after a load.
+    engine.finish_load(scalars)
 
 
 @contextmanager
 def update_after_step(iteration: int, action: Callable[[NativeEngine], None]) -> Iterator[None]:
-    """`action` happens to the engine once it has done the step."""
+    """Call `action` with the engine after a step."""
     original = NativeEngine.train_batch
 
     def train_batch(self, microbatches, *, iteration: int, lr: float):
@@ -61,7 +72,7 @@ def update_after_step(iteration: int, action: Callable[[NativeEngine], None]) ->
 
 
 def pretrain_disturbed(argv: list[str], at: int, what: Disturbance | None) -> None:
-    """As pretrain, but after step `at` something happens to this rank."""
+    """Train, and disturb this rank after step `at`."""
     if what is None:
         return pretrain(argv)
     with update_after_step(at, lambda engine: disturb(engine, what)):
@@ -70,7 +81,9 @@ def pretrain_disturbed(argv: list[str], at: int, what: Disturbance | None) -> No
 
 class Runs:
     def __init__(self, pool: ProcessPool, corpus: str, folder: Path) -> None:
-        self.pool, self.corpus, self.folder = pool, corpus, folder
+        self.pool = pool
+        self.corpus = corpus
+        self.folder = folder
 
     def __call__(
         self,
@@ -132,9 +145,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "ranks", "who", "what", "rank", "place"), CASES)
+@pytest.mark.parametrize(("flags", "ranks", "who", "what", "rank", "coordinate"), CASES)
 def test_one_bit_is_found_and_named(
-    flags: str, ranks: int, who: int, what: Disturbance, rank: str, place: str, runs: Runs
+    flags: str, ranks: int, who: int, what: Disturbance, rank: str, coordinate: str, runs: Runs
 ) -> None:
     outcomes = runs("run", flags, ranks, at=4, who=who, what=what)
     assert {outcome.kind for outcome in outcomes} == {"TrainingError"}
@@ -142,15 +155,15 @@ def test_one_bit_is_found_and_named(
     error = outcomes[0].error
     assert error is not None
     assert "after iteration 4" in error
-    assert "after iteration 2 found nothing" in error
-    _, found, way_out = error.splitlines()
+    assert "after iteration 2 found no difference" in error
+    _, found, fix = error.splitlines()
     assert what[0] in found
     assert f"({what[1]})" in found
     assert f"on {rank} on " in found
-    assert f"{place} by up to " in found
+    assert f"{coordinate} by up to " in found
     assert found.count("rank ") == 1
-    assert "of iteration 2 or before" in way_out
-    assert REPAIR in way_out
+    assert "of iteration 2 or earlier" in fix
+    assert REPAIR in fix
     assert len(runs.losses("run")) == 4
 
 
@@ -164,18 +177,20 @@ def test_one_bit_is_found_and_named(
         (f"{ALL} --zero-stage 2", 8, 3, ("norm", "weight", float("nan"))),
     ],
 )
-def test_a_repaired_run_goes_on_as_if_nothing_had_been(
+def test_a_repaired_run_equals_an_undisturbed_run(
     flags: str, ranks: int, who: int, what: Disturbance, runs: Runs
 ) -> None:
     output = succeed(runs("clean", flags, ranks))
-    assert "made equal" not in output
+    assert "overwritten with the first rank" not in output
     output = succeed(runs("repaired", f"{flags} {REPAIR}", ranks, at=2, who=who, what=what))
-    assert output.count("warning: made equal to the first rank's after iteration 2: ") == 1
-    assert output.count("made equal") == 1
+    assert (
+        output.count("warning: overwritten with the first rank's replica after iteration 2: ") == 1
+    )
+    assert output.count("overwritten with the first rank") == 1
     assert runs.losses("repaired") == runs.losses("clean")
 
 
-def test_without_a_check_nobody_notices(runs: Runs) -> None:
+def test_without_a_check_the_losses_differ(runs: Runs) -> None:
     what = ("input_norm", "weight", 0.5)
     succeed(runs("clean", TP2, 2))
     succeed(runs("off", f"{TP2} --check-invariants-interval 0", 2, at=2, who=1, what=what))
@@ -189,28 +204,26 @@ def test_ranks_that_count_steps_differently_are_named(flag: str, runs: Runs) -> 
         assert outcome.kind == "TrainingError"
         assert outcome.error is not None
         assert (
-            "(pipeline 0, data 1, tensor 0) differs from rank 0: optimizer_step 5, not 4"
+            "(pipeline 0, data 1, tensor 0) differs from rank 0: optimizer_step is 5, not 4"
             in outcome.error
         )
         assert REPAIR not in outcome.error
 
 
-def test_a_checksum_is_of_bits_and_places() -> None:
+def test_a_checksum_depends_on_bits_and_positions() -> None:
     values = torch.randn(100, generator=torch.Generator().manual_seed(0))
     swapped = values.clone()
     swapped[[3, 50]] = swapped[[50, 3]]
     flipped = values.clone()
     flipped.view(torch.int32)[99] ^= 1
     sums = {
-        tuple(_compute_checksum(tensor).tolist())
+        tuple(compute_checksum(tensor).tolist())
         for tensor in (values, swapped, flipped, torch.zeros(100), -torch.zeros(100))
     }
     assert len(sums) == 5
-    assert _compute_checksum(torch.empty(0, 4)).tolist() == [0, 0]
+    assert compute_checksum(torch.empty(0, 4)).tolist() == [0, 0]
 
 
-def test_a_long_tensor_is_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_slices_does_not_change_a_checksum() -> None:
     values = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
-    whole = _compute_checksum(values)
-    monkeypatch.setattr("megatron.engine.invariants._SLICE", 7)
-    assert torch.equal(_compute_checksum(values), whole)
+    assert torch.equal(compute_checksum(values, slice_size=7), compute_checksum(values))

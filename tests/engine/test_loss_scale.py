@@ -1,4 +1,4 @@
-"""The search for a loss scale against tables of steps: x is an overflow, a dot a good step."""
+"""Tests of the search for a loss scale. x is an overflow, a dot is a good step."""
 
 import json
 import os
@@ -23,7 +23,7 @@ PROMPT = PrecisionConfig(
 
 
 def walk(scale: LossScale, steps: str) -> list[float]:
-    """The scale after each step."""
+    """Return the scale after each step."""
     after = []
     for step in steps:
         if step == "x":
@@ -48,7 +48,9 @@ def walk(scale: LossScale, steps: str) -> list[float]:
         (PROMPT, "xx..x", [4, 2, 2, 4, 2]),
     ],
 )
-def test_sequences(config: PrecisionConfig, steps: str, scales: list[float]) -> None:
+def test_the_scale_follows_the_steps(
+    config: PrecisionConfig, steps: str, scales: list[float]
+) -> None:
     assert walk(LossScale(config), steps) == scales
 
 
@@ -69,12 +71,14 @@ def test_sequences(config: PrecisionConfig, steps: str, scales: list[float]) -> 
         (MEGATRON, "x" * 17 + "." * 1000 + "x", 17),
     ],
 )
-def test_published_settings(config: PrecisionConfig, steps: str, exponent: int) -> None:
+def test_published_settings_reach_their_scales(
+    config: PrecisionConfig, steps: str, exponent: int
+) -> None:
     assert walk(LossScale(config), steps)[-1] == 2.0**exponent
 
 
 def test_a_search_ends_at_the_minimum() -> None:
-    """The step that ran at the minimum is the first that no scale could have saved."""
+    """The first step that no other scale could have saved is one at the minimum."""
     scale = LossScale(SHORT)
     assert [scale.record_overflow() for _ in range(5)] == [True, True, True, False, False]
     walk(scale, "...")
@@ -91,7 +95,7 @@ def test_the_minimum_bounds_an_uneven_scale() -> None:
     assert not scale.record_overflow()
 
 
-def test_a_static_scale_never_moves() -> None:
+def test_a_static_scale_does_not_change() -> None:
     scale = LossScale(
         PrecisionConfig(fp16=True, loss_scale=128.0, loss_scale_window=1, hysteresis=1)
     )
@@ -99,17 +103,18 @@ def test_a_static_scale_never_moves() -> None:
     assert not scale.record_overflow()
 
 
-def test_a_search_goes_on_from_its_state() -> None:
+def test_a_search_continues_from_its_state() -> None:
     steps = "x..x...xx....x....xx"
-    for cut in range(len(steps)):
-        whole, first, second = LossScale(SHORT), LossScale(SHORT), LossScale(SHORT)
-        expected = walk(whole, steps)
-        walk(first, steps[:cut])
+    expected = walk(LossScale(SHORT), steps)
+    for saved_after in range(len(steps)):
+        first = LossScale(SHORT)
+        second = LossScale(SHORT)
+        walk(first, steps[:saved_after])
         second.load(json.loads(json.dumps(first.state())))
-        assert walk(second, steps[cut:]) == expected[cut:], cut
+        assert walk(second, steps[saved_after:]) == expected[saved_after:], saved_after
 
 
-def test_a_state_is_taken_within_the_bounds_of_the_new_run() -> None:
+def test_a_loaded_state_is_limited_by_the_new_configuration() -> None:
     before = LossScale(
         PrecisionConfig(fp16=True, initial_loss_scale=8.0, loss_scale_window=100, hysteresis=5)
     )
@@ -121,8 +126,9 @@ def test_a_state_is_taken_within_the_bounds_of_the_new_run() -> None:
     assert walk(after, ".x") == [32.0, 16.0]
 
 
-def test_between_static_and_dynamic() -> None:
-    static, dynamic = LossScale(PrecisionConfig(fp16=True, loss_scale=128.0)), LossScale(SHORT)
+def test_a_state_is_ignored_between_static_and_dynamic() -> None:
+    static = LossScale(PrecisionConfig(fp16=True, loss_scale=128.0))
+    dynamic = LossScale(SHORT)
     walk(dynamic, "xx")
     static.load(dynamic.state())
     assert static.scale == 128.0
@@ -133,7 +139,7 @@ def test_between_static_and_dynamic() -> None:
 
 
 def walk_deepspeed(steps: str) -> list[float]:
-    """The scale of DeepSpeed's own search after each step, with the settings of PROMPT."""
+    """Return the scale of DeepSpeed's own search after each step, with the settings of PROMPT."""
     import torch.distributed as dist
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -151,7 +157,7 @@ def walk_deepspeed(steps: str) -> list[float]:
 
 
 def test_deepspeeds_own_search_doubles_one_step_later(pool: ProcessPool) -> None:
-    """It is not used; the module's docstring says how it differs."""
+    """DeepSpeed's search differs from ours as the docstring of `loss_scale.py` states."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     outcomes = pool.run(1, walk_deepspeed, ".....x.....")
     succeed(outcomes)
@@ -159,7 +165,7 @@ def test_deepspeeds_own_search_doubles_one_step_later(pool: ProcessPool) -> None
     assert walk(LossScale(PROMPT), ".....x.....") == [8, 16, 16, 32, 32, 16, 16, 32, 32, 64, 64]
 
 
-def test_descriptions() -> None:
+def test_the_scale_is_described() -> None:
     assert LossScale(PrecisionConfig(fp16=True, loss_scale=12.0)).describe() == "static 12"
     assert LossScale(TR8).describe() == "dynamic, now 4096, at least 1, window 500, hysteresis 2"
 
@@ -168,5 +174,8 @@ def test_descriptions() -> None:
     ("applied", "overflow", "is_nan"),
     [(True, False, False), (False, True, False), (False, False, True)],
 )
-def test_an_overflow_is_no_nan_step(applied: bool, overflow: bool, is_nan: bool) -> None:
-    assert StepResult(1.0, 1.0, applied, None, 8.0, overflow).is_nan == is_nan
+def test_an_overflow_does_not_count_as_nan(applied: bool, overflow: bool, is_nan: bool) -> None:
+    result = StepResult(
+        loss=1.0, grad_norm=1.0, applied=applied, num_zeros=None, loss_scale=8.0, overflow=overflow
+    )
+    assert result.is_nan == is_nan

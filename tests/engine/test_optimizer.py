@@ -1,4 +1,4 @@
-"""AdamW against torch's, the norm against fp64, and apex recognised by what it offers."""
+"""Tests of AdamW against torch's, and of the gradient norm against fp64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megatron.engine.sharding import shard_offset
 from megatron.parallel.layers import ParameterSpec
 
 
-def masters() -> list[MasterParameter]:
+def make_masters() -> list[MasterParameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (5, 3), "bias": (5,)}
     parameters = {
@@ -23,8 +23,8 @@ def masters() -> list[MasterParameter]:
     ]
 
 
-def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
-    ours = masters()
+def test_adamw_equals_torchs_with_decay_on_matrices_only() -> None:
+    ours = make_masters()
     config = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-6)
     optimizer = AdamW(ours, config)
     theirs = [nn.Parameter(m.weight.detach().clone()) for m in ours]
@@ -39,24 +39,28 @@ def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
     )
     for step in range(5):
         rate = 0.1 / (step + 1)
-        for mine, his in zip(ours, theirs, strict=True):
-            mine.weight.grad = torch.randn(his.shape, generator=torch.Generator().manual_seed(step))
-            his.grad = mine.weight.grad.clone()
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.weight.grad = torch.randn(
+                other.shape, generator=torch.Generator().manual_seed(step)
+            )
+            other.grad = mine.weight.grad.clone()
         for group in reference.param_groups:
             group["lr"] = rate
         reference.step()
         optimizer.step(rate)
-    for mine, his in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.weight, his, rtol=1e-6, atol=1e-7)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.weight, other, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(
-            optimizer.get_moment(mine, "exp_avg_sq"), reference.state[his]["exp_avg_sq"]
+            optimizer.get_moment(mine, "exp_avg_sq"), reference.state[other]["exp_avg_sq"]
         )
     assert optimizer.step_count == 5
 
 
-def test_a_reset_optimizer_is_a_fresh_one() -> None:
-    one, two = masters(), masters()
-    used, fresh = AdamW(one, OptimizerConfig()), AdamW(two, OptimizerConfig())
+def test_a_reset_optimizer_equals_a_new_one() -> None:
+    one = make_masters()
+    two = make_masters()
+    used = AdamW(one, OptimizerConfig())
+    new = AdamW(two, OptimizerConfig())
     for master in one:
         master.weight.grad = torch.ones_like(master.weight)
     used.step(0.1)
@@ -65,7 +69,7 @@ def test_a_reset_optimizer_is_a_fresh_one() -> None:
         a.weight.data.copy_(b.weight.data)
         a.weight.grad = b.weight.grad = torch.full_like(a.weight, 0.3)
     used.step(0.1)
-    fresh.step(0.1)
+    new.step(0.1)
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(one, two, strict=True))
 
 
@@ -80,17 +84,15 @@ def test_the_norm_is_right_to_seven_digits() -> None:
     assert compute_squared_norm([]).item() == 0
 
 
-def test_zeros() -> None:
+def test_zeros_are_counted() -> None:
     assert count_zeros([torch.tensor([0.0, 1.0, -0.0]), torch.zeros(2, 2)]).item() == 6
     assert count_zeros([]).item() == 0
 
 
-def test_shards_are_fsdp2s() -> None:
+def test_shard_offsets_are_those_of_torch_chunk() -> None:
     for rows in (1, 3, 8, 10):
         for ranks in (1, 2, 4):
-            chunks = torch.chunk(torch.arange(rows), ranks)
-            offsets = [int(chunk[0]) for chunk in chunks]
-            assert [shard_offset(rows, rank, ranks) for rank in range(len(chunks))] == offsets
-            assert all(
-                shard_offset(rows, rank, ranks) == rows for rank in range(len(chunks), ranks)
-            )
+            parts = torch.chunk(torch.arange(rows), ranks)
+            offsets = [int(part[0]) for part in parts]
+            assert [shard_offset(rows, rank, ranks) for rank in range(len(parts))] == offsets
+            assert all(shard_offset(rows, rank, ranks) == rows for rank in range(len(parts), ranks))

@@ -1,14 +1,18 @@
-"""The pipeline's bookkeeping over steps of changing shape: which schedules are made and kept, and what memory stages hold."""
+"""Tests of the pipeline's schedules and of its memory over steps of changing shape."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from process_pool import ProcessPool, succeed
 
 ARGV = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --hidden-dropout 0.1 --attention-dropout 0.1 "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 2e-3 --train-iters 10 --vocab-size 500 --data-path none "
-    "--make-vocab-size-divisible-by 4"
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 1 --global-batch-size 8 "
+    "--lr 2e-3 --train-iters 10 --vocab-size 500 --make-vocab-size-divisible-by 4 "
+    "--data-path none"
 )
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
@@ -18,49 +22,44 @@ class Work:
     """One call of the engine."""
 
     samples: int
-    """In microbatches of one sample, over all data-parallel ranks."""
+    """Samples over all data-parallel ranks. Each is a microbatch."""
     length: int = 32
     train: bool = True
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of it."""
+    """The state of one rank after a call."""
 
     loss: float
     grad_norm: float
     schedule: str
     made: int
-    """Schedules made so far."""
+    """Number of schedules built so far."""
     kept: int
-    """Schedules held now."""
+    """Number of schedules held now."""
     buffers_after: int
-    """Receive buffers with memory when the call is over."""
+    """Number of receive buffers with memory after the call."""
     buffers_inside: int
-    """The most of them while a stage computes."""
+    """The largest number of them while a stage computes."""
 
 
 class Watch:
-    """Looks at an engine's pipeline from outside."""
+    """Counts the schedules and the receive buffers of an engine's pipeline."""
 
-    def __init__(self, runner) -> None:
-        self.runner, self.made, self.inside = runner, 0, 0
-        make = runner._make_schedule
+    def __init__(self, engine, count_built) -> None:
+        self.schedules = engine.runner.schedules
+        self.count_built = count_built
+        self.most_buffers = 0
+        for stage in engine.stages:
+            stage.register_forward_pre_hook(lambda *_: self.update_most_buffers())
 
-        def counted(*arguments):
-            self.made += 1
-            return make(*arguments)
+    def update_most_buffers(self) -> None:
+        self.most_buffers = max(self.most_buffers, self.count_buffers())
 
-        runner._make_schedule = counted
-        for part in runner._parts:
-            part.register_forward_pre_hook(lambda *_: self.look())
-
-    def look(self) -> None:
-        self.inside = max(self.inside, self.buffers())
-
-    def buffers(self) -> int:
+    def count_buffers(self) -> int:
         count = 0
-        for _, schedule in self.runner._schedules.values():
+        for _, schedule in self.schedules.values():
             stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
             for stage in stages:
                 infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
@@ -71,9 +70,30 @@ class Watch:
                 )
         return count
 
+    def describe(self, loss: float, grad_norm: float, *, train: bool) -> Seen:
+        _, schedule = self.schedules[train]
+        return Seen(
+            loss=loss,
+            grad_norm=grad_norm,
+            schedule=type(schedule).__name__,
+            made=self.count_built(),
+            kept=len(self.schedules),
+            buffers_after=self.count_buffers(),
+            buffers_inside=self.most_buffers,
+        )
+
+
+@contextmanager
+def count_schedules() -> Iterator[mock.Mock]:
+    """Count the schedules that the pipeline builds. It chooses each one once."""
+    from megatron.engine import pipeline
+
+    with mock.patch.object(pipeline, "choose_schedule", wraps=pipeline.choose_schedule) as chosen:
+        yield chosen
+
 
 def walk(flags: str, steps: list[Work]) -> list[Seen]:
-    """Train and evaluate on random tokens, the same whatever the layout."""
+    """Train and evaluate on random tokens, which are the same in every layout."""
     import torch
 
     from megatron.config.cli import load_config
@@ -88,47 +108,44 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     plan.raise_on_errors()
     mesh = join_ranks(plan, world)
     engine = NativeEngine(plan, mesh)
-    watch = Watch(engine._runner) if mesh.grid.pipeline > 1 else None
-    seen, trained = [], 0
-    for work in steps:
-        generator = torch.Generator().manual_seed(1000 * work.samples + work.length + 7 * trained)
-        tokens = torch.randint(0, 500, (work.samples, 1, work.length + 1), generator=generator)
-        mine = tokens[mesh.coordinate.data :: mesh.grid.data]
-        batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine]
-        if watch is not None:
-            watch.inside = 0
-        if work.train:
-            trained += 1
-            result = engine.train_batch(batch, iteration=trained, lr=2e-3)
-            assert result.applied
-            numbers = result.loss, result.grad_norm
-        else:
-            numbers = engine.eval_batch(batch), 0.0
-        if watch is None:
-            seen.append(Seen(*numbers, "one stage", 0, 0, 0, 0))
-        else:
-            name = type(watch.runner._schedules[work.train][1]).__name__
-            seen.append(
-                Seen(
-                    *numbers,
-                    name,
-                    watch.made,
-                    len(watch.runner._schedules),
-                    watch.buffers(),
-                    watch.inside,
-                )
-            )
+    seen = []
+    trained = 0
+    with count_schedules() as chosen:
+        watch = None
+        if mesh.grid.pipeline > 1:
+            watch = Watch(engine, count_built=lambda: chosen.call_count)
+        for work in steps:
+            generator = torch.Generator()
+            generator.manual_seed(1000 * work.samples + work.length + 7 * trained)
+            tokens = torch.randint(0, 500, (work.samples, 1, work.length + 1), generator=generator)
+            mine = tokens[mesh.coordinate.data :: mesh.grid.data]
+            batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine]
+            if watch is not None:
+                watch.most_buffers = 0
+            if work.train:
+                trained += 1
+                result = engine.train_batch(batch, iteration=trained, lr=2e-3)
+                assert result.applied
+                loss = result.loss
+                grad_norm = result.grad_norm
+            else:
+                loss = engine.eval_batch(batch)
+                grad_norm = 0.0
+            if watch is None:
+                seen.append(Seen(loss, grad_norm, "one stage", 0, 0, 0, 0))
+            else:
+                seen.append(watch.describe(loss, grad_norm, train=work.train))
     return seen
 
 
 def run(pool: ProcessPool, ranks: int, flags: str, steps: list[Work]) -> list[list[Seen]]:
-    """Of each rank."""
+    """Return what each rank saw."""
     outcomes = pool.run(ranks, walk, flags, steps)
     succeed(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
-def numbers(seen: list[Seen]) -> list[float]:
+def list_numbers(seen: list[Seen]) -> list[float]:
     return [number for step in seen for number in (step.loss, step.grad_norm)]
 
 
@@ -144,13 +161,15 @@ def evaluation(samples: int, length: int = 32) -> Work:
         (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 4),
     ],
 )
-def test_buffers_are_those_in_flight(pool: ProcessPool, ranks: int, flags: str, most: int) -> None:
-    """Of 16 microbatches there are never more receive buffers than pass through a rank's stages at once, and none between steps."""
+def test_buffers_are_held_for_microbatches_in_flight_only(
+    pool: ProcessPool, ranks: int, flags: str, most: int
+) -> None:
+    """A rank holds receive buffers for what its stages have in flight, and none between steps."""
     steps = [Work(16), evaluation(16), Work(16), Work(16, 16)]
     for seen in run(pool, ranks, flags, steps):
         assert [step.buffers_after for step in seen] == [0] * 4
         assert max(step.buffers_inside for step in seen) <= most
-    assert any(step.buffers_inside for step in seen), "the last rank receives"
+    assert any(step.buffers_inside for step in seen), "the last rank receives activations"
 
 
 def test_one_schedule_is_kept_for_training_and_one_for_evaluation(pool: ProcessPool) -> None:
@@ -182,10 +201,8 @@ CHANGING = [
     Work(2, 24),
     Work(8),
 ]
-DEEP, VIRTUAL = (
-    "--pipeline-model-parallel-size 4",
-    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-)
+DEEP = "--pipeline-model-parallel-size 4"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 
 @pytest.mark.parametrize(
@@ -199,17 +216,20 @@ DEEP, VIRTUAL = (
         (4, f"{VIRTUAL} --zero-stage 3", "I I I I B B I I I"),
     ],
 )
-def test_steps_of_any_shape_are_one_processs(
+def test_steps_of_any_shape_equal_one_process(
     pool: ProcessPool, ranks: int, flags: str, schedules: str
 ) -> None:
-    """Fewer microbatches than stages take GPipe, and five on two interleaved ranks looped BFS; the gradients that FSDP shards hold
-    outlive a new schedule, whose stages are new too."""
+    """Losses and norms equal one process's while the number and the length of microbatches change.
+
+    Fewer microbatches than stages use GPipe, and five on two interleaved ranks use looped BFS. The
+    gradients that FSDP holds survive a new schedule, whose stages are new too.
+    """
     short = {"I": "Interleaved1F1B", "B": "LoopedBFS"}
     expected = ["Schedule" + short.get(name, name) for name in schedules.split()]
-    alone = numbers(run(pool, 1, NO_DROPOUT, CHANGING)[0])
+    alone = list_numbers(run(pool, 1, NO_DROPOUT, CHANGING)[0])
     for seen in run(pool, ranks, f"{flags} {NO_DROPOUT}", CHANGING):
         assert [step.schedule for step in seen] == expected
-        assert numbers(seen) == pytest.approx(alone, rel=1e-5)
+        assert list_numbers(seen) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,15 +242,15 @@ def test_steps_of_any_shape_are_one_processs(
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
-def test_evaluation_leaves_no_trace(pool: ProcessPool, ranks: int, flags: str) -> None:
-    """Dropout is on: also the masks are those of training alone."""
+def test_evaluation_does_not_change_training(pool: ProcessPool, ranks: int, flags: str) -> None:
+    """Losses and norms equal those of training alone, with dropout."""
     training = [Work(4), Work(8), Work(8), Work(8, 16), Work(8)]
     between = [
         evaluation(6),
         *(step for work in training for step in (work, evaluation(8), evaluation(4, 16))),
     ]
     alone = run(pool, ranks, flags, training)[0]
-    beside = run(pool, ranks, flags, between)[0]
-    assert numbers(
-        [seen for seen, work in zip(beside, between, strict=True) if work.train]
-    ) == numbers(alone)
+    interrupted = run(pool, ranks, flags, between)[0]
+    assert list_numbers(
+        [seen for seen, work in zip(interrupted, between, strict=True) if work.train]
+    ) == list_numbers(alone)

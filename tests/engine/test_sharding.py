@@ -1,19 +1,25 @@
-"""What lies gathered at which moment, by ZeRO stage: the memory that a stage promises."""
+"""Tests of how many blocks are gathered at a time in each ZeRO stage."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from process_pool import ProcessPool, succeed
 from torch.distributed.tensor import DTensor
 
 SIZES = (
-    "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 --global-batch-size 6 "
-    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --eval-iters 0 --vocab-size 5000 --train-iters 1"
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 6 --train-iters 1 --eval-iters 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant "
+    "--vocab-size 5000"
 )
 
 
-def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
-    """(when a microbatch begins, when its forward pass has ended): how many blocks lie gathered; for each microbatch of a step."""
+def count_gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
+    """Train one step and return how many blocks are gathered, for each microbatch.
+
+    The first number is counted when the microbatch begins, the second one after its forward pass.
+    """
     import pretrain_gpt
     from megatron.config.cli import load_config
     from megatron.engine.sharding import ShardedModel
@@ -21,28 +27,29 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
 
     seen: list[tuple[int, int]] = []
     started: list[int] = []
-    prepare_backward, forward = ShardedModel.prepare_backward, GPT.forward
+    prepare_backward = ShardedModel.prepare_backward
+    forward = GPT.forward
 
     def count(model: GPT) -> int:
         return sum(
             not isinstance(next(block.parameters()), DTensor) for block in model.blocks.values()
         )
 
-    def spy_before(self: ShardedModel, *, last: bool) -> None:
-        started.append(count(self._model))
+    def count_before(self: ShardedModel, *, last: bool) -> None:
+        started.append(count(self.model))
         prepare_backward(self, last=last)
 
-    def spy_forward(self, *arguments, **keywords):
+    def count_after(self, *arguments, **keywords):
         result = forward(self, *arguments, **keywords)
         if started:
             seen.append((started.pop(), count(self)))
         return result
 
-    ShardedModel.prepare_backward, GPT.forward = spy_before, spy_forward  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(ShardedModel, "prepare_backward", count_before),
+        mock.patch.object(GPT, "forward", count_after),
+    ):
         pretrain_gpt.pretrain(load_config(argv))
-    finally:
-        ShardedModel.prepare_backward, GPT.forward = prepare_backward, forward  # type: ignore[method-assign]
     return seen
 
 
@@ -51,7 +58,7 @@ def gathered_blocks(argv: list[str]) -> list[tuple[int, int]]:
     # Stages 1 and 2 gather once for a step, stage 3 for each use.
     [(1, [(0, 3), (3, 3), (3, 3)]), (2, [(0, 3), (3, 3), (3, 3)]), (3, [(0, 0), (0, 0), (0, 0)])],
 )
-def test_what_lies_gathered(
+def test_a_stage_gathers_as_often_as_it_promises(
     stage: int, expected: list, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     argv = [
@@ -63,6 +70,6 @@ def test_what_lies_gathered(
         "--data-cache-path",
         str(tmp_path),
     ]
-    outcomes = pool.run(2, gathered_blocks, argv)
+    outcomes = pool.run(2, count_gathered_blocks, argv)
     succeed(outcomes)
     assert [outcome.value for outcome in outcomes] == [expected, expected]

@@ -1,4 +1,4 @@
-"""One process's runs, which all layouts and both engines are compared with."""
+"""Runs of one process, which all layouts and both engines are compared with."""
 
 from pathlib import Path
 
@@ -9,11 +9,14 @@ from process_pool import ProcessPool, pretrain, succeed
 
 @pytest.fixture(scope="session")
 def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
-    """The folder of one process's run of a shape, tied or not, and a course, with checkpoints after 5 and 10 steps."""
+    """Return a function that runs one process and returns the folder of the run.
+
+    The run has checkpoints after 5 and 10 steps. Each run is made once in a session.
+    """
     folders: dict[tuple[str, bool, str], Path] = {}
 
-    def run(shape: str, tied: bool, course: str) -> Path:
-        key = shape, tied, course
+    def run(shape: str, tied: bool, variation: str) -> Path:
+        key = shape, tied, variation
         if key not in folders:
             folder = tmp_path_factory.mktemp("single")
             flags = (
@@ -22,7 +25,7 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
                 EVALUATED,
                 "" if tied else UNTIED,
             )
-            succeed(pool.run(1, pretrain, command(folder, corpus, shape, course, *flags)))
+            succeed(pool.run(1, pretrain, command(folder, corpus, shape, variation, *flags)))
             folders[key] = folder
         return folders[key]
 

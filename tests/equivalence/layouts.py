@@ -1,7 +1,7 @@
-"""The layouts of the equivalence tests: a covering set of everything that must not change a number.
+"""The layouts of the equivalence tests, a covering set of what must not change a number.
 
-Invariant: every pair of values of two columns that fits 8 processes and makes sense is in some row of `LAYOUTS`, which a greedy
-search over all rows found; a test counts them.
+Invariant: every pair of values of two columns that fits 8 processes and makes sense is in some row
+of `LAYOUTS`. A greedy search over all rows has found them, and a test checks the invariant.
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,8 @@ VALUES = (
     (1, 2, 3),
     (False, True),
     ("one stage", "1F1B", "interleaved 1F1B", "GPipe"),
-    (
-        "none",
-        "all",
-        "half",
-        "core",
-    ),  # "partitioned" equals "all" bit for bit: test_dropout_layouts.py
+    # "partitioned" equals "all" bit for bit (test_dropout_layouts.py).
+    ("none", "all", "half", "core"),
     ("gpt2", "llama", "bloom"),
     (True, False),
     tuple(PARTITIONS),
@@ -55,12 +51,12 @@ class Layout:
     zero: int = 1
     sequence: bool = False
     schedule: str = "one stage"
-    """The one that this layout is there for. In a ramp it may begin with GPipe, too."""
+    """The schedule that this layout tests. A ramp of the batch size may begin with GPipe."""
     recompute: str = "none"
     shape: str = "gpt2"
     tied: bool = True
     partition: str = "uniform"
-    course: str = "ramp"
+    variation: str = "ramp"
 
     @property
     def ranks(self) -> int:
@@ -68,7 +64,7 @@ class Layout:
 
     @property
     def makes_sense(self) -> bool:
-        """Every value has something to act on."""
+        """Whether every value has an effect, and the ranks fit."""
         interleaved = self.schedule == "interleaved 1F1B"
         return (
             1 < self.ranks <= PROCESSES
@@ -81,24 +77,29 @@ class Layout:
 
     @property
     def micro_batch_size(self) -> int:
-        """Large where there shall be fewer microbatches than stages."""
-        smallest = SIZES[self.course][0]
+        """The micro-batch size, which is large for fewer microbatches than stages."""
+        smallest = SIZES[self.variation][0]
         if self.schedule == "GPipe":
             return max(1, smallest // self.data // (self.pipeline // 2))
-        return 2 if self.data == 1 and self.pipeline < 4 else 1
+        if self.data == 1 and self.pipeline < 4:
+            return 2
+        return 1
 
     @property
     def schedules(self) -> set[str]:
-        """The ones that this layout goes through."""
+        """The schedules that this layout uses."""
         per_rank = LAYERS // self.pipeline if self.schedule == "interleaved 1F1B" else 1
-        counts = [size // self.data // self.micro_batch_size for size in SIZES[self.course]]
+        counts = [size // self.data // self.micro_batch_size for size in SIZES[self.variation]]
         return {choose_schedule(count, self.pipeline, per_rank).name for count in counts}
 
     @property
     def flags(self) -> str:
         parts = [
-            f"--tensor-model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline} --zero-stage {self.zero}",
-            f"--micro-batch-size {self.micro_batch_size} --pp-partition-method {PARTITIONS[self.partition]}",
+            f"--tensor-model-parallel-size {self.tensor}",
+            f"--pipeline-model-parallel-size {self.pipeline}",
+            f"--zero-stage {self.zero}",
+            f"--micro-batch-size {self.micro_batch_size}",
+            f"--pp-partition-method {PARTITIONS[self.partition]}",
             RECOMPUTE[self.recompute],
         ]
         if self.sequence:
@@ -110,7 +111,7 @@ class Layout:
         return " ".join(parts)
 
     def __str__(self) -> str:
-        """Its name in reports: what differs from the default."""
+        """Return the name in reports, which lists what differs from the default."""
         parts = [
             f"{name}{size}"
             for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))
@@ -121,19 +122,19 @@ class Layout:
         parts += [self.schedule.split()[0]] if self.pipeline > 1 else []
         parts += [f"recompute_{self.recompute}"] if self.recompute != "none" else []
         parts += [self.partition] if self.partition != "uniform" else []
-        return "-".join([*parts, self.shape, "tied" if self.tied else "untied", self.course])
+        return "-".join([*parts, self.shape, "tied" if self.tied else "untied", self.variation])
 
 
 Pair = tuple[int, object, int, object]
 
 
 def pairs(layout: Layout) -> set[Pair]:
-    """What it covers: two columns and their values."""
+    """Return each two columns and their values, which the layout covers."""
     return {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(astuple(layout)), 2)}
 
 
 def possible() -> Iterator[Layout]:
-    """Every layout that fits and makes sense."""
+    """Return every layout that fits and makes sense."""
     return (layout for layout in (Layout(*row) for row in product(*VALUES)) if layout.makes_sense)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
-"""--use-torch-compile under every kind of layout: the curve of one process without it, to 1e-5 in fp32, and no graph is broken.
+"""Tests of --use-torch-compile in each kind of layout.
 
-A graph that breaks is an error by itself: the halves of a layer are compiled with `fullgraph`.
+The curve equals that of one process without compilation to 1e-5 in fp32. A graph break is an error,
+because the halves of a layer are compiled with `fullgraph`.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ VALIDATED = "--eval-interval 5 --eval-iters 1"
 
 
 def count_graphs(argv: list[str]) -> int:
-    """Trains; how many graphs this rank compiled, without the one that tries the compiler."""
+    """Train, and return how many graphs this rank compiled, without the test of the compiler."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -29,15 +30,15 @@ def count_graphs(argv: list[str]) -> int:
 def single(
     pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """One process, not compiled."""
+    """Return the folders of one process's runs that are not compiled."""
     folders = {}
-    for shape, course in (("llama", "ramp"), ("gpt2", "ramp"), ("llama", "curriculum")):
-        folder = folders[shape, course] = tmp_path_factory.mktemp(f"eager-{shape}-{course}")
+    for shape, variation in (("llama", "ramp"), ("gpt2", "ramp"), ("llama", "curriculum")):
+        folder = folders[shape, variation] = tmp_path_factory.mktemp(f"eager-{shape}-{variation}")
         argv = command(
             folder,
             corpus,
             shape,
-            course,
+            variation,
             NO_DROPOUT,
             "--num-layers 2 --micro-batch-size 2",
             VALIDATED,
@@ -47,7 +48,7 @@ def single(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape", "course", "flags"),
+    ("ranks", "shape", "variation", "flags"),
     [
         pytest.param(1, "llama", "ramp", "", marks=pytest.mark.full),
         (2, "llama", "ramp", "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -74,7 +75,7 @@ def single(
 def test_compiled_layout_trains_as_one_process(
     ranks: int,
     shape: str,
-    course: str,
+    variation: str,
     flags: str,
     pool: ProcessPool,
     corpus: str,
@@ -85,7 +86,7 @@ def test_compiled_layout_trains_as_one_process(
         tmp_path,
         corpus,
         shape,
-        course,
+        variation,
         NO_DROPOUT,
         COMPILED,
         "--micro-batch-size 2",
@@ -94,10 +95,10 @@ def test_compiled_layout_trains_as_one_process(
     )
     outcomes = pool.run(ranks, count_graphs, argv)
     succeed(outcomes)
-    assert worst(curve(tmp_path), curve(single[shape, course])) < BOUND
-    assert worst(validation(tmp_path), validation(single[shape, course])) < BOUND
-    # Two for training and two for evaluation, whatever the batch size; a curriculum may begin with another size.
-    assert all(outcome.value <= (4 if course == "ramp" else 6) for outcome in outcomes), [
+    assert worst(curve(tmp_path), curve(single[shape, variation])) < BOUND
+    assert worst(validation(tmp_path), validation(single[shape, variation])) < BOUND
+    # Two for training and two for evaluation, for any batch size. A curriculum may need two more.
+    assert all(outcome.value <= (4 if variation == "ramp" else 6) for outcome in outcomes), [
         outcome.value for outcome in outcomes
     ]
 
@@ -112,10 +113,10 @@ def test_compiled_layout_trains_as_one_process(
         "--recompute-attention-core",
     ],
 )
-def test_compiled_dropout_is_derived(
+def test_compiled_dropout_is_reproducible(
     flags: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Twice the same is bit-identical, and so is a resumed run."""
+    """A repeated run and a resumed run are bit-identical."""
     once, again, halves = (tmp_path / part for part in ("once", "again", "halves"))
     ranks = 2 if "parallel" in flags else 1
     for folder, extra in (

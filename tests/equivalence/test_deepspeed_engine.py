@@ -1,10 +1,23 @@
-"""DeepSpeed trains what one process trains: the same curve to 1e-5 in fp32, over ramp-up and curriculum; checkpoints are common."""
+"""Tests that DeepSpeed trains what one process trains, to 1e-5 in fp32.
+
+The batch size or the sequence length changes during the run. Both engines share checkpoints.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from corpus import COURSES, EVALUATED, NO_DROPOUT, UNTIED, Single, command, curve, validation, worst
+from corpus import (
+    EVALUATED,
+    NO_DROPOUT,
+    UNTIED,
+    VARIATIONS,
+    Single,
+    command,
+    curve,
+    validation,
+    worst,
+)
 from layouts import RECOMPUTE
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -27,7 +40,8 @@ LAYOUTS = {
     "tp2-pp2-dp2": (8, f"{TP2} {PP2} --sequence-parallel --micro-batch-size 1"),
     "tp2-pp2-recompute": (
         4,
-        f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing --partition-activations",
+        f"{TP2} {PP2} --micro-batch-size 1 --deepspeed-activation-checkpointing "
+        "--partition-activations",
     ),
     "dp2-zero1-offload": (2, "--zero-stage 1 --cpu-optimizer --micro-batch-size 1"),
     "dp2-zero2-offload": (2, "--zero-stage 2 --cpu-optimizer --micro-batch-size 1"),
@@ -47,46 +61,48 @@ LAYOUTS = {
     ),
     "pp6": (6, "--pipeline-model-parallel-size 6 --micro-batch-size 2"),
 }
-"""Six layers on four stages are cut unevenly."""
+"""Layouts of a model of six layers, which four stages divide unevenly."""
 SHORT = {"dp2-zero2", "tp2-pp2-dp2", "tp2-pp4-sp"}
 
 
 CASES = [
     pytest.param(
         name,
-        course,
-        id=f"{name}-{course}",
-        marks=() if name in SHORT and course == "ramp" else pytest.mark.full,
+        variation,
+        id=f"{name}-{variation}",
+        marks=() if name in SHORT and variation == "ramp" else pytest.mark.full,
     )
     for name in LAYOUTS
-    for course in COURSES
+    for variation in VARIATIONS
 ]
 
 
-@pytest.mark.parametrize(("name", "course"), CASES)
+@pytest.mark.parametrize(("name", "variation"), CASES)
 def test_deepspeed_trains_and_evaluates_as_one_process(
-    name: str, course: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+    name: str, variation: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
     succeed(
         pool.run(
             ranks,
             pretrain,
-            command(tmp_path, corpus, "gpt2", course, NO_DROPOUT, EVALUATED, flags, "--deepspeed"),
+            command(
+                tmp_path, corpus, "gpt2", variation, NO_DROPOUT, EVALUATED, flags, "--deepspeed"
+            ),
         )
     )
     assert len(curve(tmp_path)) == 10
-    assert worst(curve(tmp_path), curve(single("gpt2", True, course))) < BOUND
-    assert worst(validation(tmp_path), validation(single("gpt2", True, course))) < BOUND
+    assert worst(curve(tmp_path), curve(single("gpt2", True, variation))) < BOUND
+    assert worst(validation(tmp_path), validation(single("gpt2", True, variation))) < BOUND
 
 
 @pytest.mark.parametrize(
-    ("name", "course"),
+    ("name", "variation"),
     [
         ("pp3", "ramp"),
         *(
-            pytest.param(name, course, marks=pytest.mark.full)
-            for name, course in [
+            pytest.param(name, variation, marks=pytest.mark.full)
+            for name, variation in [
                 ("pp2-dp2", "ramp"),
                 ("pp3", "curriculum"),
                 ("pp3-dp2-offload", "ramp"),
@@ -100,14 +116,14 @@ def test_deepspeed_trains_and_evaluates_as_one_process(
     ],
 )
 def test_untied_stages_without_embeddings(
-    name: str, course: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
+    name: str, variation: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
     """Only the first stage has embeddings. The others must still make the same collectives."""
     ranks, flags = LAYOUTS[name]
-    shared = corpus, "gpt2", course, NO_DROPOUT, EVALUATED, UNTIED
+    shared = corpus, "gpt2", variation, NO_DROPOUT, EVALUATED, UNTIED
     succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, "--deepspeed")))
-    assert worst(curve(tmp_path), curve(single("gpt2", False, course))) < BOUND
-    assert worst(validation(tmp_path), validation(single("gpt2", False, course))) < BOUND
+    assert worst(curve(tmp_path), curve(single("gpt2", False, variation))) < BOUND
+    assert worst(validation(tmp_path), validation(single("gpt2", False, variation))) < BOUND
 
 
 @pytest.mark.full
@@ -120,7 +136,7 @@ def test_untied_stages_without_embeddings(
 def test_eight_stages(
     precision: str, bound: float, tied: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Nine layers: one stage has two."""
+    """One of eight stages has two of nine layers."""
     shared = corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED, "--num-layers 9", tied
     succeed(pool.run(1, pretrain, command(tmp_path / "alone", *shared, "--micro-batch-size 4")))
     flags = f"--pipeline-model-parallel-size 8 --micro-batch-size 1 --deepspeed {precision}"
@@ -174,11 +190,11 @@ def test_a_checkpoint_of_either_engine_resumes_on_the_other(
     assert worst(curve(tmp_path), curve(single("gpt2", True, "ramp"))) < BOUND
 
 
-@pytest.mark.parametrize("course", ["ramp", pytest.param("curriculum", marks=pytest.mark.full)])
+@pytest.mark.parametrize("variation", ["ramp", pytest.param("curriculum", marks=pytest.mark.full)])
 def test_recomputation_changes_no_bit(
-    course: str, pool: ProcessPool, corpus: str, tmp_path: Path
+    variation: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """With dropout, over a change of shape."""
+    """Runs with dropout whose shape changes are bit-identical with and without recomputation."""
     layout = f"{TP2} {PP2} --micro-batch-size 2 --deepspeed --exit-interval 6"
     for folder, flags in (
         ("kept", ""),
@@ -186,7 +202,9 @@ def test_recomputation_changes_no_bit(
         ("partitioned", RECOMPUTE["partitioned"]),
     ):
         succeed(
-            pool.run(4, pretrain, command(tmp_path / folder, corpus, "gpt2", course, layout, flags))
+            pool.run(
+                4, pretrain, command(tmp_path / folder, corpus, "gpt2", variation, layout, flags)
+            )
         )
     assert len(curve(tmp_path / "kept")) == 6
     assert curve(tmp_path / "recomputed") == curve(tmp_path / "kept")
@@ -205,7 +223,10 @@ def test_a_resumed_run_is_bit_identical(
     name: str, more: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
-    for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
+    for folder, legs in (
+        ("uninterrupted", [""]),
+        ("resumed", ["--exit-interval 5", "--require-load"]),
+    ):
         for leg in legs:
             argv = command(
                 tmp_path / folder,
@@ -219,7 +240,7 @@ def test_a_resumed_run_is_bit_identical(
                 leg,
             )
             succeed(pool.run(ranks, pretrain, argv))
-    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +272,8 @@ def test_half_precision_is_close(
     assert 0 < worst(curve(tmp_path / "ours"), curve(tmp_path / "alone")) < 0.01
 
 
-EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layernorm"  # smaller tensors stay in 32 bits
+# bitsandbytes keeps the moments of tensors smaller than this in 32 bits.
+EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layernorm"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +287,10 @@ EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layern
 def test_8_bit_moments(
     ranks: int, flags: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Close to 32 bits and not equal to them; a resume at the same layout is bit-identical; the native engine takes them over."""
+    """A run with 8-bit moments is close to one with 32 bits, and the native engine can continue it.
+
+    A resume at the same layout is bit-identical.
+    """
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     shared = corpus, "gpt2", "ramp", NO_DROPOUT
     succeed(
@@ -275,16 +300,19 @@ def test_8_bit_moments(
             command(tmp_path / "exact", *shared, "--hidden-size 128 --micro-batch-size 4"),
         )
     )
-    for folder, legs in (("whole", [""]), ("cut", ["--exit-interval 5", "--require-load"])):
+    for folder, legs in (
+        ("uninterrupted", [""]),
+        ("resumed", ["--exit-interval 5", "--require-load"]),
+    ):
         for leg in legs:
             output = succeed(
                 pool.run(
                     ranks, pretrain, command(tmp_path / folder, *shared, flags, EIGHT_BIT, leg)
                 )
             )
-            assert "moments of matrices in 8 bits" in output
-    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
-    assert 1e-6 < worst(curve(tmp_path / "whole"), curve(tmp_path / "exact")) < 0.01
+            assert "8-bit moments for matrices" in output
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "uninterrupted")
+    assert 1e-6 < worst(curve(tmp_path / "uninterrupted"), curve(tmp_path / "exact")) < 0.01
     succeed(
         pool.run(
             ranks,
@@ -299,7 +327,7 @@ def test_8_bit_moments(
     assert worst(curve(tmp_path / "other"), curve(tmp_path / "exact")) < 0.01
 
 
-def test_its_table_says_what_runs_and_the_log_is_clean(
+def test_the_table_names_deepspeed_and_the_log_is_clean(
     pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds_config.json"
@@ -315,7 +343,7 @@ def test_its_table_says_what_runs_and_the_log_is_clean(
     )
     output = succeed(pool.run(2, pretrain, argv))
     assert "DeepSpeedEngine, DeepSpeedZeroOptimizer" in output
-    assert "stage 0 runs as 1" in output
+    assert "stage 0 runs as stage 1" in output
     table = output[: output.index("iteration        1/")]
     assert "deepspeed]" not in table.lower()
     assert "FutureWarning" not in output
@@ -324,14 +352,14 @@ def test_its_table_says_what_runs_and_the_log_is_clean(
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
-        (f"{PP2} --zero-stage 2", 2, "DeepSpeed's PipelineModule shards optimizer states only"),
-        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage a rank"),
-        ("--log-num-zeros-in-grad", 1, "does not show its gradients"),
-        ("--use-torch-compile", 1, "not tried under DeepSpeed"),
-        ("--deepspeed_config nowhere.json", 1, "nowhere.json is not there"),
+        (f"{PP2} --zero-stage 2", 2, "shards optimizer states only"),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage per rank"),
+        ("--log-num-zeros-in-grad", 1, "does not expose its gradients"),
+        ("--use-torch-compile", 1, "not tested with DeepSpeed"),
+        ("--deepspeed_config nowhere.json", 1, "nowhere.json does not exist"),
     ],
 )
-def test_refused(
+def test_an_unsupported_setting_is_an_error(
     flags: str, ranks: int, message: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     argv = command(tmp_path, corpus, "gpt2", "ramp", "--micro-batch-size 2 --deepspeed", flags)

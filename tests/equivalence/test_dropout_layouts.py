@@ -1,5 +1,7 @@
-"""Dropout follows from seed, iteration, microbatch, layer and the place in the tensor and data parallel groups alone: stages,
-schedules, recomputation and a resume change no mask.
+"""Tests that stages, schedules, recomputation and a resume change no dropout mask.
+
+A mask depends on the seed, the iteration, the microbatch, the layer, and the tensor and data
+coordinates.
 """
 
 from dataclasses import replace
@@ -22,10 +24,11 @@ INTERLEAVED = Layout(
     recompute="half",
     shape="llama",
     tied=False,
-    course="curriculum",
+    variation="curriculum",
 )
-UNCUT = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
-# Masks are a microbatch's, so layouts are compared at one size of it: it is given once more, and the last one holds.
+UNPIPELINED = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
+# A mask depends on the microbatch, so layouts are compared at one micro-batch size. The flag is
+# given twice, and the last one takes effect.
 SIZE = "--micro-batch-size 2"
 
 
@@ -36,7 +39,7 @@ def train(
         folder,
         corpus,
         layout.shape,
-        layout.course,
+        layout.variation,
         layout.flags,
         SIZE,
         "--check-invariants-interval 0",
@@ -59,11 +62,13 @@ def suite(layout: Layout, full: bool) -> object:
         suite(Layout(2, 1, 2, 1, sequence=True), True),
         suite(Layout(2, shape="bloom"), True),
         suite(Layout(1, 1, 2, 3), True),
-        suite(Layout(2, 2, 2, 3, schedule="1F1B", course="curriculum"), True),
+        suite(Layout(2, 2, 2, 3, schedule="1F1B", variation="curriculum"), True),
     ],
 )
-def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
-    """The same layout twice is bit-identical, and a resumed run equals the uninterrupted one bit for bit."""
+def test_dropout_is_reproducible(
+    layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    """A resumed run is bit-identical to an uninterrupted run of the same layout."""
     once = train(pool, corpus, tmp_path / "once", layout)
     train(pool, corpus, tmp_path / "halves", layout, "--exit-interval 5")
     assert train(pool, corpus, tmp_path / "halves", layout, "--require-load") == once
@@ -86,12 +91,12 @@ def test_dropout_is_derived(layout: Layout, pool: ProcessPool, corpus: str, tmp_
         )
         for recompute in ("all", "half", "core")
     ]
-    + [pytest.param(UNCUT, "partitioned")],
+    + [pytest.param(UNPIPELINED, "partitioned")],
 )
 def test_recomputation_changes_no_bit(
     layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """In six iterations, within which batch size or length change."""
+    """Six iterations are bit-identical, in which the batch size or the length changes."""
     expected = train(pool, corpus, tmp_path / "kept", layout, "--exit-interval 6")
     recomputed = train(
         pool,

@@ -1,4 +1,4 @@
-"""Deep and irregular pipelines equal one process.
+"""Tests that deep and irregular pipelines equal one process.
 
 The covering set of `layouts.py` has no rows for these: up to eight stages, stages of different
 sizes, a number of microbatches that no stage divides, 16-bit arithmetic on four stages.
@@ -22,7 +22,10 @@ ODD_TWICE = "--rampup-batch-size 6 4 36 --global-batch-size 14 --train-samples 1
 
 @dataclass(frozen=True)
 class Irregular:
-    """One layout. `layers` is the number of the model's layers, `stages` those of each stage."""
+    """A layout.
+
+    `layers` is the number of layers of the model, and `stages` lists those of each stage.
+    """
 
     name: str
     layers: int
@@ -37,7 +40,7 @@ class Irregular:
 
     @property
     def model(self) -> str:
-        """The flags that one process is given, too."""
+        """The flags of the model, which one process gets too."""
         return f"--num-layers {self.layers} {self.batches} {'' if self.tied else UNTIED}"
 
 
@@ -101,7 +104,8 @@ LAYOUTS = [
         "two ranks of three stages, TP 2, ZeRO 3, untied",
         layers=12,
         stages="2 2 2 2 2 2",
-        flags=f"{interleaved(2, layers=2)} --zero-stage 3 --tensor-model-parallel-size 2 --sequence-parallel",
+        flags=f"{interleaved(2, layers=2)} --zero-stage 3 --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
         ranks=8,
         tied=False,
     ),
@@ -180,7 +184,7 @@ LAYOUTS = [
         bound=HALF_BOUND,
     ),
 ]
-"""Every stage holds a layer: one that holds only the embedding or only the head is refused."""
+"""Every stage has a layer. A stage with only the embedding or only the head is refused."""
 
 Alone = Callable[[Irregular], Path]
 

@@ -1,7 +1,8 @@
-"""Every layout trains the same model: loss and gradient norm equal one process's over 10 steps on real text, to 1e-5 in fp32, while
-the batch size or the sequence length changes.
+"""Tests that every layout trains the same model.
 
-Parameters are not compared: the gradient of the key's bias is zero in exact arithmetic, so Adam turns its rounding into steps.
+Loss and gradient norm equal those of one process over 10 steps on real text, to 1e-5 in fp32. The
+batch size or the sequence length changes during the run. Parameters are not compared. The gradient
+of the key's bias is zero in exact arithmetic, so Adam turns its rounding errors into steps.
 """
 
 import json
@@ -12,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from corpus import (
-    COURSES,
     EVALUATED,
     NO_DROPOUT,
     SHAPES,
     UNTIED,
+    VARIATIONS,
     Single,
     command,
     curve,
@@ -28,7 +29,7 @@ from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "loss_curves.json"
-# These are tested each time.
+# The layouts of the short suite.
 SHORT = {LAYOUTS[i] for i in (3, 14, 16, 17, 18)}
 
 
@@ -48,7 +49,7 @@ def test_the_short_suite_has_every_value() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layouts_go_through_their_schedule(layout: Layout) -> None:
+def test_a_layout_uses_its_schedule(layout: Layout) -> None:
     assert layout.schedule in layout.schedules
 
 
@@ -57,10 +58,10 @@ def test_layout_trains_and_evaluates_as_one_process(
     layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
     argv = command(
-        tmp_path, corpus, layout.shape, layout.course, NO_DROPOUT, EVALUATED, layout.flags
+        tmp_path, corpus, layout.shape, layout.variation, NO_DROPOUT, EVALUATED, layout.flags
     )
     succeed(pool.run(layout.ranks, pretrain, argv))
-    alone = single(layout.shape, layout.tied, layout.course)
+    alone = single(layout.shape, layout.tied, layout.variation)
     assert len(curve(tmp_path)) == 10
     assert worst(curve(tmp_path), curve(alone)) < BOUND
     assert len(validation(tmp_path)) == 3
@@ -68,18 +69,18 @@ def test_layout_trains_and_evaluates_as_one_process(
 
 
 def test_the_curve_is_the_golden_one(single: Single) -> None:
-    """All layouts could change together, so one process's numbers are kept. UPDATE_GOLDEN=1 writes them again."""
+    """A change of all layouts at once is found. UPDATE_GOLDEN=1 writes the numbers again."""
     curves = {
-        f"{shape}, {course}": curve(single(shape, shape != "llama", course))
+        f"{shape}, {variation}": curve(single(shape, shape != "llama", variation))
         for shape in SHAPES
-        for course in COURSES
+        for variation in VARIATIONS
     }
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(json.dumps(curves, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
     assert curves.keys() == golden.keys()
     for name, values in curves.items():
-        # Another processor adds up in another order; what changes the mathematics is larger than this.
+        # Another processor adds up in another order. A change of the mathematics is larger.
         assert worst(values, [tuple(pair) for pair in golden[name]]) < 1e-4, name
 
 
@@ -92,8 +93,8 @@ def test_the_model_learns(shape: str, single: Single) -> None:
 RESUMED = [
     (Layout(1, 1, 2, 3), Layout(1, 4, 1, 1, schedule="1F1B")),
     (
-        Layout(2, 4, 1, 1, schedule="1F1B", course="curriculum"),
-        Layout(1, 1, 4, 3, course="curriculum"),
+        Layout(2, 4, 1, 1, schedule="1F1B", variation="curriculum"),
+        Layout(1, 1, 4, 3, variation="curriculum"),
     ),
     (
         Layout(2, 2, 2, 2, sequence=True, schedule="interleaved 1F1B"),
@@ -125,7 +126,7 @@ def test_resume_under_another_layout(
         tmp_path,
         corpus,
         before.shape,
-        before.course,
+        before.variation,
         NO_DROPOUT,
         EVALUATED,
         before.flags,
@@ -136,7 +137,7 @@ def test_resume_under_another_layout(
         tmp_path,
         corpus,
         after.shape,
-        after.course,
+        after.variation,
         NO_DROPOUT,
         EVALUATED,
         after.flags,
@@ -144,7 +145,7 @@ def test_resume_under_another_layout(
     )
     output = succeed(pool.run(after.ranks, pretrain, second))
     assert f"successfully loaded checkpoint from {tmp_path} at iteration 5" in output
-    assert worst(curve(tmp_path), curve(single(after.shape, after.tied, after.course))) < BOUND
+    assert worst(curve(tmp_path), curve(single(after.shape, after.tied, after.variation))) < BOUND
 
 
 def test_resume_of_one_process_is_bit_identical(
@@ -152,7 +153,8 @@ def test_resume_of_one_process_is_bit_identical(
 ) -> None:
     alone = single("gpt2", True, "ramp")
     shutil.copytree(alone, tmp_path / "run")
-    (tmp_path / "run" / "latest").write_text("global_step5")  # an operator rolls back by hand
+    # An operator rolls back by hand.
+    (tmp_path / "run" / "latest").write_text("global_step5")
     argv = command(
         tmp_path / "run", corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED, "--micro-batch-size 4"
     )
@@ -164,7 +166,7 @@ BF16 = [
     Layout(),
     Layout(1, 1, 2),
     Layout(2, 2, 2, 3, sequence=True, schedule="1F1B"),
-    Layout(4, shape="llama", tied=False, course="curriculum"),
+    Layout(4, shape="llama", tied=False, variation="curriculum"),
     Layout(1, 4, 2, 1, schedule="GPipe", shape="llama", tied=False),
 ]
 
@@ -177,10 +179,15 @@ BF16 = [
     ],
 )
 def test_bf16_is_close(layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
-    """Four layers: with more, these tiny models' gradient norms jump so from step to step that rounding decides them."""
+    """A run in bf16 is close to fp32.
+
+    With more than four layers the gradient norms of these tiny models change so much from step to
+    step that rounding errors determine them.
+    """
     untied = "" if layout.tied else UNTIED
-    shared = layout.shape, layout.course, NO_DROPOUT, EVALUATED
-    alone, ours = tmp_path / "alone", tmp_path / "ours"
+    shared = layout.shape, layout.variation, NO_DROPOUT, EVALUATED
+    alone = tmp_path / "alone"
+    ours = tmp_path / "ours"
     succeed(
         pool.run(
             1,

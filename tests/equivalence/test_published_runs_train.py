@@ -1,8 +1,9 @@
-"""The command lines of tr1-13B, tr8-104B and tr11-176B train, save and resume on 8 processes: other sizes, paths and backend only.
+"""Tests that the command lines of tr1-13B, tr8-104B and tr11-176B train, save and resume.
 
-TP 2 x PP 2 x DP 2 and TP 2 x PP 4, with all that these runs had: DeepSpeed, fp16 with a dynamic loss
-scale or bf16 at ZeRO stage 0, a ramp-up of the batch size, recomputation, dropout, a norm of the
-embedding, ALiBi, a cut into stages by a regular expression.
+Only sizes, paths and backend are changed. Eight processes run TP 2 x PP 2 x DP 2 or TP 2 x PP 4.
+The rest is that of the published runs: DeepSpeed, fp16 with a dynamic loss scale or bf16 at ZeRO
+stage 0, a ramp-up of the batch size, recomputation, dropout, a norm of the embedding, ALiBi, and
+stages that a regular expression determines.
 """
 
 import json
@@ -29,7 +30,7 @@ SIZES = {
     "--train-samples": ["96"],
     "--lr-decay-samples": ["90"],
     "--lr-warmup-samples": ["8"],
-    "--lr": ["1e-2"],  # of a model of this width
+    "--lr": ["1e-2"],  # for a model of this width
     "--save-interval": ["5"],
     "--log-interval": ["1"],
     "--pad-vocab-size-to": ["5120"],
@@ -47,7 +48,7 @@ def paths(folder: Path, data: Path, config: str) -> dict[str, list[str]]:
     return {
         "--vocab-file": [str(TINY / "gpt2-tiny-vocab.json")],
         "--merge-file": [str(TINY / "gpt2-tiny-merges.txt")],
-        "--tokenizer-name-or-path": [str(hf_tokenizer(data))],
+        "--tokenizer-name-or-path": [str(write_hf_tokenizer(data))],
         "--data-path": [prefix],
         "--train-weighted-split-paths-path": [str(data / "train-splits.txt")],
         "--valid-weighted-split-paths-path": [str(data / "valid-splits.txt")],
@@ -60,11 +61,12 @@ def paths(folder: Path, data: Path, config: str) -> dict[str, list[str]]:
     }
 
 
-def hf_tokenizer(folder: Path) -> Path:
-    """The tiny vocabulary as a folder of Hugging Face's."""
+def write_hf_tokenizer(folder: Path) -> Path:
+    """Write the tiny vocabulary as a tokenizer folder of Hugging Face, and return its path."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocab, merges = str(TINY / "gpt2-tiny-vocab.json"), str(TINY / "gpt2-tiny-merges.txt")
+    vocab = str(TINY / "gpt2-tiny-vocab.json")
+    merges = str(TINY / "gpt2-tiny-merges.txt")
     backend = Tokenizer(models.BPE.from_file(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -76,8 +78,11 @@ def hf_tokenizer(folder: Path) -> Path:
 
 
 def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
-    """The published list with other values for the flags above and `stages`, each of which it must have."""
-    words = published_arguments(run, data)
+    """Return the published command line with the values above and `stages` pipeline stages.
+
+    The published command line must have each of these flags.
+    """
+    published = published_arguments(run, data)
     config = data / "ds_config.json"
     content = json.loads(config.read_text())
     config.write_text(
@@ -89,12 +94,14 @@ def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
         | BACKEND
         | paths(folder, data, str(config))
     )
-    result, at = [], 0
-    while at < len(words):
-        flag, values = words[at], []
+    result = []
+    at = 0
+    while at < len(published):
+        flag = published[at]
+        values = []
         at += 1
-        while at < len(words) and not words[at].startswith("--"):
-            values.append(words[at])
+        while at < len(published) and not published[at].startswith("--"):
+            values.append(published[at])
             at += 1
         new = changed.get(flag, values)
         assert len(new) == len(values), flag
@@ -117,15 +124,17 @@ def test_a_published_command_line_trains_saves_and_resumes(
 ) -> None:
     if run == "tr11-176B-ml":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    whole = succeed(pool.run(8, pretrain, arguments(run, stages, tmp_path / "whole", tmp_path)))
-    assert "PipelineEngine" in whole
-    assert "DeepSpeed" in whole
-    cut = arguments(run, stages, tmp_path / "cut", tmp_path)
-    succeed(pool.run(8, pretrain, [*cut, "--exit-interval", "7"]))
-    resumed = succeed(pool.run(8, pretrain, cut))
+    output = succeed(
+        pool.run(8, pretrain, arguments(run, stages, tmp_path / "uninterrupted", tmp_path))
+    )
+    assert "PipelineEngine" in output
+    assert "DeepSpeed" in output
+    interrupted = arguments(run, stages, tmp_path / "interrupted", tmp_path)
+    succeed(pool.run(8, pretrain, [*interrupted, "--exit-interval", "7"]))
+    resumed = succeed(pool.run(8, pretrain, interrupted))
     assert "at iteration 7" in resumed
-    losses = curve(tmp_path / "whole" / "checkpoints")
-    assert curve(tmp_path / "cut" / "checkpoints") == losses
+    losses = curve(tmp_path / "uninterrupted" / "checkpoints")
+    assert curve(tmp_path / "interrupted" / "checkpoints") == losses
     assert len(losses) == 10  # 4 batches of 4 samples, 2 of 8, then of 12
     assert losses[-1][0] < losses[0][0] - 0.02
-    assert (tmp_path / "cut" / "checkpoints" / "global_step10").is_dir()
+    assert (tmp_path / "interrupted" / "checkpoints" / "global_step10").is_dir()

@@ -1,10 +1,11 @@
-"""Saved under any layout, loaded under any other: masters and moments bit for bit, and the next losses those of one process.
+"""Tests that a checkpoint of any layout loads under any other.
 
-What is in a checkpoint is read here with the safetensors library and put together by its index, not by the code that is tested.
+Masters and moments are equal bit for bit, and the next losses equal those of one process. The tests
+read a checkpoint with the safetensors library and its index, and not with the code under test.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ LAYOUTS = [
     Layout(1, 2, 1, 1, schedule="1F1B", partition="ends"),
 ]
 SHORT = 3
-"""So many of them are combined in the short suite."""
+"""Number of layouts that the short suite combines."""
 ASYNCHRONOUS = LAYOUTS[1]
 
 Saved = Callable[[Layout], Path]
@@ -34,7 +35,10 @@ Saved = Callable[[Layout], Path]
 
 @pytest.fixture(scope="module")
 def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The folder of a layout's run of 10 iterations, with checkpoints after 5 and 10."""
+    """Return a function that runs a layout and returns the folder.
+
+    The run has 10 iterations, with checkpoints after 5 and 10.
+    """
     folders: dict[Layout, Path] = {}
 
     def run(layout: Layout) -> Path:
@@ -49,44 +53,48 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
 
 
 def arguments(folder: Path, corpus: str, layout: Layout, flags: str) -> list[str]:
-    return command(folder, corpus, layout.shape, layout.course, NO_DROPOUT, layout.flags, flags)
+    return command(folder, corpus, layout.shape, layout.variation, NO_DROPOUT, layout.flags, flags)
 
 
-def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """kind/name -> the global tensor."""
+def select(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a slice of a tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def read_global_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the global tensors of a checkpoint, with the keys kind/name."""
     tensors = {}
     for tensor, entry in json.loads((checkpoint / "index.json").read_text())["tensors"].items():
-        whole = torch.full(entry["shape"], float("nan"))
-        for box in entry["boxes"]:
-            with safe_open(checkpoint / box["file"], framework="pt") as file:
-                values = file.get_tensor(f"{tensor}@{','.join(map(str, box['offset']))}")
-            whole[
-                tuple(slice(o, o + n) for o, n in zip(box["offset"], box["shape"], strict=True))
-            ] = values
-        assert not whole.isnan().any(), f"{tensor} has a gap"
-        tensors[tensor] = whole
+        complete = torch.full(entry["shape"], float("nan"))
+        for shard in entry["boxes"]:
+            with safe_open(checkpoint / shard["file"], framework="pt") as file:
+                values = file.get_tensor(f"{tensor}@{','.join(map(str, shard['offset']))}")
+            complete[select(shard["offset"], shard["shape"])] = values
+        assert not complete.isnan().any(), f"{tensor} has a gap"
+        tensors[tensor] = complete
     return tensors
 
 
-def differing_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]]:
-    """On each rank: (tensors looked at, those whose boxes are not the checkpoint's, bit for bit)."""
+def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]]:
+    """Train from a checkpoint, and compare the shards of this rank with it after the load.
+
+    Returns:
+        The number of shards, and the names of those that differ in any bit.
+    """
     import pretrain_gpt
     from megatron.config.cli import load_config
     from megatron.training import setup
 
-    expected = whole_tensors(Path(checkpoint))
+    expected = read_global_tensors(Path(checkpoint))
     counts: list[int] = []
     different: list[str] = []
 
     def look(run: Any) -> None:
         for shard in run.engine.shards(optimizer=True):
-            box = tuple(
-                slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape, strict=True)
-            )
-            stored = expected[f"{shard.kind}/{shard.name}"][box]
-            if not torch.equal(
-                stored.view(torch.int32), shard.tensor.cpu().contiguous().view(torch.int32)
-            ):
+            stored = expected[f"{shard.kind}/{shard.name}"]
+            stored = stored[select(shard.offset, shard.tensor.shape)]
+            loaded = shard.tensor.cpu().contiguous()
+            if not torch.equal(stored.view(torch.int32), loaded.view(torch.int32)):
                 different.append(f"{shard.kind}/{shard.name}")
         counts.append(len(run.engine.shards(optimizer=True)))
 
@@ -95,7 +103,8 @@ def differing_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[st
         look(run)
         return run
 
-    original, pretrain_gpt.start_run = pretrain_gpt.start_run, start_and_look
+    original = pretrain_gpt.start_run
+    pretrain_gpt.start_run = start_and_look
     try:
         pretrain_gpt.pretrain(load_config(argv))
     finally:
@@ -122,21 +131,21 @@ def test_any_layout_loads_what_any_other_saved(
         tmp_path, corpus, after, f"--load-iteration 5 --metrics-file {tmp_path}/metrics.jsonl"
     )
     argv[argv.index("--load") + 1] = str(source)
-    outcomes = pool.run(after.ranks, differing_after_load, argv, str(source / "global_step5"))
+    outcomes = pool.run(after.ranks, compare_after_load, argv, str(source / "global_step5"))
     succeed(outcomes)
     for outcome in outcomes:
-        looked_at, different = outcome.value
-        assert looked_at > 0
+        compared, different = outcome.value
+        assert compared > 0
         assert not different
     alone = saved(LAYOUTS[0])
     assert len(curve(tmp_path)) == 5
     assert worst(curve(tmp_path), curve(alone)[5:]) < BOUND
 
 
-def test_without_the_optimizer_moments_and_step_are_fresh(
+def test_without_the_optimizer_moments_and_step_are_zero(
     pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
 ) -> None:
-    """A first step of Adam has no bias left after its correction: as large as the learning rate, whatever the gradient."""
+    """The moments after one step are those of Adam's first step."""
     layout = LAYOUTS[4]
     argv = arguments(
         tmp_path,
@@ -146,10 +155,8 @@ def test_without_the_optimizer_moments_and_step_are_fresh(
     )
     argv[argv.index("--load") + 1] = str(saved(LAYOUTS[0]))
     succeed(pool.run(layout.ranks, pretrain, argv))
-    before, after = (
-        whole_tensors(saved(LAYOUTS[0]) / "global_step5"),
-        whole_tensors(tmp_path / "global_step6"),
-    )
+    before = read_global_tensors(saved(LAYOUTS[0]) / "global_step5")
+    after = read_global_tensors(tmp_path / "global_step6")
     manifest = json.loads((tmp_path / "global_step6" / "manifest.json").read_text())
     assert manifest["optimizer"]["optimizer_step"] == 1
     name = "blocks.0.mlp.up.weight"

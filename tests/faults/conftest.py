@@ -1,4 +1,4 @@
-"""Jobs whose processes are ended with the test."""
+"""Fixtures for jobs whose processes end with the test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from launches import Job, NewJob, Uninterrupted
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of sample orders."""
+    """Return the cache folder of sample orders."""
     return tmp_path_factory.mktemp("faults_cache")
 
 
@@ -17,7 +17,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def uninterrupted(
     corpus: str, cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Uninterrupted]:
-    """`uninterrupted(flags, last, ranks=1)`: the curve that a job must have, whatever was done to it."""
+    """Return `uninterrupted(flags, last, ranks=1)`, the curve of a run without faults."""
     root = tmp_path_factory.mktemp("uninterrupted")
     jobs: list[Job] = []
 
@@ -32,7 +32,7 @@ def uninterrupted(
 
 @pytest.fixture
 def new_job(corpus: str, cache: Path, tmp_path: Path) -> Iterator[NewJob]:
-    """`new_job(name, flags, ranks=1, folder=None, metrics=None)`."""
+    """Return `new_job(name, flags, ranks=1, folder=None, metrics=None)`."""
     jobs: list[Job] = []
 
     def make(

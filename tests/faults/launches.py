@@ -1,7 +1,9 @@
-"""Launches that tests may break: fresh processes for each one, with ids that can be killed or stopped, and logs on the disk.
+"""Launches that tests may break.
 
-A process that torchrun starts spends seconds on imports. These are forked from a server that has imported everything, so a launch
-costs what its process group costs; all else is as under torchrun: environment, `pretrain_gpt.main`, exit codes.
+Each launch has new processes that can be killed or stopped, and logs on the disk. A process that
+torchrun starts spends seconds on imports. These are forked from a server that has imported
+everything, so only the process group takes time. Environment, `pretrain_gpt.main` and exit codes
+are as under torchrun.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from typing import Any
 
 import pytest
 from failing_calls import FailingCalls
-from process_pool import _free_port
+from process_pool import find_free_port
 from training.runs import SIZES
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
@@ -28,9 +30,9 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.observe.metrics import read_metrics
 
 BOUND_SECONDS = 120.0
-"""Within which everything that is waited for must happen; a machine that does much else is slow."""
-CRASHED, ERROR = 1, 2
-"""Exit codes: an exception that nobody expected, and an error with a message for people."""
+"""Seconds within which an awaited event must happen. It is long enough for a busy machine."""
+ERROR = 2
+"""Exit code after an error whose message explains how to fix it."""
 
 
 def _rank(
@@ -69,7 +71,7 @@ def _rank(
 
 
 def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[None]:
-    """The first call of this kind ("replace latest.new") under the folder fails with EIO."""
+    """Make the first call of this kind ("replace latest.new") under the folder fail with EIO."""
     failing = FailingCalls(
         Path(folder), lambda number, name: name == call and failing.calls.count(call) == 1
     )
@@ -77,7 +79,7 @@ def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[N
 
 
 def _delay(name: str, seconds: float) -> None:
-    """Have the first call of a library's function take so much longer in this process, as on a file system that is slow."""
+    """Make the first call of a library function slower, as on a slow file system."""
     module, _, function = name.rpartition(".")
     original = getattr(importlib.import_module(module), function)
     called: list[str] = []
@@ -122,11 +124,12 @@ class Launch:
         world = {
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(find_free_port()),
         }
         for rank in range(ranks):
             self._logs[rank].touch()
-            # TORCHELASTIC_RUN_ID has the kernel end the ranks when the server ends, that is, when the tests are cut off.
+            # With TORCHELASTIC_RUN_ID the kernel ends the ranks when the server ends, that is, when
+            # the tests are interrupted.
             own = {
                 **world,
                 "RANK": str(rank),
@@ -158,11 +161,11 @@ class Launch:
         return "\n".join(f"--- rank {rank}\n{self.output(rank)}" for rank in range(len(self._logs)))
 
     def running(self) -> list[int]:
-        """Ranks."""
+        """Return the ranks that are running."""
         return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
 
     def kill(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """SIGKILL; returns those that were running."""
+        """Send SIGKILL to ranks, and return those that were running."""
         chosen = [
             rank
             for rank in (range(len(self.processes)) if ranks is None else ranks)
@@ -177,7 +180,7 @@ class Launch:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Every rank stands still meanwhile."""
+        """Stop every rank within this context."""
         self.freeze()
         try:
             yield
@@ -203,7 +206,7 @@ class Launch:
             os.kill(self.pids[rank], signal.SIGCONT)
 
     def wait_for(self, condition: Callable[[], object], what: str, *, step: float = 0.005) -> None:
-        """Until it holds; the test fails where all ranks end before, or nothing happens."""
+        """Wait until a condition holds. The test fails if all ranks end first, or after a limit."""
         end = time.monotonic() + BOUND_SECONDS
         while not condition():
             if not self.running() and not condition():
@@ -214,16 +217,20 @@ class Launch:
             time.sleep(step)
 
     def wait_for_line(self, text: str, times: int = 1) -> None:
-        """In rank 0's log."""
+        """Wait until rank 0's log has a text so many times."""
         self.wait_for(lambda: self.output().count(text) >= times, f"{text!r} {times} times")
 
     def codes(self, *, by_themselves: bool = False) -> list[int | None]:
-        """Exit codes of all ranks. When one fails, the others are ended, as torchrun does, unless they must end `by_themselves`."""
+        """Return the exit codes of all ranks.
+
+        When one rank fails, the others are killed, as torchrun does. With `by_themselves` they must
+        end without that.
+        """
         end = time.monotonic() + BOUND_SECONDS
         while self.running():
             failed = any(process.exitcode for process in self.processes)
             if failed and not by_themselves:
-                time.sleep(0.2)  # rank 0 tells first
+                time.sleep(0.2)  # rank 0 reports first
                 self.kill()
             if time.monotonic() > end:
                 still = self.running()
@@ -236,7 +243,7 @@ class Launch:
 
 
 class Job:
-    """A command line that is given again and again, and the folder that it saves to."""
+    """A command line that is launched repeatedly, and the folder that it saves to."""
 
     def __init__(
         self,
@@ -248,7 +255,9 @@ class Job:
         ranks: int,
         metrics: Path | None,
     ) -> None:
-        self.folder, self.ranks, self.logs = folder, ranks, logs
+        self.folder = folder
+        self.ranks = ranks
+        self.logs = logs
         self.metrics_file = metrics or folder / "metrics.jsonl"
         paths = [
             "--data-path",
@@ -275,20 +284,20 @@ class Job:
         return self.launches[-1]
 
     def succeed(self, extra: str = "", **how: Any) -> str:
-        """Rank 0's log of a launch that ends well."""
+        """Launch, expect exit code 0, and return rank 0's log."""
         launch = self.launch(extra, **how)
         assert launch.codes() == [0] * self.ranks, launch.all_output()
         return launch.output()
 
     def fail(self, extra: str = "", **how: Any) -> str:
-        """Rank 0's log of a launch that ends with an error for people."""
+        """Launch, expect the exit code of an error with a message, and return rank 0's log."""
         launch = self.launch(extra, **how)
         codes = launch.codes()
         assert codes[0] == ERROR, f"exit codes {codes}\n{launch.all_output()}"
         return launch.output()
 
     def curve(self) -> dict[int, tuple[float, float]]:
-        """iteration -> (loss, gradient norm); empty where nothing was trained."""
+        """Return {iteration: (loss, gradient norm)}. It is empty if nothing was trained."""
         if not self.metrics_file.exists():
             return {}
         return {
@@ -297,14 +306,16 @@ class Job:
         }
 
     def names(self) -> set[str]:
-        """Of checkpoints, whole or not."""
+        """Return the names of all checkpoint folders, complete or not."""
         return {
             entry.name for entry in self.folder.iterdir() if entry.name.startswith("global_step")
         }
 
     def snapshot(self) -> dict[str, bytes]:
-        """All that is in the folder, apart from the metrics, and from what nobody reads: the text of a small file that was to be
-        replaced when the process ended."""
+        """Return the contents of all files in the folder, by relative path.
+
+        The metrics are left out, and the temporary files of an interrupted replacement.
+        """
         files = (
             p
             for p in self.folder.rglob("*")
@@ -313,7 +324,7 @@ class Job:
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def verify(self, iteration: int) -> None:
-        """Every file of a checkpoint is what was written."""
+        """Verify the digest of every file of a checkpoint."""
         checkpoint = open_checkpoint(self.folder, iteration)
         checkpoint.check_files()
         for name in checkpoint.manifest.files:
@@ -321,7 +332,10 @@ class Job:
         checkpoint.verify("manifest.json")
 
     def check(self, last: int, saved: Sequence[int] | None = None) -> None:
-        """The pointers name `last`, it is whole, and nothing half-finished lies about; `saved`: the checkpoints that there are."""
+        """Check that the pointers name `last`, which is valid, and that nothing unfinished is left.
+
+        If `saved` is given, exactly these checkpoints must exist.
+        """
         assert read_pointed_iteration(self.folder) == last
         assert (self.folder / "latest").read_text() == f"global_step{last}"
         assert (self.folder / "latest_checkpointed_iteration.txt").read_text() == str(last)
@@ -334,7 +348,7 @@ class Job:
         assert saved is None or list_saved_iterations(self.folder) == list(saved)
 
     def clear(self) -> None:
-        """As before the first launch."""
+        """Remove everything that the launches wrote."""
         shutil.rmtree(self.folder)
         self.metrics_file.unlink(missing_ok=True)
 
@@ -344,7 +358,7 @@ class Job:
 
 
 class Uninterrupted:
-    """Curves of runs that nothing happened to, each trained once, in one launch, and saved as seldom as possible."""
+    """Curves of runs without faults. Each is trained once, in one launch and with few saves."""
 
     def __init__(self, make: Callable[[str, str, int], Job]) -> None:
         self._make = make
@@ -352,7 +366,10 @@ class Uninterrupted:
         self._jobs = 0
 
     def __call__(self, flags: str, last: int, ranks: int = 1) -> dict[int, tuple[float, float]]:
-        """Of iterations 1 to `last`; `flags` must say all that the curve depends on, --train-iters too."""
+        """Return the curve of iterations 1 to `last`.
+
+        `flags` must have everything that the curve depends on, including --train-iters.
+        """
         known = self._curves.get((flags, ranks), {})
         if last not in known:
             self._jobs += 1
@@ -365,7 +382,7 @@ class Uninterrupted:
 
 
 def saved_lines(output: str) -> list[int]:
-    """Iterations whose checkpoint rank 0 called safe."""
+    """Return the iterations whose checkpoints rank 0 reported as saved."""
     return [
         int(found)
         for found in re.findall(r"successfully saved checkpoint at iteration +(\d+) to", output)
@@ -373,10 +390,10 @@ def saved_lines(output: str) -> list[int]:
 
 
 def loaded_line(output: str) -> int:
-    """Iteration that a launch resumed from, or 0."""
+    """Return the iteration that a launch resumed from, or 0."""
     found = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", output)
     return int(found[1]) if found else 0
 
 
 NewJob = Callable[..., Job]
-"""What the fixture `new_job` returns: (name, flags, ranks=1, folder=None, metrics=None) -> Job."""
+"""Type of the fixture `new_job`: (name, flags, ranks=1, folder=None, metrics=None) -> Job."""

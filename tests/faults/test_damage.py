@@ -1,4 +1,7 @@
-"""Decay of every file of a checkpoint, and hands on the pointers: a run goes on from the newest whole one, and says so."""
+"""Damaged checkpoint files and wrong pointers.
+
+A run resumes from the newest valid checkpoint and logs a warning.
+"""
 
 import json
 import shutil
@@ -19,28 +22,33 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import DamagedError
 
 # Each of the two ranks has a file that only it writes and reads, of more than one block.
-FLAGS = "--pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 128 --untie-embeddings-and-output-weights --save-interval 2"
+FLAGS = (
+    "--pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 128 "
+    "--untie-embeddings-and-output-weights --save-interval 2"
+)
 
 
 @dataclass(frozen=True)
 class Base:
+    """The run that each test damages a copy of."""
+
     folder: Path
-    """Of a run with checkpoints at 2, 4 and 6."""
+    """Folder of a run with checkpoints at 2, 4 and 6."""
     curve: dict[int, tuple[float, float]]
-    """Of an uninterrupted one, to 10."""
+    """Curve of an uninterrupted run with 10 iterations."""
 
 
 @pytest.fixture(scope="module")
 def base(corpus: str, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Base:
     root = tmp_path_factory.mktemp("damage")
-    whole = Job(corpus, cache, root / "whole", root / "whole_logs", FLAGS, 2, None)
-    whole.succeed("--save-interval 100")
+    reference = Job(corpus, cache, root / "reference", root / "reference_logs", FLAGS, 2, None)
+    reference.succeed("--save-interval 100")
     job = Job(corpus, cache, root / "run", root / "run_logs", FLAGS, 2, None)
     job.succeed("--exit-interval 6")
     job.check(6, saved=[2, 4, 6])
     for rank in range(2):
         assert (job.folder / f"global_step6/rank_0000{rank}.safetensors").stat().st_size > 4 << 20
-    return Base(job.folder, whole.curve())
+    return Base(job.folder, reference.curve())
 
 
 @pytest.fixture
@@ -51,7 +59,7 @@ def job(base: Base, new_job: NewJob) -> Job:
 
 
 def flip(path: Path, position: int) -> None:
-    """One bit of the byte at `position`, counted from the end where negative."""
+    """Flip one bit of the byte at `position`, which counts from the end if it is negative."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
@@ -63,8 +71,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "first block": lambda path: flip(path, path.stat().st_size // 10),
     "middle": lambda path: flip(path, path.stat().st_size // 2),
     "last byte": lambda path: flip(path, -1),
-    "cut by two bytes": lambda path: path.write_bytes(path.read_bytes()[:-2]),
-    "cut to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "truncated by two bytes": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+    "truncated to half": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+    ),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "empty": lambda path: path.write_bytes(b""),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -92,27 +102,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
-def test_damage_goes_back_to_the_one_before(file: str, damage: str, job: Job, base: Base) -> None:
+def test_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(
+    file: str, damage: str, job: Job, base: Base
+) -> None:
     DAMAGES[damage](job.folder / "global_step6" / file)
     kept = {path.name: path.read_bytes() for path in (job.folder / "global_step6").iterdir()}
     if file == "manifest.json" and damage == "removed":
-        assert list_saved_iterations(job.folder) == [
-            2,
-            4,
-        ]  # only the pointers say that there was another one
+        # Only the pointers show that there was another checkpoint.
+        assert list_saved_iterations(job.folder) == [2, 4]
     output = job.succeed()
     assert loaded_line(output) == 4, output
     assert f"global_step6 is damaged: {file}" in output
     assert "set aside as global_step6.damaged" in output
-    assert "going on from global_step4" in output
+    assert "resuming from global_step4" in output
     assert job.curve() == base.curve
     job.check(10, saved=[2, 4, 6, 8, 10])
     for iteration in (2, 4, 6, 8):
         job.verify(iteration)
     aside = job.folder / "global_step6.damaged"
-    assert {
-        path.name: path.read_bytes() for path in aside.iterdir()
-    } == kept  # for whoever finds out why
+    # The damaged files are kept for an analysis of the damage.
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == kept
 
 
 @pytest.mark.parametrize(
@@ -121,9 +130,10 @@ def test_damage_goes_back_to_the_one_before(file: str, damage: str, job: Job, ba
 @pytest.mark.parametrize(
     "flags", ["--load-iteration 6", pytest.param("--no-load-fallback", marks=pytest.mark.full)]
 )
-def test_damage_is_an_error_where_no_other_may_be_taken(file: str, flags: str, job: Job) -> None:
+def test_damage_is_an_error_if_no_fallback_is_allowed(file: str, flags: str, job: Job) -> None:
     flip(job.folder / "global_step6" / file, -1)
-    before, curve = job.snapshot(), job.curve()
+    before = job.snapshot()
+    curve = job.curve()
     output = job.fail(flags)
     assert "CheckpointError" in output or "DamagedError" in output
     assert "global_step6" in output
@@ -133,7 +143,7 @@ def test_damage_is_an_error_where_no_other_may_be_taken(file: str, flags: str, j
 
 
 @pytest.mark.parametrize("file", ["rank_00001.safetensors", "manifest.json"])
-def test_all_damaged_is_an_error_and_no_fresh_start(file: str, job: Job) -> None:
+def test_no_valid_checkpoint_is_an_error_and_not_a_start_from_scratch(file: str, job: Job) -> None:
     for iteration in (2, 4, 6):
         DAMAGES["zeros"](job.folder / f"global_step{iteration}" / file)
     curve = job.curve()
@@ -144,14 +154,16 @@ def test_all_damaged_is_an_error_and_no_fresh_start(file: str, job: Job) -> None
     again = job.fail("--allow-fresh-start")
     assert "is damaged" in again.rpartition("CheckpointError:")[2]
     assert job.curve() == curve
-    assert (
-        len([name for name in job.names() if name.startswith("global_step")]) == 3
-    )  # each is still there, under some name
+    # Each checkpoint still exists, with its own or another name.
+    assert len(job.names()) == 3
 
 
 @pytest.mark.full
-def test_two_damaged_ones(job: Job, base: Base) -> None:
-    """One seen in the small files, one only by the rank that reads it."""
+def test_two_damaged_checkpoints(job: Job, base: Base) -> None:
+    """Two damaged checkpoints are skipped.
+
+    The damage of one is in a small file. Only the rank that reads the other one finds its damage.
+    """
     flip(job.folder / "global_step6" / "manifest.json", 50)
     flip(job.folder / "global_step4" / "rank_00001.safetensors", -1)
     output = job.succeed()
@@ -161,10 +173,13 @@ def test_two_damaged_ones(job: Job, base: Base) -> None:
     job.check(10, saved=[2, 4, 6, 8, 10])
 
 
-def test_pointers_are_right_as_soon_as_one_is_set_aside(
+def test_pointers_are_correct_as_soon_as_a_checkpoint_is_renamed(
     job: Job, base: Base, tmp_path: Path
 ) -> None:
-    """The launch that finds the damage ends right after that, for want of its corpus."""
+    """The pointers are correct even if the launch that finds the damage ends right after that.
+
+    It ends because its corpus is missing.
+    """
     flip(job.folder / "global_step6" / "rank_00000.safetensors", -1)
     output = job.fail(f"--data-path {tmp_path / 'nowhere'}")
     assert "set aside as global_step6.damaged" in output
@@ -177,7 +192,7 @@ def test_pointers_are_right_as_soon_as_one_is_set_aside(
 
 
 @pytest.mark.full
-def test_a_second_damage_of_the_same_iteration_keeps_the_first(job: Job, base: Base) -> None:
+def test_second_damage_of_an_iteration_keeps_the_first_folder(job: Job, base: Base) -> None:
     for _ in range(2):
         flip(job.folder / "global_step6" / "rank_00000.safetensors", -1)
         assert loaded_line(job.succeed("--exit-interval 6")) == 4
@@ -189,13 +204,16 @@ def test_a_second_damage_of_the_same_iteration_keeps_the_first(job: Job, base: B
 
 @pytest.mark.full
 def test_every_flipped_bit_of_a_manifest_is_found(base: Base, tmp_path: Path) -> None:
-    """As damage, so that a run goes back behind it; or it changes nothing, as the exponent's e in capitals."""
-    whole = (base.folder / "global_step6/manifest.json").read_bytes()
-    meant = read_manifest(base.folder / "global_step6")
+    """Every flipped bit of a manifest is reported as damage, or does not change its meaning.
+
+    An example of the latter is the exponent's "e" as a capital letter.
+    """
+    original = (base.folder / "global_step6/manifest.json").read_bytes()
+    expected = read_manifest(base.folder / "global_step6")
     missed = []
-    for position in range(len(whole)):
+    for position in range(len(original)):
         for bit in range(8):
-            data = bytearray(whole)
+            data = bytearray(original)
             data[position] ^= 1 << bit
             (tmp_path / "manifest.json").write_bytes(data)
             try:
@@ -205,29 +223,29 @@ def test_every_flipped_bit_of_a_manifest_is_found(base: Base, tmp_path: Path) ->
             except Exception as error:
                 missed.append(f"byte {position}, bit {bit}: {type(error).__name__}: {error}")
                 continue
-            if found != meant:
-                missed.append(f"byte {position}, bit {bit}: taken for whole")
+            if found != expected:
+                missed.append(f"byte {position}, bit {bit}: was taken for valid")
     assert not missed, "\n".join(missed[:20])
 
 
-# -- pointers ----------------------------------------------------------------------------------------------------------------------
+# -- pointers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("latest", "number", "told"),
+    ("latest", "number", "phrase"),
     [
-        ("global_step99", "99", "names global_step99, which is not a finished checkpoint"),
+        ("global_step99", "99", "global_step99, which is not a finished checkpoint"),
         pytest.param(
             "global_step99",
             None,
-            "names global_step99, which is not a finished checkpoint",
+            "global_step99, which is not a finished checkpoint",
             marks=pytest.mark.full,
         ),
-        (None, "99", "names global_step99, which is not a finished checkpoint"),
+        (None, "99", "global_step99, which is not a finished checkpoint"),
         pytest.param(
             "global_step99",
             "6",
-            "names global_step99, which is not a finished checkpoint",
+            "global_step99, which is not a finished checkpoint",
             marks=pytest.mark.full,
         ),
         ("six", "6", "holds 'six', which names no checkpoint"),
@@ -241,21 +259,21 @@ def test_every_flipped_bit_of_a_manifest_is_found(base: Base, tmp_path: Path) ->
         (None, None, "give --allow-fresh-start"),
     ],
 )
-def test_a_pointer_to_nothing_is_an_error(
-    latest: str | None, number: str | None, told: str, job: Job, new_job: NewJob
+def test_pointer_without_a_checkpoint_is_an_error(
+    latest: str | None, number: str | None, phrase: str, job: Job, new_job: NewJob
 ) -> None:
-    one = new_job(
-        "one", "--save-interval 2", 1, folder=job.folder
-    )  # small mistakes show before ranks matter
+    # One rank is enough, because this error is found before the ranks join.
+    one = new_job("one", "--save-interval 2", 1, folder=job.folder)
     for name, text in ((LATEST, latest), (LATEST_ITERATION, number)):
         if text is None:
             (job.folder / name).unlink()
         else:
             (job.folder / name).write_bytes(text.encode(errors="surrogateescape"))
-    before, curve = one.snapshot(), one.curve()
+    before = one.snapshot()
+    curve = one.curve()
     output = one.fail()
-    assert told in output
-    assert "global_step6" in output  # what there is
+    assert phrase in output
+    assert "global_step6" in output  # the newest checkpoint that exists
     assert one.snapshot() == before
     assert one.curve() == curve
 
@@ -268,16 +286,14 @@ def test_a_pointer_to_nothing_is_an_error(
         pytest.param("global_step6", "rubbish", 6, marks=pytest.mark.full),
     ],
 )
-def test_of_two_pointers_latest_decides(
+def test_latest_decides_if_the_pointers_differ(
     latest: str, number: str, start: int, job: Job, base: Base
 ) -> None:
     (job.folder / LATEST).write_text(latest)
     (job.folder / LATEST_ITERATION).write_text(number)
     output = job.succeed()
-    assert (
-        f"latest says {latest}, latest_checkpointed_iteration.txt '{number}'; latest decides"
-        in output
-    )
+    assert f"latest names {latest}" in output
+    assert f"holds '{number}'" in output
     assert loaded_line(output) == start
     assert job.curve() == base.curve
     job.check(10, saved=[2, 4, 6, 8, 10])
@@ -292,8 +308,11 @@ def test_one_pointer_is_enough(missing: str, job: Job, base: Base) -> None:
     job.check(10, saved=[2, 4, 6, 8, 10])
 
 
-def test_a_pointer_moved_back_by_hand(job: Job, base: Base) -> None:
-    """Later checkpoints stay, are named, do not count as the newest, and go only when a save of their iteration replaces them."""
+def test_pointer_moved_back_by_hand_keeps_later_checkpoints(job: Job, base: Base) -> None:
+    """Checkpoints after a pointer that was moved back are named, and do not count as the newest.
+
+    They are removed only when a save of their iteration replaces them.
+    """
     (job.folder / LATEST).write_text("global_step2\n")  # an editor's newline
     (job.folder / LATEST_ITERATION).write_text("2\n")
     later = {
@@ -303,14 +322,16 @@ def test_a_pointer_moved_back_by_hand(job: Job, base: Base) -> None:
     keep = "--keep-latest-checkpoints 2"
     output = job.succeed(f"{keep} --exit-interval 4")
     assert loaded_line(output) == 2
-    assert "later than global_step2, where this run starts: global_step4, global_step6" in output
+    assert (
+        "later than global_step2, from which this run starts: global_step4, global_step6" in output
+    )
     assert "removed by" not in output
     job.check(4, saved=[2, 4, 6])
     assert {
         name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")
     } == later
     output = job.succeed(f"{keep} --exit-interval 5")  # a save between them
-    assert "later than global_step4, where this run starts: global_step6" in output
+    assert "later than global_step4, from which this run starts: global_step6" in output
     job.check(5, saved=[4, 5, 6])
     assert {
         name: data for name, data in job.snapshot().items() if name.startswith("global_step6/")
@@ -321,7 +342,7 @@ def test_a_pointer_moved_back_by_hand(job: Job, base: Base) -> None:
 
 
 @pytest.mark.full
-def test_an_older_one_named_for_a_launch(job: Job, base: Base) -> None:
+def test_load_iteration_keeps_later_checkpoints(job: Job, base: Base) -> None:
     output = job.succeed("--load-iteration 2 --exit-interval 4 --keep-latest-checkpoints 1")
     assert loaded_line(output) == 2
     assert "global_step4, global_step6" in output
@@ -330,19 +351,18 @@ def test_an_older_one_named_for_a_launch(job: Job, base: Base) -> None:
     assert job.curve() == base.curve
 
 
-# -- what a cut-off run leaves -----------------------------------------------------------------------------------------------------
+# -- leftovers of an interrupted run -----------------------------------------------------------
 
 
-def test_leftovers_are_cleared_up_at_the_start(job: Job, base: Base) -> None:
+def test_leftovers_are_removed_at_the_start(job: Job, base: Base) -> None:
     root = job.folder
     (root / "global_step8.unfinished").mkdir()
     (root / "global_step8.unfinished/rank_00000.safetensors").write_bytes(b"torn")
     (root / "global_step2").rename(root / "global_step2.deleting")
     (root / "global_step2.deleting/index.json").unlink()
-    shutil.copytree(
-        root / "global_step6", root / "global_step6.replaced"
-    )  # cut off after both renames
-    (root / "global_step4").rename(root / "global_step4.replaced")  # cut off between them
+    # An interruption after both renames of a replacement, and one between them.
+    shutil.copytree(root / "global_step6", root / "global_step6.replaced")
+    (root / "global_step4").rename(root / "global_step4.replaced")
     output = job.succeed("--exit-interval 7")
     assert loaded_line(output) == 6
     job.check(7, saved=[4, 6, 7])
@@ -352,8 +372,12 @@ def test_leftovers_are_cleared_up_at_the_start(job: Job, base: Base) -> None:
     }
 
 
-def test_a_replacement_cut_off_between_its_renames(job: Job, base: Base) -> None:
-    """The pointers name a folder that has another name at the moment; a reader without the lease finds it, too, and leaves it."""
+def test_replacement_interrupted_between_its_renames(job: Job, base: Base) -> None:
+    """A checkpoint is found if its replacement was interrupted between the two renames.
+
+    The pointers name a folder that still has its temporary name. A reader without the lease finds
+    it too, and changes nothing.
+    """
     (job.folder / "global_step6").rename(job.folder / "global_step6.replaced")
     (job.folder / "global_step6.unfinished").mkdir()
     before = job.snapshot()
@@ -369,11 +393,12 @@ def test_a_replacement_cut_off_between_its_renames(job: Job, base: Base) -> None
 
 
 @pytest.mark.full
-def test_another_runs_checkpoints_are_only_read(job: Job, new_job: NewJob) -> None:
-    """--load of a folder that is not --save: nothing in it is set aside, pointed elsewhere or cleared up."""
+def test_checkpoints_of_another_run_are_only_read(job: Job, new_job: NewJob) -> None:
+    """Nothing is renamed, removed or changed in a --load folder that is not --save."""
     flip(job.folder / "global_step6" / "rank_00001.safetensors", -1)
     (job.folder / "global_step8.unfinished").mkdir()
-    before, names = job.snapshot(), job.names()
+    before = job.snapshot()
+    names = job.names()
     other = new_job("other", FLAGS, 2)
     output = other.succeed(f"--load {job.folder}")
     assert "global_step6 is damaged: rank_00001.safetensors" in output
@@ -385,8 +410,8 @@ def test_another_runs_checkpoints_are_only_read(job: Job, new_job: NewJob) -> No
 
 
 @pytest.mark.full
-def test_a_checkpoint_renamed_by_hand(job: Job, base: Base) -> None:
-    """What is called 6 and is 4 is not taken for 6."""
+def test_checkpoint_renamed_by_hand_is_reported(job: Job, base: Base) -> None:
+    """A checkpoint of iteration 4 with the name of iteration 6 is not loaded as iteration 6."""
     shutil.rmtree(job.folder / "global_step6")
     shutil.copytree(job.folder / "global_step4", job.folder / "global_step6")
     assert json.loads((job.folder / "global_step6/manifest.json").read_text())["iteration"] == 4

@@ -1,6 +1,8 @@
-"""Disks that fill up, refuse, or are read-only: the failure is told at once, tried again, and never costs an older checkpoint.
+"""Disks that fill up, refuse writes, or are read-only.
 
-Each test has a small tmpfs of its own, filled while the run stands still, so that the moment of the failure is no accident.
+The failure is reported immediately and tried again, and never costs an older checkpoint. Each test
+has its own small tmpfs. It is filled while the run is stopped, so the time of the failure is not
+random.
 """
 
 import contextlib
@@ -18,16 +20,17 @@ from megatron.checkpoint.folder import read_pointed_iteration
 Curves = Callable[..., dict[int, tuple[float, float]]]
 ENDLESS = "--train-iters 3000"
 ROOM = 1 << 20
-"""Less than a checkpoint (about 2 MB) and the slack that a save asks for."""
+"""Less than a checkpoint (about 2 MB) and the reserve that a save requires."""
 PAUSE = {"megatron.training.loop._PAUSE_SECONDS": 0.05}
 
 
 class Disk:
-    """A tmpfs that this test fills."""
+    """A tmpfs that a test fills."""
 
     def __init__(self, folder: Path, options: str) -> None:
         folder.mkdir()
-        self.folder, self.mounted = folder, False
+        self.folder = folder
+        self.mounted = False
         done = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
             capture_output=True,
@@ -35,13 +38,14 @@ class Disk:
         )
         if done.returncode != 0:
             pytest.skip(
-                f"NOT TESTED: a full disk needs a tmpfs, and mounting one failed: {done.stderr.strip()}"
+                "NOT TESTED: a full disk needs a tmpfs, and mounting one failed: "
+                f"{done.stderr.strip()}"
             )
         self.mounted = True
         self._filler = folder / "filler"
 
     def fill(self, leave: int = 0) -> None:
-        """All but `leave` bytes."""
+        """Fill all but `leave` bytes."""
         stat = os.statvfs(self.folder)
         with open(self._filler, "ab") as file:
             os.posix_fallocate(
@@ -49,7 +53,7 @@ class Disk:
             )
 
     def fill_inodes(self, leave: int) -> None:
-        """No more than `leave` files or folders may be made."""
+        """Leave inodes for `leave` files or folders."""
         (self.folder / "inodes").mkdir()
         for number in range(os.statvfs(self.folder).f_ffree - leave):
             (self.folder / "inodes" / str(number)).touch()
@@ -62,7 +66,7 @@ class Disk:
             (self.folder / "inodes").rmdir()
 
     def remount(self, how: str) -> bool:
-        """`ro` or `rw`. False: files are open for writing."""
+        """Remount with `ro` or `rw`. Return False if files are open for writing."""
         return (
             subprocess.run(
                 ["mount", "-o", f"remount,{how}", str(self.folder)], capture_output=True
@@ -95,13 +99,16 @@ def disk(new_disk: Callable[..., Disk]) -> Disk:
 
 @pytest.fixture
 def switch(tmp_path: Path) -> Path:
-    """Ends a run well when it is made."""
+    """Return the path of the kill switch."""
     return tmp_path / "stop"
 
 
 @pytest.fixture
 def on_disk(disk: Disk, new_job: NewJob, switch: Path, tmp_path: Path) -> NewJob:
-    """`on_disk(flags, ranks=1)`: a job whose folder is on the small disk, and its metrics elsewhere."""
+    """Return `on_disk(flags, ranks=1)`, which makes a job whose folder is on the small disk.
+
+    Its metrics are on another disk.
+    """
     return lambda flags, ranks=1: new_job(
         "job",
         f"--kill-switch-path {switch} {flags}",
@@ -113,7 +120,7 @@ def on_disk(disk: Disk, new_job: NewJob, switch: Path, tmp_path: Path) -> NewJob
 
 @contextlib.contextmanager
 def between_saves(launch: Launch, folder: Path) -> Iterator[None]:
-    """The run stands still, at a moment when it has a checkpoint and writes none."""
+    """Stop the run while it has a checkpoint and writes none."""
 
     def caught() -> bool:
         launch.freeze()
@@ -133,7 +140,7 @@ def between_saves(launch: Launch, folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_a_save(launch: Launch, folder: Path) -> Iterator[None]:
-    """The run stands still while it writes a checkpoint, whose last file is not there yet."""
+    """Stop the run while it writes a checkpoint whose last file does not exist yet."""
 
     def caught() -> bool:
         if not any(entry.endswith(".unfinished") for entry in steps(folder)):
@@ -161,7 +168,7 @@ def steps(folder: Path) -> list[str]:
 
 
 def failures(output: str) -> list[tuple[int, int]]:
-    """(iteration, how many in a row)"""
+    """Return (iteration, number of failures in a row) for each failed save."""
     return [
         (int(i), int(n))
         for i, n in re.findall(
@@ -176,10 +183,13 @@ def retries(output: str) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
-def test_too_little_room_known_in_advance(
+def test_save_without_enough_room_is_not_started(
     ranks: int, mode: str, disk: Disk, on_disk: NewJob, uninterrupted: Curves
 ) -> None:
-    """Told at once, tried again after the interval, then the run ends; with room, the same command goes on from the old one."""
+    """A save without enough room is reported immediately and tried again, and then the run ends.
+
+    With room, the same command resumes from the old checkpoint.
+    """
     job = on_disk(f"--save-interval 4 --save-retry-interval 1 {mode}", ranks)
     job.succeed("--exit-interval 4")
     disk.fill(leave=ROOM)
@@ -187,15 +197,8 @@ def test_too_little_room_known_in_advance(
     output = job.fail()
     assert failures(output) == [(8, 1), (9, 2), (10, 3)]
     assert retries(output) == [9, 10]
-    assert (
-        len(
-            re.findall(
-                r"rank 0 on \S+: the checkpoint has 0\.00\d GB, and \S+ has 0\.00\d GB free; make room",
-                output,
-            )
-        )
-        == 3
-    )
+    sizes = r"rank 0 on \S+: the checkpoint needs 0\.00\d GB, and \S+ has 0\.00\d GB free"
+    assert len(re.findall(sizes, output)) == 3
     error = output.rpartition("CheckpointError:")[2]
     assert "the run ends here" in error
     assert "THERE IS NO ROOM: saves will fail" in output  # already at the start
@@ -208,29 +211,34 @@ def test_too_little_room_known_in_advance(
     job.check(10, saved=[4, 8, 10])
 
 
-def test_the_last_error_names_the_checkpoint_that_is_left(disk: Disk, on_disk: NewJob) -> None:
-    """Also where an earlier launch has written it."""
+def test_last_error_names_the_newest_checkpoint(disk: Disk, on_disk: NewJob) -> None:
+    """The last error names the newest checkpoint, even one of an earlier launch."""
     job = on_disk("--save-interval 4 --max-save-failures 1")
     job.succeed("--exit-interval 4")
     disk.fill(leave=ROOM)
     error = job.fail().rpartition("CheckpointError:")[2]
     assert "global_step4" in error
-    assert "there is none" not in error
+    assert "the newest: none" not in error
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["--async-save", pytest.param("", marks=pytest.mark.full)])
-def test_a_disk_that_fills_up_in_the_middle_of_a_save(
+def test_disk_that_fills_up_during_a_save(
     ranks: int, mode: str, disk: Disk, on_disk: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    """Another process takes the room that a save counted on; when it gives it back, the next attempt succeeds and all goes on."""
-    flags = f"{ENDLESS} --save-interval 6 --save-retry-interval 2 --max-save-failures 100000 --keep-latest-checkpoints 2"
+    """A save fails if another process fills the disk, and a later one succeeds with room."""
+    flags = (
+        f"{ENDLESS} --save-interval 6 --save-retry-interval 2 --max-save-failures 100000 "
+        "--keep-latest-checkpoints 2"
+    )
     job = on_disk(f"{flags} {mode}", ranks)
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
     with in_a_save(launch, job.folder):
         disk.fill()
-    launch.wait_for_line("in a row)", times=2)  # that one, and one that knows
+    launch.wait_for_line(
+        "in a row)", times=2
+    )  # the interrupted save, and one that knows in advance
     first = launch.output()
     assert re.search(
         r"failed \(1 of 100000 in a row\):\n  rank \d on \S+: \[Errno 28\] No space left on device",
@@ -240,7 +248,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save(
     assert retries(first)[0] == iterations[0] + 2
     with launch.frozen():
         left = [name for name in steps(job.folder) if name.endswith(".unfinished")]
-        assert left == []  # the part that was written has gone
+        assert left == []  # the part that was written was removed
         safe = max(saved_lines(launch.output()))
         pointed = read_pointed_iteration(job.folder)
         assert pointed is not None
@@ -261,7 +269,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save(
 @pytest.mark.parametrize(
     "left", [5, *(pytest.param(left, marks=pytest.mark.full) for left in range(5))]
 )
-def test_no_more_files_at_every_step_of_a_save(
+def test_missing_inodes_at_every_step_of_a_save(
     left: int,
     new_disk: Callable[..., Disk],
     new_job: NewJob,
@@ -269,15 +277,17 @@ def test_no_more_files_at_every_step_of_a_save(
     tmp_path: Path,
     uninterrupted: Curves,
 ) -> None:
-    """Folder, tensors, index, configuration, manifest, pointer: each is the first that finds no room once."""
+    """A save fails and is tried again, whichever of its files is the first without an inode.
+
+    The files are folder, tensors, index, configuration, manifest and pointer.
+    """
     disk = new_disk("size=64m,nr_inodes=200")
     flags = f"{ENDLESS} --save-retry-interval 1 --max-save-failures 100000"
     job = new_job(
         "job",
         f"{flags} --save-interval 6 --kill-switch-path {switch}",
-        1,
-        disk.folder / "run",
-        tmp_path / "metrics.jsonl",
+        folder=disk.folder / "run",
+        metrics=tmp_path / "metrics.jsonl",
     )
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
@@ -292,9 +302,8 @@ def test_no_more_files_at_every_step_of_a_save(
         output,
     ), output
     with launch.frozen():
-        assert (
-            read_pointed_iteration(job.folder) == max([safe, *saved_lines(launch.output())]) == safe
-        )
+        assert read_pointed_iteration(job.folder) == safe
+        assert max([safe, *saved_lines(launch.output())]) == safe
         job.verify(safe)
     saved = len(saved_lines(launch.output()))
     disk.make_room()
@@ -307,11 +316,15 @@ def test_no_more_files_at_every_step_of_a_save(
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
-def test_one_rank_that_may_not_write_ends_all(
+def test_rank_that_cannot_write_ends_all_ranks(
     victim: int, mode: str, new_job: NewJob, uninterrupted: Curves
 ) -> None:
-    """A quota of one host: the rank is named, all ranks agree, the partial folder goes, and the older checkpoint carries on."""
-    layout = "--pipeline-model-parallel-size 2 --num-layers 2 --untie-embeddings-and-output-weights"  # each rank's file is large
+    """A rank with a quota is named, and all ranks end together.
+
+    The partial folder is removed, and the run resumes from the older checkpoint.
+    """
+    # Each rank's file is large with untied embeddings.
+    layout = "--pipeline-model-parallel-size 2 --num-layers 2 --untie-embeddings-and-output-weights"
     flags = f"{layout} --save-interval 4 --save-retry-interval 2 --max-save-failures 2 {mode}"
     job = new_job("job", flags, 2)
     job.succeed("--exit-interval 4")
@@ -330,7 +343,7 @@ def test_one_rank_that_may_not_write_ends_all(
     job.check(10, saved=[4, 8, 10])
 
 
-def test_a_save_named_for_an_iteration_is_tried_again_too(disk: Disk, on_disk: NewJob) -> None:
+def test_save_at_an_iteration_is_tried_again(disk: Disk, on_disk: NewJob) -> None:
     job = on_disk("--save-at 6 --save-retry-interval 2 --max-save-failures 2")
     job.succeed("--exit-interval 2")
     disk.fill(leave=ROOM)
@@ -342,10 +355,10 @@ def test_a_save_named_for_an_iteration_is_tried_again_too(disk: Disk, on_disk: N
     job.check(10, saved=[2, 6, 10])
 
 
-def test_the_end_of_a_run_waits_for_room(
+def test_save_at_the_end_of_a_run_waits_for_room(
     disk: Disk, on_disk: NewJob, uninterrupted: Curves
 ) -> None:
-    """There is no later iteration to try again after: it is tried until it succeeds, or too often."""
+    """The save at the end is repeated until it succeeds, as no later iteration can do that."""
     job = on_disk("--max-save-failures 100000")
     job.succeed("--exit-interval 2")
     disk.fill(leave=ROOM)
@@ -360,7 +373,7 @@ def test_the_end_of_a_run_waits_for_room(
 
 
 @pytest.mark.full
-def test_the_end_of_a_run_without_room_is_an_error(disk: Disk, on_disk: NewJob) -> None:
+def test_end_of_a_run_without_room_is_an_error(disk: Disk, on_disk: NewJob) -> None:
     job = on_disk("")
     job.succeed("--exit-interval 2")
     disk.fill(leave=ROOM)
@@ -373,19 +386,20 @@ def test_the_end_of_a_run_without_room_is_an_error(disk: Disk, on_disk: NewJob) 
     job.check(10, saved=[2, 10])
 
 
-def test_what_a_failed_end_says_it_does(disk: Disk, on_disk: NewJob) -> None:
-    """No promise of an iteration that never comes."""
+def test_failed_save_at_the_end_announces_no_later_iteration(disk: Disk, on_disk: NewJob) -> None:
+    """A failed save at the end does not announce a retry after an iteration that never comes."""
     disk.fill(leave=ROOM)
     output = on_disk("").fail(constants=PAUSE)
     assert not [iteration for iteration in retries(output) if iteration > 10]
 
 
 def test_a_full_disk_before_the_start(disk: Disk, on_disk: NewJob) -> None:
-    """Not a byte is left: nothing is trained, and the message says why."""
+    """Nothing is trained if the disk is full at the start, and the message gives the reason."""
     job = on_disk("--save-interval 2")
     job.succeed("--exit-interval 2")
     disk.fill()
-    before, curve = job.snapshot(), job.curve()
+    before = job.snapshot()
+    curve = job.curve()
     output = job.fail()
     error = output.rpartition("CheckpointError:")[2]
     assert f"--save {job.folder} cannot be written" in error
@@ -416,7 +430,10 @@ def test_a_read_only_file_system_before_the_start(ranks: int, disk: Disk, on_dis
 def test_a_file_system_that_becomes_read_only(
     mode: str, disk: Disk, on_disk: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    flags = f"{ENDLESS} --save-interval 4 --save-retry-interval 1 --max-save-failures 100000 --keep-latest-checkpoints 2"
+    flags = (
+        f"{ENDLESS} --save-interval 4 --save-retry-interval 1 --max-save-failures 100000 "
+        "--keep-latest-checkpoints 2"
+    )
     job = on_disk(f"{flags} {mode}")
     launch = job.launch()
     launch.wait_for_line("successfully saved checkpoint")
@@ -455,11 +472,10 @@ def test_a_file_system_that_stays_read_only_ends_the_run(
         assert safe is not None
     assert launch.codes() == [2], launch.all_output()
     assert [number for _, number in failures(launch.output())] == [1, 2, 3]
-    assert f"its last checkpoint is untouched: it is global_step{safe}" in launch.output()
+    assert f"checkpoints are untouched, the newest: global_step{safe}" in launch.output()
     job.verify(safe)
     assert disk.remount("rw")
-    output = job.succeed(
-        f"--exit-interval {safe + 8}"
-    )  # the lease that could not be removed is no hindrance
+    # The lease that could not be removed does not prevent the next launch.
+    output = job.succeed(f"--exit-interval {safe + 8}")
     assert loaded_line(output) == safe
     assert job.curve() == uninterrupted(ENDLESS, max(job.curve()))

@@ -1,4 +1,4 @@
-"""Before the first checkpoint there is nothing to lose: the same command begins again, and only then."""
+"""A run without any checkpoint yet starts again with the same command, and only such a run."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from launches import Job
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+def test_run_killed_before_its_first_checkpoint_starts_again(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job("job", "--train-iters 12")
@@ -20,8 +20,10 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(
     assert sorted(job.curve()) == list(range(1, 13))
 
 
-def test_checkpoints_that_are_gone_are_no_fresh_start(new_job: Callable[..., Job]) -> None:
-    """There was one: to begin at iteration 0 would be to lose it quietly."""
+def test_missing_checkpoints_are_an_error_and_not_a_start_from_scratch(
+    new_job: Callable[..., Job],
+) -> None:
+    """A run whose checkpoints are missing does not start from scratch without a word."""
     job = new_job("job", "--train-iters 12")
     job.succeed("--exit-interval 4")
     for name in ("latest", "latest_checkpointed_iteration.txt"):

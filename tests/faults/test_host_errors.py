@@ -1,4 +1,4 @@
-"""What real ranks report of an I/O error of their host, and of an error that every rank has."""
+"""Reports of real ranks about an I/O error of their host, and about an error of every rank."""
 
 import errno
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, 
 
 @pytest.fixture
 def errors(tmp_path: Path) -> Path:
-    """The folder that an array task names."""
+    """Return a folder for error reports, as an array task names it."""
     folder = tmp_path / "errors"
     folder.mkdir()
     return folder
@@ -21,15 +21,15 @@ def errors(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def full_cache(disk: Disk, corpus: str, tmp_path: Path) -> Iterator[Job]:  # noqa: F811
-    """A job of two ranks, whose index cache lies on a disk of the host that is full."""
+    """Return a job of two ranks whose index cache is on a full disk of the host."""
     job = Job(corpus, disk.folder / "cache", tmp_path / "run", tmp_path / "logs", "", 2, None)
     disk.fill()
     yield job
     job.close()
 
 
-def reports_of(job: Job, errors: Path, extra: str = "") -> list[ErrorReport]:
-    """What the ranks of a launch that ends with an error wrote."""
+def launch_and_read_reports(job: Job, errors: Path, extra: str = "") -> list[ErrorReport]:
+    """Launch, expect an error on every rank, and return the reports of the ranks."""
     launch = job.launch(extra, environment={FOLDER_VARIABLE: str(errors), "SLURMD_NODENAME": "n1"})
     assert launch.codes(by_themselves=True) == [2, 2], launch.all_output()
     reports, unreadable = read_reports(errors)
@@ -37,15 +37,15 @@ def reports_of(job: Job, errors: Path, extra: str = "") -> list[ErrorReport]:
     return reports
 
 
-def test_a_full_local_disk_is_the_hosts(full_cache: Job, errors: Path) -> None:
-    reports = reports_of(full_cache, errors)
+def test_full_local_disk_is_attributed_to_the_host(full_cache: Job, errors: Path) -> None:
+    reports = launch_and_read_reports(full_cache, errors)
     assert [(report.rank, report.host, report.kind, report.io_error) for report in reports] == [
         (rank, "n1", "DataError", errno.ENOSPC) for rank in (0, 1)
     ]
     assert set(hosts_at_fault(reports, hosts=2)) == {"n1"}
 
 
-def test_a_wrong_flag_is_a_persons(full_cache: Job, errors: Path) -> None:
-    reports = reports_of(full_cache, errors, "--micro-batch-size 3")
+def test_wrong_flag_is_not_attributed_to_a_host(full_cache: Job, errors: Path) -> None:
+    reports = launch_and_read_reports(full_cache, errors, "--micro-batch-size 3")
     assert {(report.kind, report.io_error) for report in reports} == {("ConfigError", None)}
     assert hosts_at_fault(reports, hosts=2) == {}

@@ -1,6 +1,6 @@
-"""One I/O error at one call of rank 0 in a run: the log says what is on the disk, and the run goes on.
+"""One I/O error at one call of rank 0: the log reports what is on the disk, and the run continues.
 
-tests/checkpoint/test_io_errors.py walks over all calls.
+tests/checkpoint/test_io_errors.py covers all calls.
 """
 
 import pytest
@@ -12,25 +12,28 @@ FLAGS = "--save-interval 4 --save-retry-interval 2 --keep-latest-checkpoints 2"
 
 FULL = pytest.mark.full
 CASES = [
-    ("replace latest.new", [(4, 1)], True, "global_step4 is whole and stays"),
+    ("replace latest.new", [(4, 1)], True, "global_step4 is complete and stays"),
     pytest.param("rename global_step4.unfinished", [(4, 1)], False, "failed", marks=FULL),
     pytest.param("unlink no_checkpoint_yet", [], True, "next save tries again", marks=FULL),
     pytest.param("rename global_step4", [], True, "global_step4 could not be removed", marks=FULL),
 ]
 
 
-@pytest.mark.parametrize(("call", "failed", "kept", "said"), CASES)
+@pytest.mark.parametrize(("call", "failed", "kept", "phrase"), CASES)
 @pytest.mark.parametrize("mode", ["--async-save", pytest.param("", marks=FULL)])
-def test_one_error(
-    mode: str, call: str, failed: list[tuple[int, int]], kept: bool, said: str, new_job: NewJob
+def test_run_survives_one_io_error(
+    mode: str, call: str, failed: list[tuple[int, int]], kept: bool, phrase: str, new_job: NewJob
 ) -> None:
-    """`kept`: the checkpoint of iteration 4 is called saved, at once or by the next attempt."""
+    """One I/O error does not end the run, and the log reports its effect.
+
+    `kept` tells whether the checkpoint of iteration 4 is reported as saved.
+    """
     job = new_job("job", f"{FLAGS} {mode}", 1)
     output = job.succeed(io_error=(str(job.folder), call))
     assert "Input/output error" in output
     assert failures(output) == failed
     assert (4 in saved_lines(output)) == kept
-    assert said in output
+    assert phrase in output
     job.check(10)
     assert len(job.names()) in (2, 3)  # 3: the last save could not remove one
     assert job.curve().keys() == set(range(1, 11))

@@ -1,9 +1,11 @@
-"""A run that is killed again and again, at random moments, by all its ranks or by one, ends with the curve of one that was not.
+"""A run that is killed repeatedly ends with the same curve as an uninterrupted run.
 
-After each kill the pointers must lead to a whole checkpoint, one at least as new as the last that was called safe, and the same
-command must go on from there.
+Kills happen at random times, and hit all ranks or one. After each kill the pointers must name a
+valid checkpoint that is at least as new as the last one that was reported as saved. The same
+command must resume from it.
 """
 
+import contextlib
 import os
 import random
 import subprocess
@@ -33,13 +35,11 @@ _references: dict[int, tuple[dict[int, tuple[float, float]], float]] = {}
 
 
 def uninterrupted(new_job: NewJob, layout: int) -> tuple[dict[int, tuple[float, float]], float]:
-    """(curve, seconds that the run took); trained once for each layout, and saved as seldom as possible."""
+    """Return the curve and the seconds of a run without kills, trained once for each layout."""
     if layout not in _references:
         ranks, flags = LAYOUTS[layout]
-        job, start = (
-            new_job(f"reference_{layout}", f"{FLAGS} {flags} --save-interval 100", ranks),
-            time.monotonic(),
-        )
+        job = new_job(f"reference_{layout}", f"{FLAGS} {flags} --save-interval 100", ranks)
+        start = time.monotonic()
         job.succeed()
         curve = job.curve()
         assert sorted(curve) == list(range(1, 13))
@@ -47,16 +47,18 @@ def uninterrupted(new_job: NewJob, layout: int) -> tuple[dict[int, tuple[float, 
     return _references[layout]
 
 
-def wait_for_the_moment(chance: random.Random, job: Job, launch: Launch, seconds: float) -> str:
-    """Returns what was waited for."""
+def wait_for_random_event(chance: random.Random, job: Job, launch: Launch, seconds: float) -> str:
+    """Wait for a random event of a launch, and return a description of it."""
     kind = chance.choice(
         ("any", "any", "iteration", "unfinished", "unfinished", "renamed", "pointer")
     )
-    before, before_lines = marks(job), lines(job)
+    before = marks(job)
+    before_lines = lines(job)
     delay = chance.choice((0.0, chance.uniform(0, 0.005), chance.uniform(0, 0.2)))
     if kind == "any":
         delay = chance.uniform(0, seconds)
-    iterations, pointers = chance.randint(1, 9), chance.randint(1, 3)
+    iterations = chance.randint(1, 9)
+    pointers = chance.randint(1, 3)
     seen = {before["latest"]}
     while kind != "any" and launch.running():
         now = marks(job)
@@ -79,15 +81,17 @@ def wait_for_the_moment(chance: random.Random, job: Job, launch: Launch, seconds
 
 
 def marks(job: Job) -> dict:
-    try:
+    """Return the names in a job's folder and its pointer, as far as they exist."""
+    names: set[str] = set()
+    latest = ""
+    with contextlib.suppress(OSError):
         names = {entry.name for entry in os.scandir(job.folder)}
         latest = (job.folder / "latest").read_text()
-    except OSError:
-        return {"names": names if "names" in locals() else set(), "latest": ""}
     return {"names": names, "latest": latest}
 
 
 def lines(job: Job) -> int:
+    """Return the number of lines in a job's metrics file."""
     return job.metrics_file.read_bytes().count(b"\n") if job.metrics_file.exists() else 0
 
 
@@ -99,23 +103,27 @@ def test_kills_lose_nothing(seed: int, new_job: NewJob) -> None:
     expected, seconds = uninterrupted(new_job, layout)
     asynchronous = "--async-save" if seed // 2 % 2 else ""
     job = new_job("killed", f"{FLAGS} {flags} {asynchronous}", ranks)
-    wanted, kills, safe = chance.randint(1, 2 if seed in SHORT else 4), 0, 0
+    wanted = chance.randint(1, 2 if seed in SHORT else 4)
+    kills = 0
+    safe = 0
     for _ in range(ATTEMPTS):
-        began = lines(job)
+        lines_before = lines(job)
         launch = job.launch()
-        moment = wait_for_the_moment(chance, job, launch, seconds)
+        event = wait_for_random_event(chance, job, launch, seconds)
         victims = chance.choice((list(range(ranks)), [chance.randrange(ranks)]))
         killed = launch.kill(victims)
-        told = f"seed {seed}, killed ranks {killed} at {moment}"
-        if lines(job) == began:
-            launch.kill()  # in the middle of a start the others may wait for the dead one as long as they would for a slow one
+        context = f"seed {seed}, killed ranks {killed} at {event}"
+        if lines(job) == lines_before:
+            # During a start the others may wait for the killed rank as long as for a slow one.
+            launch.kill()
         codes = launch.codes(by_themselves=True)
-        assert not killed or any(code != 0 for code in codes), f"{told}: {codes}"
-        safe = check_what_is_left(job, launch, safe, told)
+        assert not killed or any(code != 0 for code in codes), f"{context}: {codes}"
+        safe = check_after_kill(job, launch, safe, context)
         if killed:
             kills += 1
-        else:  # it was through before
-            assert job.curve() == expected, told
+        else:
+            # The run had ended before the kill.
+            assert job.curve() == expected, context
             job.clear()
             safe = 0
         if kills == wanted:
@@ -125,16 +133,21 @@ def test_kills_lose_nothing(seed: int, new_job: NewJob) -> None:
     assert loaded_line(output) >= safe, output
     assert job.curve() == expected
     job.check(12)
-    # A kill between the last move of the pointers and the removal leaves one more, with no save to come that would remove it.
+    # A kill between the last update of the pointers and the removal leaves one checkpoint more. No
+    # later save removes it.
     assert list_saved_iterations(job.folder) in ([10, 12], [8, 10, 12])
 
 
-def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
-    """After a kill; `safe` is the newest iteration that an earlier launch called safe. Returns that of all launches so far."""
+def check_after_kill(job: Job, launch: Launch, safe: int, context: str) -> int:
+    """Check the folder and the log of a launch after a kill.
+
+    `safe` is the newest iteration that an earlier launch reported as saved. Return the newest one
+    of all launches so far.
+    """
     output = launch.output()
     if "iteration        " in output:
-        assert loaded_line(output) >= safe, f"{told}: iteration {safe} was safe\n{output}"
-    assert "is damaged" not in output, f"{told}\n{output}"
+        assert loaded_line(output) >= safe, f"{context}: iteration {safe} was safe\n{output}"
+    assert "is damaged" not in output, f"{context}\n{output}"
     safe = max([safe, *saved_lines(output)])
     pointed = None
     if (job.folder / "latest").exists():
@@ -142,14 +155,14 @@ def check_what_is_left(job: Job, launch: Launch, safe: int, told: str) -> int:
         assert pointed is not None
         job.verify(pointed)
     assert (pointed or 0) >= safe, (
-        f"{told}: iteration {safe} was safe, the pointers name {pointed}\n{output}"
+        f"{context}: iteration {safe} was safe, the pointers name {pointed}\n{output}"
     )
     return safe
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_the_others_end_when_one_rank_is_killed(victim: int, new_job: NewJob) -> None:
-    """By themselves, and not with exit code 0; the next start on this host does not wait for a lease."""
+def test_other_ranks_end_when_one_rank_is_killed(victim: int, new_job: NewJob) -> None:
+    """The other ranks end by themselves with an error, and the next start waits for no lease."""
     job = new_job(
         "job", "--train-iters 3000 --save-interval 2 --keep-latest-checkpoints 2 --async-save", 2
     )
@@ -162,13 +175,14 @@ def test_the_others_end_when_one_rank_is_killed(victim: int, new_job: NewJob) ->
     output = job.succeed(f"--exit-interval {read_pointed_iteration(job.folder) + 3}")
     assert loaded_line(output) > 0
     assert "waiting" not in output
+    # Rank 0 holds the lease.
     assert ("gone; this run takes the folder over" in output) == (victim == 0)
 
 
 @pytest.mark.full
-def test_programs_of_their_own(corpus: str, tmp_path: Path) -> None:
-    """Two `python pretrain_gpt.py` without any server: when one is killed the other ends, interpreter and all."""
-    from process_pool import _free_port
+def test_separate_programs_end_when_one_is_killed(corpus: str, tmp_path: Path) -> None:
+    """A `python pretrain_gpt.py` without a launcher ends when the other rank is killed."""
+    from process_pool import find_free_port
 
     folder = tmp_path / "run"
     job = Job(
@@ -183,7 +197,7 @@ def test_programs_of_their_own(corpus: str, tmp_path: Path) -> None:
     world = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(find_free_port()),
         "OMP_NUM_THREADS": "1",
     }
     ranks = []

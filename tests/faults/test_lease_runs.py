@@ -1,4 +1,4 @@
-"""Two runs and one folder: who may write there, who takes over from whom, and who must leave."""
+"""The lease of a folder that two runs use: who may write, who takes it over, and who must end."""
 
 import json
 import os
@@ -29,7 +29,7 @@ REFUSED = "two runs in one folder would destroy each other's checkpoints"
 
 @pytest.fixture
 def switch(tmp_path: Path) -> Path:
-    """Ends a run well when it is made."""
+    """Return the path of the kill switch."""
     return tmp_path / "stop"
 
 
@@ -40,31 +40,34 @@ def job(new_job: NewJob, switch: Path, tmp_path: Path) -> Job:
 
 
 def lease(job: Job) -> dict[str, Any]:
+    """Return the lease of a job's folder."""
     return json.loads((job.folder / FILE).read_text())
 
 
 def alter_lease(job: Job, changes: dict[str, Any]) -> None:
-    """Whole at any instant, like one that was written by its owner."""
+    """Change the lease atomically, as its owner does."""
     altered = job.folder / "altered"
     altered.write_text(json.dumps({**lease(job), **changes}) + "\n")
     altered.replace(job.folder / FILE)
 
 
-def with_a_checkpoint(job: Job, times: int = 1, **how: Any) -> Launch:
+def launch_until_saved(job: Job, times: int = 1, **how: Any) -> Launch:
+    """Launch a job, and return when it has saved a checkpoint so many times."""
     launch = job.launch(**how)
     launch.wait_for_line("successfully saved checkpoint", times)
     return launch
 
 
-def left_by_a_kill(job: Job, **how: Any) -> Launch:
-    launch = with_a_checkpoint(job, **how)
+def launch_and_kill(job: Job, **how: Any) -> Launch:
+    """Launch a job, and kill it after its first checkpoint, so that its lease stays."""
+    launch = launch_until_saved(job, **how)
     assert launch.kill() == list(range(job.ranks))
     assert lease(job)["pid"] == launch.pids[0]
     return launch
 
 
-def end_well(launch: Launch, job: Job, switch: Path, uninterrupted: Curves) -> None:
-    """It trained as if it had been alone, and leaves no lease."""
+def stop_and_check(launch: Launch, job: Job, switch: Path, uninterrupted: Curves) -> None:
+    """Stop a run, and check that it has the curve of an undisturbed run and leaves no lease."""
     switch.touch()
     assert launch.codes() == [0] * job.ranks, launch.all_output()
     switch.unlink()
@@ -76,11 +79,11 @@ def end_well(launch: Launch, job: Job, switch: Path, uninterrupted: Curves) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_the_second_job_on_a_folder_is_refused(
+def test_second_job_on_a_folder_is_refused(
     ranks: int, job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
     job.ranks = ranks
-    first = with_a_checkpoint(job)
+    first = launch_until_saved(job)
     second = new_job("second", f"{ENDLESS} --save-interval 4", ranks, folder=job.folder)
     output = second.fail(f"--metrics-file {job.folder / 'second.jsonl'}")
     assert REFUSED in output
@@ -90,84 +93,87 @@ def test_the_second_job_on_a_folder_is_refused(
     assert lease(job)["pid"] == first.pids[0]
     saved = len(saved_lines(first.output()))
     first.wait_for_line("successfully saved checkpoint", saved + 2)
-    end_well(first, job, switch, uninterrupted)
+    stop_and_check(first, job, switch, uninterrupted)
 
 
 @pytest.mark.full
-def test_a_second_job_that_would_begin_anew_is_refused_too(
+def test_second_job_that_would_start_from_scratch_is_refused(
     job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    """Before there is a checkpoint: only the lease can tell."""
+    """A second job is refused before the first checkpoint, when only the lease shows the first."""
     first = job.launch()
     first.wait_for(lambda: (job.folder / FILE).exists(), "a lease", step=0)
     second = new_job("second", f"{ENDLESS} --allow-fresh-start", folder=job.folder)
     output = second.fail(f"--metrics-file {job.folder / 'second.jsonl'}")
     assert REFUSED in output
     first.wait_for_line("successfully saved checkpoint")
-    end_well(first, job, switch, uninterrupted)
+    stop_and_check(first, job, switch, uninterrupted)
 
 
 @pytest.mark.full
-def test_a_run_that_stands_still_is_alive(
+def test_lease_of_a_stopped_process_on_the_same_host_is_valid(
     job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    """On the same host the kernel is asked, not the clock."""
-    first = with_a_checkpoint(job, constants=QUICK)
+    """A stopped process on the same host keeps its lease, because the kernel knows the process."""
+    first = launch_until_saved(job, constants=QUICK)
     with first.frozen():
         output = new_job("second", ENDLESS, folder=job.folder).fail(constants=QUICK)
         assert REFUSED in output
         assert WAITING not in output
-    end_well(first, job, switch, uninterrupted)
+    stop_and_check(first, job, switch, uninterrupted)
 
 
-def test_after_a_kill_on_the_same_host_the_next_one_takes_over_at_once(
+def test_lease_of_a_killed_run_on_the_same_host_is_taken_over_immediately(
     job: Job, switch: Path, uninterrupted: Curves
 ) -> None:
-    """STALE_SECONDS is what it is."""
-    dead = left_by_a_kill(job)
-    launch = with_a_checkpoint(job)
+    """The lease of a killed run on the same host is taken over without waiting."""
+    dead = launch_and_kill(job)
+    launch = launch_until_saved(job)
     assert (
         f"was left by process {dead.pids[0]} on {socket.gethostname()}, {TAKEN}" in launch.output()
     )
     assert WAITING not in launch.output()
     assert loaded_line(launch.output()) > 0
-    end_well(launch, job, switch, uninterrupted)
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
 @pytest.mark.full
-def test_the_number_of_a_dead_process_that_another_one_got(
+def test_lease_with_a_reused_process_id_is_taken_over(
     job: Job, switch: Path, uninterrupted: Curves
 ) -> None:
-    """This very process is alive and has the number, and is not the one that held the folder."""
-    left_by_a_kill(job)
+    """A lease is taken over if another process has the id of the one that held it."""
+    launch_and_kill(job)
     alter_lease(job, {"pid": os.getpid()})
-    launch = with_a_checkpoint(job)
+    launch = launch_until_saved(job)
     assert TAKEN in launch.output()
     assert WAITING not in launch.output()
-    end_well(launch, job, switch, uninterrupted)
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
-def test_a_lease_of_another_host_that_does_not_move(
+def test_lease_of_another_host_without_heartbeat_is_taken_over(
     job: Job, switch: Path, uninterrupted: Curves
 ) -> None:
-    dead = left_by_a_kill(job)
+    dead = launch_and_kill(job)
     alter_lease(job, ELSEWHERE)
-    launch = with_a_checkpoint(job, constants=QUICK)
+    launch = launch_until_saved(job, constants=QUICK)
     output = launch.output()
     assert (
-        f"was left by process {dead.pids[0]} on node7; waiting up to 2 s for a sign of life"
+        f"was left by process {dead.pids[0]} on node7; waiting up to 2 s for its heartbeat"
         in output
     )
     assert f"process {dead.pids[0]} on node7, {TAKEN}" in output
     assert output.index(WAITING) < output.index(TAKEN) < output.index("successfully loaded")
-    end_well(launch, job, switch, uninterrupted)
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
-def test_a_lease_of_another_host_that_moves(
+def test_lease_of_another_host_with_heartbeat_is_respected(
     job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    """Its owner is a real run with a real heartbeat; only the name of its host is another one."""
-    first = with_a_checkpoint(job, constants=QUICK)
+    """A lease of another host with a heartbeat is respected.
+
+    Its owner is a real run. Only the name of the host in the lease is changed.
+    """
+    first = launch_until_saved(job, constants=QUICK)
     alter_lease(job, ELSEWHERE)
     output = new_job("second", f"{ENDLESS} --save-interval 4", folder=job.folder).fail(
         constants=QUICK
@@ -177,17 +183,17 @@ def test_a_lease_of_another_host_that_moves(
     assert f"process {first.pids[0]} on node7" in output
     saved = len(saved_lines(first.output()))
     first.wait_for_line("successfully saved checkpoint", saved + 1)
-    end_well(first, job, switch, uninterrupted)
+    stop_and_check(first, job, switch, uninterrupted)
 
 
 @pytest.mark.full
-def test_a_job_that_ends_while_the_next_one_waits(job: Job, new_job: NewJob, switch: Path) -> None:
-    """On another host: its lease goes, and the waiting one goes on from its last checkpoint."""
+def test_job_that_ends_while_the_next_one_waits(job: Job, new_job: NewJob, switch: Path) -> None:
+    """A job that waits for another host's lease resumes from the last checkpoint once that ends."""
     slow = {
         "megatron.checkpoint.lease.STALE_SECONDS": 60.0,
         "megatron.checkpoint.lease.BEAT_SECONDS": 1000.0,
     }
-    first = with_a_checkpoint(job, constants=slow)
+    first = launch_until_saved(job, constants=slow)
     alter_lease(job, ELSEWHERE)
     second = new_job(
         "second", f"{ENDLESS} --save-interval 4", folder=job.folder, metrics=job.metrics_file
@@ -213,39 +219,38 @@ def test_a_job_that_ends_while_the_next_one_waits(job: Job, new_job: NewJob, swi
         pytest.param("\udcff\udcfe\x00", marks=pytest.mark.full),
     ],
 )
-def test_a_lease_that_is_garbage(text: str, job: Job, switch: Path, uninterrupted: Curves) -> None:
-    left_by_a_kill(job)
+def test_unreadable_lease_is_replaced(
+    text: str, job: Job, switch: Path, uninterrupted: Curves
+) -> None:
+    launch_and_kill(job)
     (job.folder / FILE).write_bytes(text.encode(errors="surrogateescape"))
-    launch = with_a_checkpoint(job)
+    launch = launch_until_saved(job)
     assert lease(job)["pid"] == launch.pids[0]
     assert loaded_line(launch.output()) > 0
-    end_well(launch, job, switch, uninterrupted)
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
 def stop_between_saves(launch: Launch, job: Job) -> None:
-    """The run stands still, and has no save under way."""
+    """Stop the run while it writes no checkpoint."""
 
     def stopped() -> bool:
         launch.freeze()
-        told, pointed, iteration = (
-            saved_lines(launch.output()),
-            read_pointed_iteration(job.folder),
-            max(job.curve()),
-        )
+        reported = saved_lines(launch.output())
+        pointed = read_pointed_iteration(job.folder)
+        iteration = max(job.curve())
         assert pointed is not None
-        at_rest = told[-1] == pointed and job.names() == {
-            f"global_step{saved}" for saved in told[-2:]
-        }
+        names = {f"global_step{saved}" for saved in reported[-2:]}
+        at_rest = reported[-1] == pointed and job.names() == names
         if at_rest and pointed + 1 < iteration < pointed + SAVE_INTERVAL - 1:
             return True
         launch.thaw()
         return False
 
-    launch.wait_for(stopped, "a moment between two saves")
+    launch.wait_for(stopped, "a time between two saves")
 
 
 def stop_before_the_pointers_move(launch: Launch, job: Job) -> None:
-    """The run stands still; its newest checkpoint has its name, and the pointers still name the one before."""
+    """Stop the run while the pointers still name the checkpoint before the newest one."""
 
     def seen() -> bool:
         pointed = (
@@ -265,13 +270,13 @@ def stop_before_the_pointers_move(launch: Launch, job: Job) -> None:
         launch.thaw()
         return False
 
-    launch.wait_for(stopped, "a moment before the pointers move", step=0)
+    launch.wait_for(stopped, "a save before its pointers are written", step=0)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=pytest.mark.full)])
 @pytest.mark.parametrize("stop", [stop_between_saves, stop_before_the_pointers_move])
-def test_a_run_that_lost_its_lease_ends_without_writing(
+def test_run_that_lost_its_lease_ends_without_writing(
     stop: Callable[[Launch, Job], None],
     mode: str,
     ranks: int,
@@ -280,10 +285,13 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
     tmp_path: Path,
     uninterrupted: Curves,
 ) -> None:
-    """It stood still, as a host whose network is gone; meanwhile another one, elsewhere, took over."""
+    """A run that was stopped while another one took over its folder ends without writing.
+
+    It is stopped as on a host whose network is down. The other run is on another host.
+    """
     flags = f"{ENDLESS} --save-interval {SAVE_INTERVAL} --keep-latest-checkpoints 2 {mode}"
     job = new_job("job", flags, ranks, folder=tmp_path / "run", metrics=tmp_path / "first.jsonl")
-    first = with_a_checkpoint(job, times=2, constants=QUICK)
+    first = launch_until_saved(job, times=2, constants=QUICK)
     stop(first, job)
     alter_lease(job, ELSEWHERE)
     second = new_job(
@@ -303,23 +311,25 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
     last = max(second.curve())
     job.check(last)
     before = job.snapshot()
-    # Another one that lives there, so that the folder is not free for the taking.
+    # A third run holds the lease, so that the first one cannot take the folder over again.
     third = second.launch(constants=QUICK)
     third.wait_for(lambda: (job.folder / FILE).exists(), "a lease")
     with third.frozen():
         before |= job.snapshot()
-        owner, said = lease(job), len(saved_lines(first.output()))
+        owner = lease(job)
+        reported = len(saved_lines(first.output()))
         first.thaw()
-        codes = first.codes(by_themselves=True)  # rank 0 says why; the others may just lose it
+        # Rank 0 reports the reason. The other ranks may only lose the connection to it.
+        codes = first.codes(by_themselves=True)
         assert codes[0] == ERROR, first.all_output()
         assert all(codes), first.all_output()
         assert job.snapshot() == before
-        assert lease(job) == owner  # leaving, it does not take the other one's along
+        assert lease(job) == owner  # the run that ends does not remove another run's lease
     output = first.output()
     assert f"was taken over by process {owner['pid']}" in output
     assert "CheckpointError" in output
     assert "it ends without writing there" in output
-    assert len(saved_lines(output)) == said
+    assert len(saved_lines(output)) == reported
     third.wait_for_line("successfully saved checkpoint")
     assert loaded_line(third.output()) == last
     switch.touch()
@@ -332,17 +342,20 @@ def test_a_run_that_lost_its_lease_ends_without_writing(
 
 
 @pytest.mark.full
-def test_a_run_that_lost_its_lease_keeps_no_other_ones_alive(
+def test_run_that_lost_its_lease_does_not_renew_another_runs_lease(
     new_job: NewJob, tmp_path: Path
 ) -> None:
-    """It has no save to come; the one that took over is killed, and nothing must make that one look alive to the next."""
+    """A run that lost its lease does not renew the lease of a killed run that took it over.
+
+    The first run has no further save at which it would notice the loss.
+    """
     job = new_job(
         "job",
         f"--train-iters 300000 --save-at {SAVE_INTERVAL}",
         folder=tmp_path / "run",
         metrics=tmp_path / "first.jsonl",
     )
-    first = with_a_checkpoint(job, constants=QUICK)
+    first = launch_until_saved(job, constants=QUICK)
     first.freeze()
     alter_lease(job, ELSEWHERE)
     second = new_job(
@@ -360,37 +373,40 @@ def test_a_run_that_lost_its_lease_keeps_no_other_ones_alive(
     assert TAKEN in third.output()
 
 
-def test_a_lease_that_an_operator_removed_is_made_again(
+def test_removed_lease_is_written_again(
     job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    launch = with_a_checkpoint(job)
+    launch = launch_until_saved(job)
     (job.folder / FILE).unlink()
     saved = len(saved_lines(launch.output()))
     launch.wait_for_line("successfully saved checkpoint", saved + 2)
     assert lease(job)["pid"] == launch.pids[0]
     output = new_job("second", ENDLESS, folder=job.folder).fail()
     assert f"process {launch.pids[0]} on" in output
-    end_well(launch, job, switch, uninterrupted)
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
-def test_a_requeued_job_takes_over_from_itself_at_once(
+def test_requeued_job_takes_over_its_own_lease_immediately(
     job: Job, switch: Path, uninterrupted: Curves
 ) -> None:
-    """Slurm has ended it on the other host; STALE_SECONDS is what it is."""
-    left_by_a_kill(job, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"})
+    """A requeued job does not wait for its own lease, because Slurm has ended the earlier start."""
+    launch_and_kill(job, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"})
     alter_lease(job, ELSEWHERE)
-    launch = with_a_checkpoint(job, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    launch = launch_until_saved(job, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
     assert WAITING not in launch.output()
     assert f"on node7, job 77, {TAKEN}" in launch.output()
-    assert (lease(job)["job"], lease(job)["restart"]) == ("77", 1)
-    end_well(launch, job, switch, uninterrupted)
+    assert lease(job)["job"] == "77"
+    assert lease(job)["restart"] == 1
+    stop_and_check(launch, job, switch, uninterrupted)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "restart"), [("77", "0"), ("78", "1")])
-def test_only_a_later_start_of_the_same_job_may(number: str, restart: str, job: Job) -> None:
-    """The same start twice, or another job: a sign of life is waited for, and here there is one."""
-    first = with_a_checkpoint(
+def test_only_a_later_start_of_the_same_job_takes_over_immediately(
+    number: str, restart: str, job: Job
+) -> None:
+    """The same start of a job, or another job, waits for a heartbeat and is refused."""
+    first = launch_until_saved(
         job, constants=QUICK, environment={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"}
     )
     alter_lease(job, ELSEWHERE)
@@ -407,8 +423,8 @@ def test_only_a_later_start_of_the_same_job_may(number: str, restart: str, job: 
 def test_evaluation_takes_no_lease(
     job: Job, new_job: NewJob, switch: Path, uninterrupted: Curves
 ) -> None:
-    """Neither while another run holds it, nor when nobody does."""
-    first = with_a_checkpoint(job)
+    """An evaluation takes no lease, whether another run holds it or not."""
+    first = launch_until_saved(job)
     owner = lease(job)
     reader = new_job("reader", f"{ENDLESS} --eval-only --eval-iters 1", folder=job.folder)
     with first.frozen():
@@ -417,7 +433,7 @@ def test_evaluation_takes_no_lease(
         assert job.snapshot() == before
     assert loaded_line(output) > 0
     assert lease(job) == owner
-    end_well(first, job, switch, uninterrupted)
+    stop_and_check(first, job, switch, uninterrupted)
     before = job.snapshot()
     reader.succeed(f"--metrics-file {job.folder.parent / 'reader.jsonl'}")
     assert job.snapshot() == before
@@ -426,11 +442,11 @@ def test_evaluation_takes_no_lease(
 @pytest.mark.parametrize(
     "attempt", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 6))]
 )
-def test_many_starts_at_once_and_one_winner(
+def test_one_of_many_simultaneous_starts_gets_the_lease(
     attempt: int, job: Job, new_job: NewJob, switch: Path
 ) -> None:
-    """After a kill, several copies of a command start together: one trains, the others leave, and name it."""
-    left_by_a_kill(job)
+    """One of several simultaneous starts trains, and the others end and name it."""
+    launch_and_kill(job)
     flags = f"{ENDLESS} --save-interval 4 --kill-switch-path {switch}"
     outer = job.folder.parent
     rivals = [
@@ -442,14 +458,14 @@ def test_many_starts_at_once_and_one_winner(
     while sum(len(launch.running()) for launch in launches) > 1 and time.monotonic() < end:
         time.sleep(0.01)
     winners = [number for number, launch in enumerate(launches) if launch.running()]
-    told = "\n".join(launch.all_output() for launch in launches)
-    assert len(winners) == 1, told
+    outputs = "\n".join(launch.all_output() for launch in launches)
+    assert len(winners) == 1, outputs
     winner = launches[winners[0]]
     for rival, launch in zip(rivals, launches, strict=True):
         if launch is not winner:
             assert launch.codes() == [ERROR]
-            assert f"process {winner.pids[0]} on" in launch.output(), told
-            assert REFUSED in launch.output(), told
+            assert f"process {winner.pids[0]} on" in launch.output(), outputs
+            assert REFUSED in launch.output(), outputs
             assert rival.curve() == {}
     winner.wait_for_line("successfully saved checkpoint", 2)
     switch.touch()

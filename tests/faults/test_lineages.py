@@ -1,4 +1,7 @@
-"""Rollbacks leave checkpoints of a course that was given up: nothing falls back to them, counts them, or removes them."""
+"""Rollbacks leave checkpoints of an abandoned lineage.
+
+No run falls back to them, and retention neither counts nor removes them.
+"""
 
 import json
 import os
@@ -17,11 +20,11 @@ ROLLED_BACK = f"{EVERY_3} --skip-train-iteration-range 5-7"
 
 
 def roll_back(job: Job, to: int) -> None:
-    """As an operator does it."""
+    """Point to an older checkpoint, as an operator does."""
     point_to(job.folder, to)
 
 
-def test_a_course_that_was_given_up_is_not_fallen_back_to(new_job: NewJob) -> None:
+def test_no_fallback_to_an_abandoned_lineage(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
     roll_back(job, 3)
@@ -30,36 +33,33 @@ def test_a_course_that_was_given_up_is_not_fallen_back_to(new_job: NewJob) -> No
     assert list_saved_iterations(job.folder) == [3, 6, 7, 9]
     flip(job.folder / "global_step7" / "rank_00000.safetensors")
     output = rolled.succeed("--exit-interval 8")
-    assert "going on from global_step3" in output
+    assert "resuming from global_step3" in output
     assert sorted(rolled.curve()) == [1, 2, 3, 4, 8]  # 5 to 7 were never trained on
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank_00000.safetensors"])
-def test_the_course_is_known_without_the_manifest(file: str, new_job: NewJob) -> None:
+def test_lineage_is_known_without_the_manifest(file: str, new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
     roll_back(job, 3)
     rolled = new_job("rolled", ROLLED_BACK, folder=job.folder, metrics=job.metrics_file)
     rolled.succeed("--exit-interval 7")
     flip(job.folder / "global_step7" / file, position=200)
-    assert "going on from global_step3" in rolled.succeed("--exit-interval 8")
+    assert "resuming from global_step3" in rolled.succeed("--exit-interval 8")
 
 
-def test_without_manifest_and_course_nothing_is_guessed(new_job: NewJob) -> None:
+def test_missing_manifest_and_lineage_file_are_an_error(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
     flip(job.folder / "global_step9" / "manifest.json", position=200)
     (job.folder / "course.json").unlink()
     error = job.fail()
-    assert (
-        "which older ones the run came through cannot be read; there are: global_step3, global_step6"
-        in error
-    )
+    assert "the lineage of this run cannot be read; there are: global_step3, global_step6" in error
     roll_back(job, 6)
     job.succeed("--exit-interval 7")
 
 
-def test_retention_leaves_what_is_of_another_course(new_job: NewJob) -> None:
+def test_retention_keeps_checkpoints_of_another_lineage(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 9")
     roll_back(job, 3)
@@ -73,12 +73,12 @@ def test_retention_leaves_what_is_of_another_course(new_job: NewJob) -> None:
     assert list_saved_iterations(job.folder) == [3, 6, 7, 9]
     output = rolled.succeed("--exit-interval 10")
     assert "removed by --keep-latest-checkpoints: global_step3" in output
-    assert list_saved_iterations(job.folder) == [6, 9, 10]  # 9 has been replaced by this course's
+    assert list_saved_iterations(job.folder) == [6, 9, 10]  # 9 was replaced by that of this lineage
     rolled.succeed()
     assert list_saved_iterations(job.folder) == [6, 10, 12]
 
 
-def test_checkpoints_that_a_jump_moved_are_kept(new_job: NewJob) -> None:
+def test_save_at_in_a_skipped_range_is_kept(new_job: NewJob) -> None:
     job = new_job(
         "job", f"{EVERY_3} --skip-train-iteration-range 5-7 --save-at 6 --keep-latest-checkpoints 1"
     )
@@ -91,28 +91,29 @@ def test_checkpoints_that_a_jump_moved_are_kept(new_job: NewJob) -> None:
     ]
 
 
-def test_finetuning_over_its_source_is_refused(new_job: NewJob) -> None:
+def test_finetuning_into_its_source_folder_is_refused(new_job: NewJob) -> None:
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 3")
     before = job.snapshot()
     error = job.fail("--finetune")
-    assert "--finetune would begin at iteration 0 over it" in error
+    assert "--finetune would start at iteration 0 and overwrite it" in error
     assert job.snapshot() == before
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--eval-only --eval-iters 1 --split 80,20,0"])
-def test_no_random_weights_where_some_were_asked_for(flag: str, new_job: NewJob) -> None:
-    source, job = new_job("source", EVERY_3), new_job("job", EVERY_3)
+def test_missing_checkpoint_does_not_start_with_random_weights(flag: str, new_job: NewJob) -> None:
+    source = new_job("source", EVERY_3)
+    job = new_job("job", EVERY_3)
     source.succeed("--exit-interval 3")
     error = job.fail(f"{flag} --load {source.folder.parent}/nowhere")
-    assert "leads to no checkpoint" in error or "nothing to load" in error
-    assert "is one checkpoint; give its run's folder" in job.fail(
+    assert "contains no checkpoint" in error or "nothing to load" in error
+    assert "is a single checkpoint; give the folder of its run" in job.fail(
         f"{flag} --load {source.folder}/global_step3"
     )
 
 
-def test_the_first_checkpoint_is_found_without_pointers(new_job: NewJob) -> None:
-    """Cut off between its name and the pointers."""
+def test_first_checkpoint_is_found_without_pointers(new_job: NewJob) -> None:
+    """A first checkpoint is found if the run was killed before it wrote the pointers."""
     job = new_job("job", EVERY_3)
     job.succeed("--exit-interval 3")
     for name in ("latest", "latest_checkpointed_iteration.txt"):
@@ -122,7 +123,9 @@ def test_the_first_checkpoint_is_found_without_pointers(new_job: NewJob) -> None
     assert not (job.folder / "no_checkpoint_yet").exists()
 
 
-def test_what_cannot_be_removed_stops_nothing(new_job: NewJob, tmp_path: Path) -> None:
+def test_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    new_job: NewJob, tmp_path: Path
+) -> None:
     job = new_job("job", f"{EVERY_3} --keep-latest-checkpoints 1")
     job.succeed("--exit-interval 3")
     (job.folder / "global_step3").rename(tmp_path / "elsewhere")
@@ -133,12 +136,11 @@ def test_what_cannot_be_removed_stops_nothing(new_job: NewJob, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("asynchronous", ["", "--async-save"])
-def test_what_was_being_written_survives_a_training_error(
-    asynchronous: str, new_job: NewJob
-) -> None:
+def test_save_in_progress_survives_a_training_error(asynchronous: str, new_job: NewJob) -> None:
     job = new_job(
         "job",
-        f"--train-iters 12 --save-interval 1 --lr 1e30 --clip-grad 0 --max-nan-iterations 1 {asynchronous}",
+        "--train-iters 12 --save-interval 1 --lr 1e30 --clip-grad 0 --max-nan-iterations 1 "
+        f"{asynchronous}",
     )
     assert "not finite" in job.fail()
     last = max(list_saved_iterations(job.folder))
@@ -154,13 +156,17 @@ from megatron.parallel.shard import TensorShard
 print(locale.getpreferredencoding(False))
 root = Path(sys.argv[1])
 text = "checkpoint: {save: k\\u00e9}"
-save_checkpoint(root, CheckpointContents(1, None, {}, text), [TensorShard("weight", "w", (1,), (0,), torch.ones(1), True)])
+shard = TensorShard("weight", "w", (1,), (0,), torch.ones(1), True)
+save_checkpoint(root, CheckpointContents(1, None, {}, text), [shard])
 print(open_checkpoint(root, 1).config_yaml == text)
 """
 
 
-def test_the_locale_changes_no_byte(tmp_path: Path) -> None:
-    """Python's own UTF-8 mode is off, as in an old locale on a cluster."""
+def test_locale_does_not_change_the_files(tmp_path: Path) -> None:
+    """Files are UTF-8 in any locale.
+
+    Python's UTF-8 mode is off, as in an old locale on a cluster.
+    """
     subprocess.run(
         ["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(tmp_path / "en_US.ISO-8859-1")],
         check=True,

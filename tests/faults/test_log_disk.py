@@ -1,6 +1,6 @@
-"""A log that cannot be written: training goes on, ends with 0, and its checkpoint and numbers are those of any other run.
+"""A log that cannot be written does not change training, checkpoints or the exit code.
 
-Real full disks (a tmpfs, /dev/full) and real pipes whose reader goes away.
+The tests use real full disks (a tmpfs, /dev/full) and real pipes whose reader ends.
 """
 
 import os
@@ -37,37 +37,40 @@ def environment() -> dict[str, str]:
 
 
 def run(job: Job, **streams: Any) -> int:
-    """Exit code of the program in an interpreter of its own, whose end counts, too."""
+    """Return the exit code of the program in its own interpreter."""
     return subprocess.run(
         words(job), cwd=ROOT, env=environment(), timeout=300, check=False, **streams
     ).returncode
 
 
 @pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_full_disk_from_the_first_line(
+def test_full_disk_from_the_first_line_on(
     both: bool, new_job: NewJob, uninterrupted: Curves, tmp_path: Path
 ) -> None:
-    """`> /dev/full`, and with `2>&1`; every later line fails, and so does the last flush of the interpreter."""
+    """A run with its output on /dev/full trains to the end and exits with 0.
+
+    Every line fails, and so does the last flush of the interpreter. `both` adds `2>&1`.
+    """
     job = new_job("job", "--save-interval 4")
     with open("/dev/full", "wb") as full, open(tmp_path / "err", "wb") as errors:
         assert run(job, stdout=full, stderr=full if both else errors) == 0, (
             tmp_path / "err"
         ).read_text()
     if not both:
-        told = (tmp_path / "err").read_text()
-        assert told.count("standard output cannot be written (No space left on device)") == 1
-        assert "Traceback" not in told
-        assert "Exception ignored" not in told
+        messages = (tmp_path / "err").read_text()
+        assert messages.count("standard output cannot be written (No space left on device)") == 1
+        assert "Traceback" not in messages
+        assert "Exception ignored" not in messages
     assert job.curve() == uninterrupted("", ITERATIONS)
     job.check(ITERATIONS, saved=[4, 8, 10])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("gone", ["stdout", "stderr", "both"])
-def test_a_reader_that_goes_away(
+def test_reader_of_the_log_that_ends(
     gone: str, new_job: NewJob, uninterrupted: Curves, tmp_path: Path
 ) -> None:
-    """`| head -3`: the reader takes three lines and ends; the other stream reports it once."""
+    """A reader that ends, as `| head -3` does, is reported once on the other stream."""
     job = new_job("job", "--save-interval 4")
     kept = tmp_path / "kept"
     with open(kept, "wb") as other:
@@ -84,29 +87,33 @@ def test_a_reader_that_goes_away(
                 assert pipe.readline()
         pipe.close()
         assert process.wait(300) == 0, kept.read_text()
-    told = kept.read_text()
+    messages = kept.read_text()
     if gone == "stdout":
-        assert told.count("standard output cannot be written (Broken pipe)") == 1
+        assert messages.count("standard output cannot be written (Broken pipe)") == 1
     if gone == "stderr":
-        assert "training is complete" in told
-    assert "Traceback" not in told
+        assert "training is complete" in messages
+    assert "Traceback" not in messages
     assert job.curve() == uninterrupted("", ITERATIONS)
     job.check(ITERATIONS, saved=[4, 8, 10])
 
 
-def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoints(
+def test_full_disk_for_everything_except_checkpoints(
     disk: Disk,  # noqa: F811
     new_job: NewJob,
     uninterrupted: Curves,
     tmp_path: Path,
 ) -> None:
-    """Log, metrics, TensorBoard and emissions: reported, tried again, and told how much was lost when there is room."""
+    """A full disk for log, metrics, TensorBoard and emissions is reported and tried again.
+
+    When there is room again, the number of lost lines is reported.
+    """
     pytest.importorskip("codecarbon")
-    switch, records = tmp_path / "stop", disk.folder / "records"
+    switch = tmp_path / "stop"
+    records = disk.folder / "records"
     flags = "--train-iters 3000"
     beside = (
-        f"--save-interval 1000 --kill-switch-path {switch} --tensorboard-dir {records}/tb --tensorboard-queue-size 5 "
-        f"--codecarbon-dir {records}/codecarbon"
+        f"--save-interval 1000 --kill-switch-path {switch} --tensorboard-dir {records}/tb "
+        f"--tensorboard-queue-size 5 --codecarbon-dir {records}/codecarbon"
     )
     job = new_job("job", f"{flags} {beside}", metrics=records / "metrics.jsonl")
     launch = Launch(
@@ -122,15 +129,16 @@ def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoint
         disk.fill()
     size = [0, 0]
 
-    def stands_still() -> bool:
-        """No byte more in the log or the metrics since the last look, half a second ago."""
+    def has_stopped_growing() -> bool:
+        """Return whether log and metrics have the same size as half a second ago."""
         now = [log.stat().st_size, (records / "metrics.jsonl").stat().st_size]
-        still, size[:] = now == size, now
-        return still
+        same = now == size
+        size[:] = now
+        return same
 
-    launch.wait_for(stands_still, "a full disk", step=0.5)
+    launch.wait_for(has_stopped_growing, "a full disk", step=0.5)
     disk.make_room()
-    launch.wait_for(lambda: LOST.search(launch.output()), "the line that tells what was lost")
+    launch.wait_for(lambda: LOST.search(launch.output()), "the line that reports the loss")
     launch.wait_for_line(" iteration ", times=launch.output().count(" iteration ") + 5)
     switch.touch()
     assert launch.codes() == [0], launch.all_output()
@@ -138,17 +146,16 @@ def test_a_disk_that_fills_up_under_everything_that_is_written_beside_checkpoint
     lost = int(LOST.search(output)[1])  # type: ignore[index]
     shown = [int(found) for found in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)]
     assert lost > 0
-    assert (
-        shown[-1] - len(shown) >= lost - 4
-    )  # warnings of the others were lost with the lines of iterations
+    # Up to four of the lost lines are warnings of the other outputs.
+    assert shown[-1] - len(shown) >= lost - 4
     assert "Traceback" not in output
     assert "metrics are written to" in output
     last = shown[-1]
     job.check(last)
-    whole = uninterrupted(flags, last)
+    expected = uninterrupted(flags, last)
     curve = job.curve()
     assert len(curve) < last
-    assert all(whole[iteration] == values for iteration, values in curve.items())
+    assert all(expected[iteration] == values for iteration, values in curve.items())
     # No event is lost, none is torn, and TensorBoard's own reader sees all.
     (events,) = (records / "tb").iterdir()
     accumulator = EventAccumulator(str(records / "tb"), size_guidance={"scalars": 0})

@@ -1,4 +1,7 @@
-"""A rank that stands still ends the run within --distributed-timeout-minutes and is named; a slow file system does not end it."""
+"""A rank that hangs ends the run within --distributed-timeout-minutes and is named.
+
+A slow file system does not end the run.
+"""
 
 import json
 import os
@@ -19,14 +22,17 @@ LIMIT = f"--distributed-timeout-minutes {LIMIT_SECONDS / 60}"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
 ENDLESS = "--train-iters 1000000"
 LOST = 1
-PLACES = [
+COORDINATES = [
     f"pipeline {pipeline}, data 0, tensor {tensor}" for pipeline in (0, 1) for tensor in (0, 1)
 ]
 FULL = pytest.mark.full
 
 
 def stop_and_wait(launch: Launch, victim: int) -> float:
-    """Stop a rank for good; return the seconds until all others have ended by themselves, with the exit code of a lost rank."""
+    """Stop a rank permanently, and return the seconds until the others have ended.
+
+    Their exit code must be that of a lost rank.
+    """
     start = time.monotonic()
     os.kill(launch.pids[victim], signal.SIGSTOP)
     others = [rank for rank in range(len(launch.pids)) if rank != victim]
@@ -39,14 +45,12 @@ def stop_and_wait(launch: Launch, victim: int) -> float:
 
 
 def check_names(output: str, victim: int) -> None:
-    """The victim is named, by one rank."""
-    said = [line for line in output.splitlines() if "does not answer" in line]
+    """Check that one rank names the victim."""
+    messages = [line for line in output.splitlines() if "does not answer" in line]
     # Without the store, which is rank 0's, ranks cannot agree on who prints it.
-    assert len(said) == 1 or (victim == 0 and len(said) > 1), output
-    assert re.search(
-        rf"rank {victim} on {os.uname().nodename} \({re.escape(PLACES[victim])}\) does not answer",
-        said[0],
-    )
+    assert len(messages) == 1 or (victim == 0 and len(messages) > 1), output
+    name = f"rank {victim} on {os.uname().nodename} ({COORDINATES[victim]})"
+    assert f"{name} does not answer" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,11 @@ def check_names(output: str, victim: int) -> None:
     [pytest.param(0, marks=FULL), pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3],
 )
 @pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=FULL)])
-def test_a_stopped_rank_is_named_within_the_limit(
-    victim: int, engine: str, new_job: NewJob
-) -> None:
-    """Rank 0 keeps the store through which ranks answer, as under srun. The stopped rank never comes back."""
+def test_stopped_rank_is_named_within_the_limit(victim: int, engine: str, new_job: NewJob) -> None:
+    """A rank that is stopped permanently is named, and all others end within the limit.
+
+    Rank 0 keeps the store through which ranks answer, as under srun.
+    """
     launch = new_job("job", f"{GRID} {ENDLESS} {LIMIT} {engine}", 4).launch()
     launch.wait_for_line("iteration        3/")
     seconds = stop_and_wait(launch, victim)
@@ -66,7 +71,7 @@ def test_a_stopped_rank_is_named_within_the_limit(
 
 
 def children(pid: int) -> dict[int, int]:
-    """rank -> process id, of torchrun's ranks."""
+    """Return {rank: process id} of torchrun's ranks."""
     found = {}
     for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         variables = Path(f"/proc/{text}/environ").read_bytes().split(b"\0")
@@ -77,10 +82,14 @@ def children(pid: int) -> dict[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 3])
-def test_torchrun_ends_with_the_limit_and_its_own_thirty_seconds(
+def test_torchrun_ends_within_the_limit_and_30_seconds(
     victim: int, new_job: NewJob, tmp_path: Path
 ) -> None:
-    """Its agent keeps the store, so rank 0 is like the others; it kills the stopped rank, which it gives 30 s first."""
+    """Under torchrun, a stopped rank ends the run within the limit and 30 s.
+
+    torchrun's agent keeps the store, so rank 0 is like the others. The agent waits 30 s before it
+    kills the stopped rank.
+    """
     log = tmp_path / "log.txt"
     argv = new_job("job", f"{GRID} {ENDLESS} {LIMIT}", 4).argv
     launcher = [
@@ -120,10 +129,10 @@ DELAY_SECONDS = LIMIT_SECONDS + 1
     ("slow", "function"),
     [pytest.param(0, "megatron.checkpoint.save.write_tensors", marks=FULL), (1, "os.fsync")],
 )
-def test_a_slow_writer_does_not_end_a_healthy_run(
+def test_slow_writer_does_not_end_a_healthy_run(
     slow: int, function: str, mode: str, new_job: NewJob
 ) -> None:
-    """One rank's file system takes longer to write than a collective may; later saves are as fast as ever."""
+    """A write that takes longer than a collective may take does not end the run."""
     job = new_job(
         "job", f"--train-iters 4 --save-interval 2 --keep-latest-checkpoints 2 {LIMIT} {mode}", 2
     )
@@ -143,7 +152,7 @@ def test_a_slow_writer_does_not_end_a_healthy_run(
 def test_slow_reading_does_not_end_a_healthy_run(
     function: str, start: int, new_job: NewJob
 ) -> None:
-    """Of a checkpoint, of the index of the data; and rank 0's look at the disk before a save."""
+    """A slow read of a checkpoint, of a data index or of the free space does not end the run."""
     job = new_job("job", f"--save-interval 2 {LIMIT}", 2)
     if start:
         job.succeed(f"--train-iters {start}")
@@ -157,7 +166,10 @@ def test_slow_reading_does_not_end_a_healthy_run(
 
 @pytest.mark.full
 def test_waiting_for_a_folder_does_not_end_a_healthy_run(new_job: NewJob) -> None:
-    """Rank 0 watches the lease of a run on another host for longer than a collective may take."""
+    """A wait for another run's lease does not end the run.
+
+    Rank 0 watches the lease for longer than a collective may take.
+    """
     job = new_job("job", f"--train-iters 2 {LIMIT}", 2)
     job.folder.mkdir()
     holder = {
@@ -171,13 +183,13 @@ def test_waiting_for_a_folder_does_not_end_a_healthy_run(new_job: NewJob) -> Non
     }
     (job.folder / "lease.json").write_text(json.dumps(holder))
     output = job.succeed(constants={"megatron.checkpoint.lease.STALE_SECONDS": DELAY_SECONDS})
-    assert f"waiting up to {DELAY_SECONDS:g} s for a sign of life" in output
+    assert f"waiting up to {DELAY_SECONDS:g} s for its heartbeat" in output
     job.check(2)
 
 
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=FULL)])
-def test_a_writer_that_never_ends_is_named(mode: str, new_job: NewJob) -> None:
-    """The limit of waiting for files is its own; what is waited for is said before."""
+def test_rank_whose_write_never_ends_is_named(mode: str, new_job: NewJob) -> None:
+    """A write that never ends is reported while ranks wait, and ends the run at its own limit."""
     constants = {
         "megatron.checkpoint.ranks.PATIENCE_SECONDS": 4.0,
         "megatron.checkpoint.ranks._REPORT_SECONDS": 1.0,

@@ -1,4 +1,4 @@
-"""Small models for tests."""
+"""Builders of small models for tests."""
 
 import torch
 
@@ -19,7 +19,7 @@ def tiny_config(**changes: object) -> ModelConfig:
 
 
 def build(config: ModelConfig, *, padded: int = 128, seed: int = 7) -> GPT:
-    """Initialised as an engine does it, in one process."""
+    """Build a model on one process, initialised as an engine does it."""
     shape = ModelShape(config, VOCAB, padded)
     with torch.device("meta"):
         model = GPT(shape, TensorParallel(), RandomStreams(seed, torch.device("cpu")))
@@ -28,9 +28,8 @@ def build(config: ModelConfig, *, padded: int = 128, seed: int = 7) -> GPT:
     for name, parameter in model.named_parameters():
         parameter.data.zero_()
         rows = specs[name].shape[0]
-        initialise(
-            name, parameter.data[:rows], specs[name].shape, (0,) * parameter.dim(), shape, seed
-        )
+        offset = (0,) * parameter.dim()
+        initialise(name, parameter.data[:rows], specs[name].shape, offset, shape, seed)
     return model
 
 

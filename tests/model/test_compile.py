@@ -1,7 +1,7 @@
-"""--use-torch-compile: the same numbers as without, two graphs for all layers, and no graph for what changes during a run.
+"""Tests of --use-torch-compile: the numbers are the same, and the number of graphs is limited.
 
-The compiler of these tests is `aot_eager`, which traces forward and backward as inductor does and generates no code, unless a test
-is about the numbers of generated code.
+The compiler of these tests is `aot_eager`. It traces forward and backward as inductor does, and
+generates no code. Only a test about the numbers of generated code uses inductor.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def no_graphs() -> Iterator[None]:
 
 @pytest.fixture
 def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without code generation, which takes seconds for each graph."""
+    """Replace the compiler by one without code generation, which takes seconds per graph."""
     compile_with = torch.compile
 
     def trace(function: Callable[..., object], **options: object) -> object:
@@ -48,7 +48,7 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", trace)
 
 
-def graphs() -> int:
+def count_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
@@ -59,7 +59,7 @@ def pair(
     dynamic: bool = False,
     **changes: object,
 ) -> tuple[GPT, GPT]:
-    """The same model twice: not compiled and compiled."""
+    """Return the same model twice, not compiled and compiled."""
     plain = build(tiny_config(**(SHAPES[shape] | changes)))
     models = []
     for execution in (
@@ -86,7 +86,7 @@ def _recompute(execution: Execution | None) -> dict[str, object]:
 def step(
     model: GPT, number: int = 1, *, length: int = 24, documents: object = None
 ) -> list[torch.Tensor]:
-    """Loss and all gradients of a microbatch."""
+    """Return the loss and all gradients of a microbatch."""
     model.zero_grad()
     tokens = some_tokens(length=length, seed=number)
     loss = model(
@@ -102,17 +102,19 @@ def step(
     [Execution(), Execution(recomputed_part=1), Execution(recompute_attention_core=True)],
 )  # type: ignore[arg-type]
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_same_numbers_as_without(shape: str, execution: Execution) -> None:
+def test_a_compiled_model_has_the_same_numbers(shape: str, execution: Execution) -> None:
     eager, compiled = pair(shape, eager=execution)
     torch.testing.assert_close(step(compiled), step(eager), rtol=1e-5, atol=1e-6)
-    assert graphs() == 2
+    assert count_graphs() == 2
 
 
 def test_generated_code_has_the_same_numbers_and_repeats_its_dropout() -> None:
     eager, compiled = pair(num_layers=1)
     torch.testing.assert_close(step(compiled), step(eager), rtol=1e-5, atol=1e-6)
     _, dropping = pair(num_layers=1, hidden_dropout=0.1)
-    first, second, again = step(dropping, 1), step(dropping, 2), step(dropping, 1)
+    first = step(dropping, 1)
+    second = step(dropping, 2)
+    again = step(dropping, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], step(compiled, 1)[0])
@@ -121,20 +123,20 @@ def test_generated_code_has_the_same_numbers_and_repeats_its_dropout() -> None:
 @pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_two_graphs_for_twelve_layers(dropout: float) -> None:
-    """Neither a layer's number nor its dropout sites, nor the iteration, ask for a graph; evaluation has its own two."""
+    """Layers, dropout sites and iterations share two graphs. Evaluation needs two more."""
     _, compiled = pair(num_layers=12, hidden_dropout=dropout, attention_dropout=dropout)
     for number in range(1, 4):
         step(compiled, number)
-    assert graphs() == 2
+    assert count_graphs() == 2
     compiled.eval()
     with torch.no_grad():
         for number in range(2):
             tokens = some_tokens(seed=number)
             compiled(None, Inputs(tokens, tokens))
-    assert graphs() == 4
+    assert count_graphs() == 4
     compiled.train()
     step(compiled, 9)
-    assert graphs() == 4
+    assert count_graphs() == 4
 
 
 @pytest.mark.usefixtures("tracing")
@@ -145,26 +147,27 @@ def test_a_curriculum_needs_no_graph_for_each_length(shape: str) -> None:
         torch.testing.assert_close(
             step(compiled, length=length), step(eager, length=length), rtol=1e-5, atol=1e-6
         )
-    # A third where the first length happens to be another size of the layer, too: here the 4 heads and half a head's width.
-    assert graphs() == (2 if shape == "gpt2" else 3)
+    # The first length needs a graph of its own if it equals another size of the layer. 4 is the
+    # number of heads and half of a head's width.
+    assert count_graphs() == (2 if shape == "gpt2" else 3)
 
 
 @pytest.mark.usefixtures("tracing")
 def test_documents_are_attended_outside_of_the_graph() -> None:
-    """Other bounds in every batch; the second half of each layer stays compiled."""
+    """Bounds of documents need no graph. The second half of each layer stays compiled."""
     eager, compiled = pair()
-    for cut in (5, 9, 17):
-        documents = ((0, cut, 24), (0, 24), (0, 3, cut, 24))
+    for bound in (5, 9, 17):
+        documents = ((0, bound, 24), (0, 24), (0, 3, bound, 24))
         torch.testing.assert_close(
             step(compiled, documents=documents),
             step(eager, documents=documents),
             rtol=1e-5,
             atol=1e-6,
         )
-    assert graphs() == 1
+    assert count_graphs() == 1
 
 
-def test_a_missing_compiler_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/g++"))
     with (
         torch._inductor.config.patch(force_disable_caches=True),

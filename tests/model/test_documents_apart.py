@@ -1,4 +1,7 @@
-"""With --reset-attention-mask and --reset-position-ids a sample of several documents is as if each were a sample of its own."""
+"""Tests of --reset-attention-mask and --reset-position-ids.
+
+A sample of several documents is computed as if each document were a sample of its own.
+"""
 
 import pytest
 import torch
@@ -18,15 +21,16 @@ SHAPES = {
 
 
 def packed() -> Microbatch:
-    """Two samples: documents of 7, 10 and 7 tokens, and of 24."""
-    tokens, labels = some_tokens(batch=2, seed=1), some_tokens(batch=2, seed=2)
+    """Return two samples, with documents of 7, 10 and 7 tokens, and of 24 tokens."""
+    tokens = some_tokens(batch=2, seed=1)
+    labels = some_tokens(batch=2, seed=2)
     tokens[tokens == EOD] = EOD + 1
     tokens[0, [6, 16]] = EOD
     return Microbatch(tokens, labels)
 
 
 def outputs(model: GPT, microbatch: Microbatch) -> torch.Tensor:
-    """What the output projection sees, [b, s, h]."""
+    """Return the input of the output projection, [b, s, h]."""
     inputs = Inputs(
         microbatch.tokens,
         microbatch.labels,
@@ -34,11 +38,11 @@ def outputs(model: GPT, microbatch: Microbatch) -> torch.Tensor:
         microbatch.position_ids,
         microbatch.documents,
     )
-    return model.head.norm(model._run_blocks(None, inputs)).transpose(0, 1)
+    return model.head.norm(model.run_blocks(None, inputs)).transpose(0, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_documents_are_as_if_alone(shape: str) -> None:
+def test_a_document_is_computed_as_if_alone(shape: str) -> None:
     model = build(tiny_config(**SHAPES[shape])).eval()
     microbatch = packed()
     rules = DocumentRules(
@@ -65,9 +69,8 @@ def test_gradients_flow_within_documents_only(shape: str) -> None:
     stream: list[torch.Tensor] = []
     model.embedding.register_forward_hook(lambda module, inputs, output: stream.append(output))
     out = outputs(model, microbatch)
-    direction = torch.linspace(
-        0, 1, out.shape[-1]
-    )  # a plain sum of normalised values is a constant
+    # The sum of normalised values is a constant, so they get different weights.
+    direction = torch.linspace(0, 1, out.shape[-1])
     (gradient,) = torch.autograd.grad(out[0, 10] @ direction, stream)  # [s, b, h]
     seen = gradient.abs().sum(dim=2)
     assert (seen[7:11, 0] > 0).all()
@@ -76,7 +79,7 @@ def test_gradients_flow_within_documents_only(shape: str) -> None:
     assert (seen[:, 1] == 0).all()
 
 
-def test_what_an_end_predicts_does_not_count() -> None:
+def test_predictions_at_an_end_of_document_do_not_count() -> None:
     model = build(tiny_config())
     rules = DocumentRules(
         EOD, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=True

@@ -1,4 +1,4 @@
-"""Each switch of the model against its formula."""
+"""Tests of each option of the model against its formula."""
 
 import math
 
@@ -30,15 +30,15 @@ from megatron.parallel.rng import DropoutKey
         ("liglu", lambda x: x),
     ],
 )
-def test_glu(glu: str, formula) -> None:
-    """down(act(gate x) * up x), with the weights of the module itself."""
+def test_glu_equals_its_formula(glu: str, formula) -> None:
+    """The MLP computes down(act(gate x) * up x)."""
     mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).blocks["0"].mlp
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
     expected = (formula(x @ mlp.gate.weight.t()) * (x @ mlp.up.weight.t())) @ mlp.down.weight.t()
     torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gelu_forms() -> None:
+def test_gelu_has_a_tanh_and_an_erf_form() -> None:
     x = torch.linspace(-4, 4, 101)
     tanh_form = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     erf_form = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
@@ -49,7 +49,10 @@ def test_gelu_forms() -> None:
 
 @pytest.mark.parametrize("dim", [8, 4])
 def test_rotary_is_a_complex_rotation(dim: int) -> None:
-    """Channel pair (i, i + dim/2) as one complex number, times exp(i position frequency); channels beyond dim are untouched."""
+    """Channels (i, i + dim/2) are one complex number, multiplied by exp(i position frequency).
+
+    Channels from `dim` on do not change.
+    """
     x = torch.randn(
         6, 2, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).float()
@@ -63,13 +66,13 @@ def test_rotary_is_a_complex_rotation(dim: int) -> None:
     torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rotary_backward() -> None:
+def test_the_gradient_of_rotary_is_right() -> None:
     x = torch.randn(4, 1, 2, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.double() for t in make_rotary_table(4, 8, 10000.0, torch.device("cpu")))
     assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin), (x,))
 
 
-def test_alibi_slopes_of_the_paper() -> None:
+def test_alibi_slopes_are_those_of_the_paper() -> None:
     assert compute_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert compute_alibi_slopes(16) == pytest.approx([2 ** (-i / 2) for i in range(1, 17)])
     # Between powers of two: those of 8 heads, then every other one of 16 heads.
@@ -78,7 +81,7 @@ def test_alibi_slopes_of_the_paper() -> None:
     )
 
 
-def test_alibi_bias() -> None:
+def test_the_alibi_bias_is_slope_times_distance() -> None:
     bias = make_alibi_bias(range(1, 3), 4, 5, torch.device("cpu"), torch.float32)
     assert bias.shape == (1, 2, 5, 5)
     for head, slope in enumerate(compute_alibi_slopes(4)[1:3]):
@@ -89,11 +92,13 @@ def test_alibi_bias() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms(dtype: torch.dtype) -> None:
+def test_norms_equal_fp64(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(7, 3, 64, generator=generator) * 3 + 100).to(dtype)
-    weight, bias = torch.randn(64, generator=generator), torch.randn(64, generator=generator)
-    layer, rms = LayerNorm(64, 1e-5, TensorParallel()), RMSNorm(64, 1e-5, TensorParallel())
+    weight = torch.randn(64, generator=generator)
+    bias = torch.randn(64, generator=generator)
+    layer = LayerNorm(64, 1e-5, TensorParallel())
+    rms = RMSNorm(64, 1e-5, TensorParallel())
     for norm in (layer, rms):
         norm.weight.data.copy_(weight)
         norm.to(dtype)
@@ -102,14 +107,14 @@ def test_norms(dtype: torch.dtype) -> None:
     centred = exact - exact.mean(-1, keepdim=True)
     by_layer = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * weight + bias
     by_rms = exact / torch.sqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight
-    # 100 + 3 sigma in bf16 has steps of 0.5: only statistics in fp32 keep the deviation.
+    # The spacing of bf16 at 100 is 0.5, so only statistics in fp32 give the right deviation.
     bound = 2e-5 if dtype == torch.float32 else 0.03
     assert (layer(x).double() - by_layer).abs().max() < bound * by_layer.abs().max()
     assert (rms(x).double() - by_rms).abs().max() < bound * by_rms.abs().max()
     assert layer(x).dtype == rms(x).dtype == dtype
 
 
-def test_rms_norm_backward() -> None:
+def test_the_gradient_of_rms_norm_is_right() -> None:
     x = torch.randn(5, 2, 16, requires_grad=True)
     norm = RMSNorm(16, 1e-5, TensorParallel())
     norm.weight.data.normal_()
@@ -122,7 +127,7 @@ def test_rms_norm_backward() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_init_std_formulas() -> None:
+def test_init_std_follows_its_formula() -> None:
     def std(value: object, hidden: int) -> float:
         return ModelShape(
             tiny_config(hidden_size=hidden, init_method_std=value, kv_channels=8), 10, 10
@@ -150,8 +155,8 @@ def test_initial_weights_have_their_distribution() -> None:
             assert abs(real.mean().item()) < 5 * std / math.sqrt(real.numel()), name
 
 
-def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
-    whole = draw_normal_slice(1, "w", (4000, 300), (0, 0), (4000, 300))
+def test_a_shard_is_initialised_as_a_slice_of_the_weight() -> None:
+    weight = draw_normal_slice(1, "w", (4000, 300), (0, 0), (4000, 300))
     for offset, shape in (
         ((0, 0), (1000, 300)),
         ((3333, 0), (667, 300)),
@@ -161,17 +166,18 @@ def test_any_cut_of_a_weight_is_a_box_of_the_same_matrix() -> None:
     ):
         part = draw_normal_slice(1, "w", (4000, 300), offset, shape)
         rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        assert (part == whole[rows, columns]).all()
-    assert (draw_normal_slice(1, "v", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
-    assert (draw_normal_slice(2, "w", (4000, 300), (0, 0), (4000, 300)) != whole).mean() > 0.99
+        assert (part == weight[rows, columns]).all()
+    assert (draw_normal_slice(1, "v", (4000, 300), (0, 0), (4000, 300)) != weight).mean() > 0.99
+    assert (draw_normal_slice(2, "w", (4000, 300), (0, 0), (4000, 300)) != weight).mean() > 0.99
 
 
-def test_dropout_is_off_in_evaluation_and_derived_in_training() -> None:
+def test_dropout_follows_its_key_and_is_off_in_evaluation() -> None:
     model = build(tiny_config(hidden_dropout=0.2, attention_dropout=0.2))
-    tokens, labels = some_tokens(seed=1), some_tokens(seed=2)
+    tokens = some_tokens(seed=1)
+    labels = some_tokens(seed=2)
 
     def loss(iteration: int, microbatch: int) -> float:
-        torch.rand(iteration + microbatch)  # whatever else drew numbers
+        torch.rand(iteration + microbatch)  # other code may draw numbers too
         return model(
             None, Inputs(tokens, labels, dropout_key=DropoutKey(iteration, microbatch))
         ).item()

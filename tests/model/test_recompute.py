@@ -1,4 +1,4 @@
-"""What a recomputed block keeps of its input: all of it, or this rank's part; and that gradients do not notice."""
+"""Tests of what a recomputed block keeps of its input, and that gradients do not change."""
 
 import gc
 import weakref
@@ -19,18 +19,22 @@ from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 
 
-def keeps(partition: bool) -> tuple[Tensor, Tensor, bool]:
-    """Gradients of a block of two tensor-parallel ranks, and whether its whole input outlives the forward pass."""
+def run_block(partition: bool) -> tuple[Tensor, Tensor, bool]:
+    """Run a block on two tensor-parallel ranks.
+
+    Returns:
+        The gradients of weight and input, and whether the complete input is kept for backward.
+    """
     from megatron.model.recompute import Recomputation
     from megatron.parallel.grid import Grid
     from megatron.parallel.mesh import build_mesh, start_process_group
 
     start_process_group("gloo", 1)
-    tp = build_mesh(Grid(1, 1, 2), torch.device("cpu")).tensor_parallel
+    tp = build_mesh(Grid(pipeline=1, data=1, tensor=2), torch.device("cpu")).tensor_parallel
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     stream = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
     recomputation = Recomputation(tp, partition=partition, in_cpu=False)
-    x = stream * 1.0  # made on the way, as a block's input is
+    x = stream * 1.0  # an intermediate tensor, as a block's input is
     alive = weakref.ref(x)
     y = recomputation(lambda x, power: torch.tanh(x @ weight) ** power, x, 2)
     del x
@@ -42,12 +46,12 @@ def keeps(partition: bool) -> tuple[Tensor, Tensor, bool]:
     return weight.grad, stream.grad, kept
 
 
-def test_a_part_is_kept_and_the_whole_comes_back(pool: ProcessPool) -> None:
-    whole = pool.run(2, keeps, False)
-    parts = pool.run(2, keeps, True)
-    succeed(whole)
+def test_a_partitioned_input_is_gathered_again(pool: ProcessPool) -> None:
+    complete = pool.run(2, run_block, False)
+    parts = pool.run(2, run_block, True)
+    succeed(complete)
     succeed(parts)
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(complete, parts, strict=True):
         assert one.value[2]
         assert not other.value[2]
         assert torch.equal(one.value[0], other.value[0])
@@ -75,7 +79,7 @@ def test_a_part_is_kept_and_the_whole_comes_back(pool: ProcessPool) -> None:
 def test_the_recomputed_layers_do_not_depend_on_the_stages(
     ranks: int, method: str | None, per_virtual: int | None, share: str, recomputed: list[int]
 ) -> None:
-    """fms-fsdp's rule counts the layers of the whole model, whichever stage holds them."""
+    """fms-fsdp's rule counts the layers of the model, whichever stage holds them."""
     shape = ModelShape(tiny_config(num_layers=12), VOCAB, 128)
     execution = Execution(recomputed_part=Fraction(share))
     parallel = ParallelConfig(
@@ -88,12 +92,12 @@ def test_the_recomputed_layers_do_not_depend_on_the_stages(
     with torch.device("meta"):
         for stage in partition(shape, parallel):
             blocks = GPT(shape, TensorParallel(), streams, stage, execution).blocks
-            found += [int(name) + 1 for name, block in blocks.items() if block._recompute]
+            found += [int(name) + 1 for name, block in blocks.items() if block.recomputation]
     assert found == recomputed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
-def test_host_memory() -> None:
+def test_inputs_in_host_memory_use_no_device_memory() -> None:
     from megatron.model.recompute import Recomputation
     from megatron.parallel.mesh import TensorParallel
 
@@ -104,9 +108,8 @@ def test_host_memory() -> None:
         before = torch.cuda.memory_allocated()
         y = call(torch.sin, stream * 1.0)
         if call is recomputation:
-            assert (
-                torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4
-            )  # the output alone
+            # The output is the only allocation.
+            assert torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4
         y.sum().backward()
         gradients.append(stream.grad)
     assert torch.equal(*gradients)

@@ -1,4 +1,4 @@
-"""A report with every field set, for the tests of what is made of reports."""
+"""A report with every field set, for the tests of log line, TensorBoard and metrics file."""
 
 from megatron.observe.report import IterationReport
 

@@ -1,4 +1,4 @@
-"""The lines that scripts parse, held byte for byte."""
+"""Log lines that scripts parse are compared byte for byte."""
 
 import math
 
@@ -23,16 +23,19 @@ REPORT = IterationReport(
     grad_norm=0.1234,
 )
 GOLDEN = (
-    " iteration    12695/  115311 | consumed samples:      9841584 | consumed tokens:  20155564032 | "
-    "elapsed time per iteration (s): 105.22 | learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.345679E+00 | "
-    "grad norm: 0.123 | number of skipped iterations:   0 | number of nan iterations:   0 | "
-    "samples per second: 19.464 | TFLOPs: 149.02 |"
+    " iteration    12695/  115311 | consumed samples:      9841584"
+    " | consumed tokens:  20155564032 | elapsed time per iteration (s): 105.22"
+    " | learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.345679E+00"
+    " | grad norm: 0.123 | number of skipped iterations:   0 | number of nan iterations:   0"
+    " | samples per second: 19.464 | TFLOPs: 149.02 |"
 )
 GOLDEN_FULL = (
-    " iteration       42/     100 | consumed samples:          672 | consumed tokens:       344064 | "
-    "elapsed time per iteration (s): 0.50 | learning rate: 1.000E-03 | global batch size:    16 | lm loss: 6.500000E+00 | "
-    "loss scale: 4096.0 | grad norm: 1.500 | num zeros: 17.0 | params norm: 33.250 | curriculum seqlen:   512 | "
-    "number of skipped iterations:   1 | number of nan iterations:   2 | samples per second: 32.000 | TFLOPs: 0.01 |"
+    " iteration       42/     100 | consumed samples:          672"
+    " | consumed tokens:       344064 | elapsed time per iteration (s): 0.50"
+    " | learning rate: 1.000E-03 | global batch size:    16 | lm loss: 6.500000E+00"
+    " | loss scale: 4096.0 | grad norm: 1.500 | num zeros: 17.0 | params norm: 33.250"
+    " | curriculum seqlen:   512 | number of skipped iterations:   1"
+    " | number of nan iterations:   2 | samples per second: 32.000 | TFLOPs: 0.01 |"
 )
 
 
@@ -45,9 +48,9 @@ def test_training_line_with_every_field_is_golden() -> None:
 
 
 def test_validation_line_is_golden() -> None:
-    assert (
-        log_line.format_validation_line(1000, 2.5)
-        == " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
+    assert log_line.format_validation_line(1000, 2.5) == (
+        " validation loss at iteration 1000"
+        " | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 |"
     )
     assert log_line.format_validation_line(7, 2.5, "wiki").startswith(
         " wiki loss at iteration 7 | lm loss value: "
@@ -60,7 +63,7 @@ def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "3: ", "2026-01-31 12:00:00 "])
-def test_parse_gives_back_what_was_printed(prefix: str) -> None:
+def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
     parsed = log_line.parse_log_line(prefix + GOLDEN_FULL + "\n")
     assert parsed is not None
     report = full_report()
@@ -75,16 +78,19 @@ def test_parse_gives_back_what_was_printed(prefix: str) -> None:
     assert set(parsed) == set(vars(report)) - optional_or_derived
 
 
-def test_parse_takes_milliseconds_nan_and_lines_cut_off() -> None:
-    old = "[default0]: iteration        3/     100 | elapsed time per iteration (ms): 1500.5 | lm loss: NAN |"
+def test_parser_accepts_milliseconds_nan_and_truncated_lines() -> None:
+    old = (
+        "[default0]: iteration        3/     100"
+        " | elapsed time per iteration (ms): 1500.5 | lm loss: NAN |"
+    )
     parsed = log_line.parse_log_line(old)
     assert parsed is not None
     assert parsed["seconds"] == pytest.approx(1.5005)
     assert math.isnan(parsed["lm_loss"])
-    cut = log_line.parse_log_line(GOLDEN[: GOLDEN.index("E+00")])
-    assert cut is not None
-    assert "lm_loss" not in cut
-    assert cut["global_batch_size"] == 2048
+    truncated = log_line.parse_log_line(GOLDEN[: GOLDEN.index("E+00")])
+    assert truncated is not None
+    assert "lm_loss" not in truncated
+    assert truncated["global_batch_size"] == 2048
 
 
 @pytest.mark.parametrize(
@@ -96,13 +102,13 @@ def test_parse_takes_milliseconds_nan_and_lines_cut_off() -> None:
         GOLDEN.replace("2.345679E+00", "2.34[default3]: hi"),
     ],
 )
-def test_other_lines_are_no_training_lines(text: str) -> None:
+def test_parser_rejects_other_lines(text: str) -> None:
     assert log_line.parse_log_line(text) is None
 
 
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "12: "])
 @pytest.mark.parametrize("name", ["validation", "wiki-en", "test"])
-def test_parse_validation(prefix: str, name: str) -> None:
+def test_parser_of_validation_lines(prefix: str, name: str) -> None:
     parsed = log_line.parse_validation_log_line(
         prefix + log_line.format_validation_line(1000, 2.5, name)
     )
@@ -115,7 +121,7 @@ def test_parse_validation(prefix: str, name: str) -> None:
     assert log_line.parse_validation_log_line(GOLDEN) is None
 
 
-def test_other_lines_that_scripts_look_for() -> None:
+def test_other_lines_that_scripts_search_are_golden() -> None:
     assert (
         log_line.format_saved_checkpoint_line(300, "/ckpt")
         == "successfully saved checkpoint at iteration     300 to /ckpt"

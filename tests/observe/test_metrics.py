@@ -1,4 +1,4 @@
-"""The metrics file over kills, resumes and rollbacks."""
+"""The metrics file across kills, resumes and rollbacks."""
 
 import json
 import math
@@ -22,27 +22,23 @@ def losses(path: Path) -> dict[int, float]:
     return {record["iteration"]: record["lm_loss"] for record in read_metrics(path)}
 
 
-def test_a_line_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_line_has_every_number_and_is_written_immediately(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     metrics = MetricsFile(path)
     phases = {"data-wait": 0.1, "forward-backward": 2.0, "optimizer": 0.5, "communication": 0.75}
     metrics.write_training(replace(report(1), phase_seconds=phases, mfu=0.5))
     line = json.loads(path.read_text())
-    assert (line["data_wait_seconds"], line["communication_seconds"], line["compute_seconds"]) == (
-        0.1,
-        0.75,
-        1.75,
-    )
-    assert (line["iteration"], line["lm_loss"], line["mfu"], line["tokens_per_second"]) == (
-        1,
-        1.0,
-        0.5,
-        16384.0,
-    )
+    assert line["data_wait_seconds"] == 0.1
+    assert line["communication_seconds"] == 0.75
+    assert line["compute_seconds"] == 1.75
+    assert line["iteration"] == 1
+    assert line["lm_loss"] == 1.0
+    assert line["mfu"] == 0.5
+    assert line["tokens_per_second"] == 16384.0
     assert line["time"].endswith("+00:00")
 
 
-def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_stored_as_strings(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).write_training(
         replace(report(1, math.nan), grad_norm=-math.inf, params_norm=math.inf)
@@ -50,17 +46,16 @@ def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
     strict = json.loads(
         path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
     )
-    assert (strict["lm_loss"], strict["grad_norm"], strict["params_norm"]) == (
-        "NaN",
-        "-Infinity",
-        "Infinity",
-    )
+    assert strict["lm_loss"] == "NaN"
+    assert strict["grad_norm"] == "-Infinity"
+    assert strict["params_norm"] == "Infinity"
     (record,) = read_metrics(path)
     assert math.isnan(record["lm_loss"])
-    assert (record["grad_norm"], record["params_norm"]) == (-math.inf, math.inf)
+    assert record["grad_norm"] == -math.inf
+    assert record["params_norm"] == math.inf
 
 
-def test_a_torn_last_line_is_passed_over_and_ended(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped_and_ended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     first.write_training(report(1))
@@ -73,7 +68,7 @@ def test_a_torn_last_line_is_passed_over_and_ended(tmp_path: Path) -> None:
     assert losses(path) == {1: 1.0, 2: 5.0}
 
 
-def test_a_rollback_leaves_the_lost_run_out(tmp_path: Path) -> None:
+def test_iterations_undone_by_a_rollback_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     first.start(0)
@@ -90,7 +85,7 @@ def test_a_rollback_leaves_the_lost_run_out(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 13
 
 
-def test_without_a_start_line_the_iteration_number_tells(tmp_path: Path) -> None:
+def test_repeated_iteration_undoes_later_ones_without_a_start_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     for iteration, loss in [(1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)]:
@@ -98,49 +93,53 @@ def test_without_a_start_line_the_iteration_number_tells(tmp_path: Path) -> None
     assert losses(path) == {1: 1.0, 2: 2.0}
 
 
-def test_an_evaluation_alone_and_one_before_its_line(tmp_path: Path) -> None:
+def test_evaluation_without_an_iteration_and_before_its_iteration(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     metrics.write_validation(1, 3.0)
     metrics.write_training(report(1))
     metrics.write_validation(5, 4.0)
     records = read_metrics(path)
-    assert (records[0]["lm_loss"], records[0]["validation"]) == (1.0, {"validation": 3.0})
+    assert records[0]["lm_loss"] == 1.0
+    assert records[0]["validation"] == {"validation": 3.0}
     assert records[1] == {"iteration": 5, "validation": {"validation": 4.0}}
 
 
-def test_what_cannot_be_written_is_said_once_and_never_fatal(tmp_path: Path) -> None:
+def test_failed_writes_are_reported_once_and_never_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    said: list[str] = []
-    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", say=said.append)
+    messages: list[str] = []
+    metrics = MetricsFile(tmp_path / "file" / "metrics.jsonl", say=messages.append)
     metrics.write_training(report(1))
     metrics.write_training(report(2))
-    assert len(said) == 1
-    assert "cannot write metrics to" in said[0]
-    (tmp_path / "file").unlink()  # the obstacle goes, as a disk is freed
+    assert len(messages) == 1
+    assert "cannot write metrics to" in messages[0]
+    (tmp_path / "file").unlink()  # now the folder can be made, as after a disk is freed
     metrics.write_training(report(3))
     assert list(losses(tmp_path / "file" / "metrics.jsonl")) == [3]
-    assert len(said) == 2
-    assert "again; 2 lines were lost" in said[1]
+    assert len(messages) == 2
+    assert "again; 2 lines were lost" in messages[1]
     metrics.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+def test_full_disk_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    said: list[str] = []
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", say=said.append)
+    messages: list[str] = []
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", say=messages.append)
     metrics.write_training(report(1))
     metrics.write_training(report(2))
-    assert len(said) == 1
-    assert "No space left" in said[0]
+    assert len(messages) == 1
+    assert "No space left" in messages[0]
 
 
-def test_a_line_of_which_a_part_was_written_counts_as_lost(tmp_path: Path) -> None:
-    """The kernel's limit on a file's size takes a part of a line, as a disk that is nearly full does."""
-    said: list[str] = []
+def test_partly_written_line_counts_as_lost(tmp_path: Path) -> None:
+    """A line that is written only in part is counted as lost.
+
+    The kernel's limit on a file's size truncates a line, as a disk that is nearly full does.
+    """
+    messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, say=said.append)
+    metrics = MetricsFile(path, say=messages.append)
     metrics.write_training(report(1))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, limit[1]))
@@ -150,5 +149,5 @@ def test_a_line_of_which_a_part_was_written_counts_as_lost(tmp_path: Path) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     metrics.write_training(report(3))
     assert losses(path) == {1: 1.0, 3: 1.0}
-    assert len(said) == 2
-    assert "again; 1 lines were lost" in said[1]
+    assert len(messages) == 2
+    assert "again; 1 lines were lost" in messages[1]

@@ -77,7 +77,7 @@ def test_tags_and_axes(tmp_path: Path) -> None:
     assert point(events, "steps-vs-tokens/y=tokens,x=steps") == (42, 344064)
 
 
-def test_only_what_is_asked_for_and_only_when_due(tmp_path: Path) -> None:
+def test_only_requested_values_are_written_and_only_when_due(tmp_path: Path) -> None:
     off = LoggingConfig(
         tensorboard_dir=str(tmp_path),
         tensorboard_log_interval=5,
@@ -110,11 +110,11 @@ def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> Non
         assert read(tmp_path).Scalars("lm-loss-training/lm loss")
         board.close()
     files = list(tmp_path.iterdir())
-    # Two launches within one second on one process share a name; what counts is that none makes two.
+    # Two launches of one process within one second may share a name. No launch makes two files.
     assert 1 <= len(files) <= 2
 
 
-def test_off_without_a_folder(tmp_path: Path) -> None:
+def test_no_folder_means_no_events(tmp_path: Path) -> None:
     board = TensorBoard(LoggingConfig())
     assert not board.enabled
     board.write_training(REPORT)
@@ -123,23 +123,26 @@ def test_off_without_a_folder(tmp_path: Path) -> None:
     board.close()
 
 
-def test_an_absent_package_is_said_in_one_line(
+def test_missing_package_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
-    said: list[str] = []
-    board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=said.append)
+    messages: list[str] = []
+    board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=messages.append)
     board.write_training(REPORT)
     board.close()
     assert not board.enabled
-    assert len(said) == 1
-    assert "tensorboard is not installed" in said[0]
+    assert len(messages) == 1
+    assert "tensorboard is not installed" in messages[0]
 
 
-def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> None:
-    """The kernel's limit on a file's size cuts a record off; without the limit, all events are there, and no reader sees a gap."""
-    said: list[str] = []
-    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=said.append)
+def test_truncated_record_is_written_again(tmp_path: Path) -> None:
+    """A truncated record is written again once the disk accepts it, and no event is lost.
+
+    The kernel's limit on a file's size truncates the record.
+    """
+    messages: list[str] = []
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=messages.append)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -150,16 +153,16 @@ def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> N
         for iteration in (2, 3):
             board.write_training(replace(REPORT, iteration=iteration))
             board.flush()
-        whole_and_a_part = file.stat().st_size
+        truncated_size = file.stat().st_size
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
-    assert len(said) == 1
-    assert "cannot write TensorBoard events" in said[0]
+    assert len(messages) == 1
+    assert "cannot write TensorBoard events" in messages[0]
     board.write_training(replace(REPORT, iteration=4))
     board.close()
-    assert file.stat().st_size > whole_and_a_part
-    assert "again; 0 were lost" in said[1]
+    assert file.stat().st_size > truncated_size
+    assert "again; 0 were lost" in messages[1]
     assert [scalar.step for scalar in read(tmp_path).Scalars("lm-loss-training/lm loss")] == [
         1,
         2,
@@ -168,12 +171,12 @@ def test_a_disk_that_takes_a_part_of_a_record_and_later_all(tmp_path: Path) -> N
     ]
 
 
-def test_events_that_memory_cannot_hold_are_counted(
+def test_events_dropped_from_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "_MEMORY_BYTES", 3000)
-    said: list[str] = []
-    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=said.append)
+    messages: list[str] = []
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path)), say=messages.append)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -187,17 +190,17 @@ def test_events_that_memory_cannot_hold_are_counted(
         signal.signal(signal.SIGXFSZ, before)
     board.write_training(replace(REPORT, iteration=9))
     board.close()
-    lost = int(said[-1].rpartition("; ")[2].split()[0])
+    lost = int(messages[-1].rpartition("; ")[2].split()[0])
     events = read(tmp_path)
     kept = sum(len(events.Scalars(tag)) for tag in events.Tags()["scalars"])
-    whole = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "whole")))
-    whole.write_training(REPORT)
-    whole.close()
+    reference = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "reference")))
+    reference.write_training(REPORT)
+    reference.close()
     assert lost > 0
-    assert lost + kept == 9 * len(read(tmp_path / "whole").Tags()["scalars"])
+    assert lost + kept == 9 * len(read(tmp_path / "reference").Tags()["scalars"])
     assert events.Scalars("data-wait-time")[-1].step == 9  # the last event of an iteration
 
 
-def test_an_address_that_is_no_folder_is_refused() -> None:
+def test_url_is_refused_as_a_folder() -> None:
     with pytest.raises(ConfigError, match="must be a folder"):
         TensorBoard(LoggingConfig(tensorboard_dir="s3://bucket/run"))

@@ -1,4 +1,4 @@
-"""What is shown at the start and on terminals."""
+"""The table at the start, and the progress bar on terminals."""
 
 import doctest
 import io
@@ -23,13 +23,12 @@ def test_start_table_is_aligned_and_complete() -> None:
     lines = format_start_table(rows).splitlines()
     assert len({line.index("|") for line in lines}) == 1
     assert len({line.rindex("|") for line in lines}) == 1
-    assert [cell for line in lines[1:] for cell in (part.strip() for part in line.split("|"))] == [
-        cell for row in rows for cell in row
-    ]
+    cells = [tuple(part.strip() for part in line.split("|")) for line in lines[1:]]
+    assert cells == rows
     assert doctest.testmod(startup).failed == 0
 
 
-def test_the_bar_is_for_terminals_that_want_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_is_drawn_on_a_terminal_that_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal()
     bar = ProgressBar(total=10, initial=4, show=True, stream=terminal)
     bar.update(3, "loss 2.50")
@@ -41,7 +40,7 @@ def test_the_bar_is_for_terminals_that_want_it(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("show", "stream"), [(True, io.StringIO()), (False, Terminal())])
-def test_otherwise_there_are_lines_only(
+def test_no_bar_without_a_terminal_or_without_asking(
     show: bool, stream: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bar = ProgressBar(total=10, show=show, stream=stream)
@@ -50,4 +49,5 @@ def test_otherwise_there_are_lines_only(
     bar.close()
     assert stream.getvalue() == ""
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == (" iteration 1\n", "")
+    assert captured.out == " iteration 1\n"
+    assert captured.err == ""

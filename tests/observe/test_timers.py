@@ -1,4 +1,4 @@
-"""Phases of an iteration: arithmetic, nesting, and device events with a clock of our own."""
+"""Timers of phases: sums, nesting, and device events with a simulated clock."""
 
 import time
 
@@ -8,7 +8,7 @@ from megatron.observe.timers import Timers, compute_seconds
 
 
 class FakeEvent:
-    """A device event whose device runs 10 ms behind each record."""
+    """Simulate a device event. The time advances by 10 ms at each record."""
 
     now_ms = 0.0
     made = 0
@@ -31,7 +31,7 @@ class FakeEvent:
         return end.at_ms - self.at_ms
 
 
-def test_wall_clock_adds_up_and_take_starts_afresh() -> None:
+def test_wall_clock_adds_up_and_take_resets() -> None:
     timers = Timers()
     for _ in range(2):
         with timers("data-wait"):
@@ -45,7 +45,7 @@ def test_wall_clock_adds_up_and_take_starts_afresh() -> None:
     assert timers.take() == {"data-wait": 0.0, "communication": 0.0}
 
 
-def test_a_phase_inside_itself_counts_once() -> None:
+def test_phase_nested_in_itself_counts_once() -> None:
     timers = Timers()
     start = time.perf_counter()
     with timers("save"), timers("save"):
@@ -53,7 +53,7 @@ def test_a_phase_inside_itself_counts_once() -> None:
     assert 0.02 <= timers.take()["save"] <= time.perf_counter() - start
 
 
-def test_a_phase_that_raises_is_counted_and_closed() -> None:
+def test_phase_that_raises_is_counted_and_closed() -> None:
     timers = Timers()
     with pytest.raises(KeyError), timers("save"):
         raise KeyError("disk")
@@ -63,7 +63,7 @@ def test_a_phase_that_raises_is_counted_and_closed() -> None:
     assert timers.take()["save"] < 0.01
 
 
-def test_device_events_are_read_late_and_reused() -> None:
+def test_device_events_are_read_in_take_and_reused() -> None:
     FakeEvent.made = 0
     timers = Timers(make_event=FakeEvent)
     for _ in range(3):
@@ -83,22 +83,18 @@ def test_device_events_are_read_late_and_reused() -> None:
     assert timers.take()["communication"] == 1.0
 
 
-def test_an_entry_costs_next_to_nothing() -> None:
+def test_entering_a_phase_is_cheap() -> None:
     timers = Timers()
     start = time.perf_counter()
     for _ in range(10_000):
         with timers("communication"):
             pass
-    # About 5 ms in all; a hundred of them belong into an iteration of a second.
+    # All entries take about 5 ms. An iteration has about a hundred of them.
     assert time.perf_counter() - start < 0.5
 
 
-def test_compute_is_work_without_communication() -> None:
-    assert (
-        compute_seconds(
-            {"forward-backward": 2.0, "optimizer": 1.0, "communication": 0.5, "data-wait": 9.0}
-        )
-        == 2.5
-    )
+def test_compute_seconds_exclude_communication() -> None:
+    phases = {"forward-backward": 2.0, "optimizer": 1.0, "communication": 0.5, "data-wait": 9.0}
+    assert compute_seconds(phases) == 2.5
     assert compute_seconds({"forward-backward": 1.0, "communication": 3.0}) == 0.0
     assert compute_seconds({}) == 0.0

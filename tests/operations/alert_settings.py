@@ -1,4 +1,4 @@
-"""What the environment may say of alerts: taken away before a test, so that no test writes to a person."""
+"""Environment variables of alerts. Tests remove them, so that no test sends mail to a person."""
 
 NAMES = (
     "ALERT_MAIL_TO",

@@ -1,4 +1,4 @@
-"""No alert of a test leaves it."""
+"""Settings of the environment that every test here runs without."""
 
 import pytest
 from operations.alert_settings import NAMES

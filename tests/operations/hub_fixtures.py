@@ -1,4 +1,4 @@
-"""A Hub on this machine, the official client turned to it, and a run's folder: for the tests of the sync and of its reader."""
+"""Fixtures of the Hub's tests: a local server, the official client of it, and a run's folder."""
 
 import importlib
 import importlib.util
@@ -17,14 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = "org/tiny-logs"
 PATTERNS = ("tensorboard/**", "codecarbon/*.csv", "logs/**")
 huggingface_hub = pytest.importorskip("huggingface_hub")
-constants, http = (
-    importlib.import_module(f"huggingface_hub.{name}") for name in ("constants", "utils._http")
-)
+constants = importlib.import_module("huggingface_hub.constants")
+http = importlib.import_module("huggingface_hub.utils._http")
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """With an empty repository REPO; the client of this process talks to it."""
+    """Start a Hub with an empty repository REPO, and point the client of this process to it."""
     with HubServer() as server:
         server.create(REPO)
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
@@ -37,7 +36,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def environment(server: HubServer, home: Path) -> dict[str, str]:
-    """For a process of its own."""
+    """Return the environment variables for a tool in another process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return inherited | {
         "HF_ENDPOINT": server.url,
@@ -49,21 +48,21 @@ def environment(server: HubServer, home: Path) -> dict[str, str]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the code wanted to sleep; it sleeps an instant."""
-    asked: list[float] = []
+    """Shorten each sleep to 10 ms, and return the durations that were requested."""
+    requested: list[float] = []
     sleep = time.sleep
 
-    def doze(seconds: float) -> None:
-        asked.append(seconds)
+    def sleep_briefly(seconds: float) -> None:
+        requested.append(seconds)
         sleep(min(seconds, 0.01))
 
-    monkeypatch.setattr(time, "sleep", doze)
-    return asked
+    monkeypatch.setattr(time, "sleep", sleep_briefly)
+    return requested
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder: a log, TensorBoard events, emissions."""
+    """Make a run's folder with a log, TensorBoard events and emissions."""
     folder = tmp_path / "run"
     for name in ("tensorboard", "codecarbon", "logs", "checkpoints"):
         (folder / name).mkdir(parents=True)
@@ -75,7 +74,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def log_lines(path: Path, begin: int, end: int, word: str = "iteration") -> None:
-    """Append lines."""
+    """Append lines to a log."""
     with open(path, "a") as file:
         file.writelines(
             f"{word} {number:8d} | lm loss: {number / 7:.6E} |\n" for number in range(begin, end)
@@ -83,7 +82,7 @@ def log_lines(path: Path, begin: int, end: int, word: str = "iteration") -> None
 
 
 def local_files(run: Path) -> dict[str, bytes]:
-    """What PATTERNS match."""
+    """Return the files that PATTERNS match, name -> content."""
     paths = [
         path
         for name in ("tensorboard", "codecarbon", "logs")
@@ -94,24 +93,33 @@ def local_files(run: Path) -> dict[str, bytes]:
 
 
 def remote_files(server: HubServer, repo: str = REPO) -> dict[str, bytes]:
-    """What the Hub holds, its parts joined; the joining is written out here once more, apart from the code under test."""
+    """Return the files of the Hub, with the parts of a log joined.
+
+    The joining is independent of the code under test.
+    """
     joined: dict[str, bytes] = {}
     for path, content in sorted(server.files(repo).items()):
         stem, _, digits = path.rpartition(".")
-        joined[stem if len(digits) == 6 and digits.isdigit() else path] = (
-            joined.get(stem, b"") + content
-        )
+        if len(digits) == 6 and digits.isdigit():
+            joined[stem] = joined.get(stem, b"") + content
+        else:
+            joined[path] = content
     return joined
 
 
 def assert_in_step(server: HubServer, run: Path, repo: str = REPO) -> None:
-    remote, local = remote_files(server, repo), local_files(run)
+    """Check that the Hub has the files of the folder, and no others."""
+    remote = remote_files(server, repo)
+    local = local_files(run)
     assert remote.keys() == local.keys()
     assert remote == local
 
 
 def assert_nothing_twice(server: HubServer, commits: int, repo: str = REPO) -> None:
-    """So many commits beyond the first, none without a change, and no large content sent more than once."""
+    """Check the number of commits after the first one, and that nothing was sent twice.
+
+    Every commit changes something, and no large content is uploaded more than once.
+    """
     history = server.history(repo)
     assert [commit.title for commit in history[:-1]] == [
         commit.title for commit in history[:-1] if commit.tree != commit.parent.tree
@@ -125,10 +133,12 @@ Sync = Callable[..., int]
 
 @pytest.fixture
 def sync(hub: HubServer, run: Path) -> Sync:
-    """tools/hub_sync.py in this process: sync("--option", ...) -> exit code."""
+    """Return a function that runs tools/hub_sync.py in this process and returns its exit code."""
 
-    def go(*options: str, patterns: tuple[str, ...] = PATTERNS) -> int:
-        chosen = ("--patterns", *patterns) if patterns else ()
-        return int(hub_sync.main(["--repo", REPO, "--folder", str(run), *chosen, *options]))
+    def run_tool(*options: str, patterns: tuple[str, ...] = PATTERNS) -> int:
+        arguments = ["--repo", REPO, "--folder", str(run)]
+        if patterns:
+            arguments += ["--patterns", *patterns]
+        return int(hub_sync.main([*arguments, *options]))
 
-    return go
+    return run_tool

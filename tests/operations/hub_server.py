@@ -1,7 +1,8 @@
-"""A small Hub: as much of the HTTP API as the official client needs to create, compare, upload, commit, list and read.
+"""A local server with the part of the Hub's HTTP API that the official client needs here.
 
-It keeps every commit's tree, refuses what the real one refuses (a parent that is not the head, an unknown oid, a bad token), counts
-what it is asked, and can be told to fail: see `Fault`.
+The client creates, compares, uploads, commits, lists and reads. The server keeps every commit's
+tree and counts the requests. It refuses what the real Hub refuses: a parent that is not the head,
+an unknown oid, a bad token. A test can make requests fail, see `Fault`.
 """
 
 import base64
@@ -22,6 +23,8 @@ TOKEN = "hf_tEsTtOkEnOfThisHubOnly"
 
 @dataclass(frozen=True)
 class Stored:
+    """A file of a commit."""
+
     content: bytes
     lfs: bool
 
@@ -31,11 +34,10 @@ class Stored:
 
     @property
     def git(self) -> str:
-        content = (
-            f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\n".encode()
-            if self.lfs
-            else self.content
-        )
+        content = self.content
+        if self.lfs:
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\n"
+            content = pointer.encode()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -52,12 +54,15 @@ class Repository:
     branches: dict[str, Commit]
     private: bool = True
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Large contents by sha256, in a commit or not."""
+    """Large contents by sha256, whether or not a commit refers to them."""
 
 
 @dataclass
 class Fault:
-    """What befalls requests of one kind: a status, silence, or an answer that is lost after the work was done."""
+    """How requests of one kind fail.
+
+    The server answers with a status, does not answer, or loses the answer after the work was done.
+    """
 
     kind: str
     times: int = 1
@@ -65,24 +70,25 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     lose_answer: bool = False
     silence: threading.Event | None = None
-    """Held until it is set."""
+    """The request is held until this is set."""
 
 
 class HubServer:
-    """Listens on a port of 127.0.0.1 while the context lasts."""
+    """Hub that listens on a port of 127.0.0.1 while its context is open."""
 
     def __init__(self, page: int = 1000) -> None:
-        self.token, self.readonly = TOKEN, False
+        self.token = TOKEN
+        self.readonly = False
         self.repositories: dict[str, Repository] = {}
         self.faults: list[Fault] = []
         self.requests: list[str] = []
-        """The kind of each."""
+        """Kind of each request so far."""
         self.uploaded: list[str] = []
         """sha256 of each large content that was sent."""
         self.reached = threading.Event()
-        """A request has met a silence."""
+        """Set when a request is held by a `silence`."""
         self.answered = 0
-        """Requests that are over, whether or not anybody waited for the answer."""
+        """Number of requests that are complete, even if the client no longer waited."""
         self.page = page
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(
@@ -116,12 +122,12 @@ class HubServer:
         return self.faults[-1]
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
-        """What is on a branch, but for the file that each repository begins with."""
+        """Return the files of a branch, without the file of the repository's first commit."""
         tree = self.repositories[repo].branches[branch].tree
         return {path: stored.content for path, stored in tree.items() if path != ".gitattributes"}
 
     def history(self, repo: str, branch: str = "main") -> list[Commit]:
-        """Newest first."""
+        """Return the commits of a branch, the newest first."""
         found = [self.repositories[repo].branches[branch]]
         while found[-1].parent is not None:
             found.append(found[-1].parent)
@@ -153,7 +159,8 @@ def _commit(title: str, tree: dict[str, Stored], parent: Commit | None) -> Commi
 class _RefusedError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -190,7 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.reached.set()
             fault.silence.wait(60)
         if fault is not None and fault.status is not None:
-            return self._send(fault.status, {"error": "told to fail"}, fault.headers)
+            return self._send(
+                fault.status, {"error": "the test makes this request fail"}, fault.headers
+            )
         try:
             if kind != "upload":
                 self._check_token()
@@ -199,15 +208,17 @@ class _Handler(BaseHTTPRequestHandler):
                     self, *(unquote(group) for group in match.groups()), parse_qs(parts.query), body
                 )
         except _RefusedError as refused:
-            headers = {"X-Error-Message": str(refused)} | (
-                {"X-Error-Code": refused.code} if refused.code else {}
-            )
+            headers = {"X-Error-Message": str(refused)}
+            if refused.code:
+                headers["X-Error-Code"] = refused.code
             return self._send(refused.status, {"error": str(refused)}, headers)
         if fault is not None and fault.lose_answer:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return None
-        return self._send(200, *answer) if isinstance(answer, tuple) else self._send(200, answer)
+        if isinstance(answer, tuple):
+            return self._send(200, *answer)
+        return self._send(200, answer)
 
     def _chunks(self) -> bytes:
         data = b""
@@ -232,7 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.end_headers()
             self.wfile.write(content)
-        except (BrokenPipeError, ConnectionResetError):  # who asked was killed, or tired of waiting
+        # The client was killed, or its time limit is over.
+        except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
     def _check_token(self) -> None:
@@ -254,14 +266,14 @@ class _Handler(BaseHTTPRequestHandler):
                     return commit
         raise _RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
-    # What is asked
+    # Requests
 
     def create(self, query: dict, body: bytes) -> Any:
-        asked = json.loads(body)
-        repo = f"{asked['organization']}/{asked['name']}"
+        request = json.loads(body)
+        repo = f"{request['organization']}/{request['name']}"
         if repo in self.hub.repositories:
             raise _RefusedError(409, "You already created this model repo")
-        self.hub.create(repo, private=asked.get("visibility") == "private")
+        self.hub.create(repo, private=request.get("visibility") == "private")
         return {"url": f"{self.hub.url}/{repo}"}
 
     def refs(self, repo: str, query: dict, body: bytes) -> Any:
@@ -313,7 +325,8 @@ class _Handler(BaseHTTPRequestHandler):
         page = listed[begin : begin + self.hub.page]
         if begin + self.hub.page >= len(listed):
             return page
-        address = f"{self.hub.url}{urlsplit(self.path).path}?recursive={query['recursive'][0]}&cursor={begin + self.hub.page}"
+        listing = f"{self.hub.url}{urlsplit(self.path).path}?recursive={query['recursive'][0]}"
+        address = f"{listing}&cursor={begin + self.hub.page}"
         return page, {"Link": f'<{address}>; rel="next"'}
 
     def paths_info(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
@@ -324,7 +337,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
         tree = self._revision(repo, revision).tree
-        ignore = tree[".gitignore"].content.decode().split() if ".gitignore" in tree else []
+        ignore: list[str] = []
+        if ".gitignore" in tree:
+            ignore = tree[".gitignore"].content.decode().split()
         answer = []
         for file in json.loads(body)["files"]:
             path = file["path"]
@@ -333,11 +348,14 @@ class _Handler(BaseHTTPRequestHandler):
                 or path.endswith((".bin", ".safetensors"))
                 or file["size"] > 10 << 20
             )
-            oid = (
-                (tree[path].sha256 if tree[path].lfs else tree[path].git) if path in tree else None
-            )
-            mode = {"uploadMode": "lfs" if large else "regular", "shouldIgnore": path in ignore}
-            answer.append({"path": path, **mode, **({"oid": oid} if oid else {})})
+            entry = {
+                "path": path,
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": path in ignore,
+            }
+            if path in tree:
+                entry["oid"] = tree[path].sha256 if tree[path].lfs else tree[path].git
+            answer.append(entry)
         return {"files": answer}
 
     def lfs_batch(self, repo: str, query: dict, body: bytes) -> Any:
@@ -350,12 +368,10 @@ class _Handler(BaseHTTPRequestHandler):
                 "href": f"{self.hub.url}/storage/{repo}/{oid}?X-Amz-Signature=sEcReTsIgNaTuRe"
             }
             verify = {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"}
-            objects.append(
-                {
-                    **wanted,
-                    **({} if oid in known else {"actions": {"upload": upload, "verify": verify}}),
-                }
-            )
+            actions = {}
+            if oid not in known:
+                actions = {"actions": {"upload": upload, "verify": verify}}
+            objects.append({**wanted, **actions})
         return {"transfer": "basic", "objects": objects}
 
     def upload(self, repo: str, oid: str, query: dict, body: bytes) -> Any:
@@ -366,8 +382,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def verify(self, repo: str, query: dict, body: bytes) -> Any:
-        asked = json.loads(body)
-        if len(self._repository(repo).objects.get(asked["oid"], b"")) != asked["size"]:
+        request = json.loads(body)
+        if len(self._repository(repo).objects.get(request["oid"], b"")) != request["size"]:
             raise _RefusedError(404, "not uploaded")
         return {}
 
@@ -405,12 +421,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, stored: Stored) -> dict[str, Any]:
-    entry = {"type": "file", "path": path, "oid": stored.git, "size": len(stored.content)}
-    return entry | (
-        {"lfs": {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 134}}
-        if stored.lfs
-        else {}
-    )
+    size = len(stored.content)
+    entry: dict[str, Any] = {"type": "file", "path": path, "oid": stored.git, "size": size}
+    if stored.lfs:
+        entry["lfs"] = {"oid": stored.sha256, "size": size, "pointerSize": 134}
+    return entry
 
 
 _REPO = r"([\w.-]+/[\w.-]+)"
@@ -431,8 +446,8 @@ _ROUTES: list[tuple[str, str, str, Callable]] = [
 
 
 def wait_for(event: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Poll; AssertionError when it takes longer."""
+    """Poll until the event happens. Fail the test if it takes longer."""
     deadline = time.monotonic() + seconds
     while not event():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, f"the event did not happen within {seconds} s"
         time.sleep(0.02)

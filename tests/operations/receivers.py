@@ -1,4 +1,4 @@
-"""What alerts are sent to: a real mail server and a real web server on this machine, which keep what they are given."""
+"""A real mail server and a real web server on this machine, which keep the alerts they receive."""
 
 import json
 import socket
@@ -17,7 +17,8 @@ from typing import Any
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-USER, PASSWORD = "operator", "correct horse"
+USER = "operator"
+PASSWORD = "correct horse"
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Mailbox:
     port: int = 0
     messages: list[EmailMessage] = field(default_factory=list)
     refuse: frozenset[str] = frozenset()
-    """Recipients."""
+    """Recipients that the server refuses."""
 
     @property
     def address(self) -> str:
@@ -51,8 +52,15 @@ class Mailbox:
 def mail_server(
     *, certificate: Path | None = None, login: bool = False, host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[Mailbox]:
-    """With STARTTLS where it has a certificate; `login`: it takes mail only with USER and PASSWORD."""
-    box = Mailbox(host)
+    """Run a mail server.
+
+    Args:
+        certificate: Its certificate and key. The server offers STARTTLS if it has one.
+        login: Accept mail only with USER and PASSWORD.
+        host: Address to listen on.
+        port: Port to listen on. 0: a free one.
+    """
+    mailbox = Mailbox(host)
     context = None
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -61,28 +69,23 @@ def mail_server(
     def authenticate(
         server: Any, session: Any, envelope: Any, mechanism: str, data: Any
     ) -> AuthResult:
-        good = isinstance(data, LoginPassword) and (data.login, data.password) == (
-            USER.encode(),
-            PASSWORD.encode(),
-        )
+        good = data == LoginPassword(USER.encode(), PASSWORD.encode())
         return AuthResult(success=good, handled=False)
 
-    options = (
-        {
+    options: dict[str, Any] = {}
+    if login:
+        options = {
             "authenticator": authenticate,
             "auth_required": True,
             "auth_require_tls": certificate is not None,
         }
-        if login
-        else {}
-    )
     controller = Controller(
-        box, hostname=host, port=port or free_port(host), tls_context=context, **options
+        mailbox, hostname=host, port=port or free_port(host), tls_context=context, **options
     )
     controller.start()
-    box.port = controller.port
+    mailbox.port = controller.port
     try:
-        yield box
+        yield mailbox
     finally:
         controller.stop()
 
@@ -94,13 +97,13 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def make_certificate(folder: Path, name: str = "127.0.0.1") -> Path:
-    """Self-signed, with its key, for an address."""
+    """Return a file with a self-signed certificate for an address, and its key."""
     path = folder / "certificate.pem"
     public = folder / "public.pem"
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -addext subjectAltName=IP:{name}"
-    subprocess.run(
-        [*command.split(), "-keyout", path, "-out", public], check=True, capture_output=True
-    )
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test"
+    subject = ["-addext", f"subjectAltName=IP:{name}"]
+    files = ["-keyout", path, "-out", public]
+    subprocess.run([*command.split(), *subject, *files], check=True, capture_output=True)
     path.write_text(path.read_text() + public.read_text())
     return path
 
@@ -133,7 +136,7 @@ def webhook_server() -> Iterator[Webhook]:
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
-            """Quiet."""
+            """Print nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -1,4 +1,7 @@
-"""A run's folder as training leaves it, without training: real checkpoints (of no tensors), charts, metrics, emissions and log."""
+"""A run's folder as training writes it, made without training.
+
+It has real checkpoints without tensors, TensorBoard events, metrics, emissions and a log.
+"""
 
 import json
 import shutil
@@ -8,7 +11,8 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.checkpoint.lineage import Lineage
+from megatron.checkpoint.lineage import Lineage, read_lineage
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.cli import load_config
 from megatron.config.logging import LoggingConfig
@@ -33,8 +37,15 @@ EMISSIONS = "timestamp,run_id,duration,emissions,cpu_model"
 def report(
     iteration: int, *, samples: int | None = None, loss: float | None = None
 ) -> IterationReport:
-    """Batches of 4, of 8 behind iteration 6: charts over samples are no multiple of those over iterations."""
-    samples = 4 * iteration + 4 * max(0, iteration - 6) if samples is None else samples
+    """Return the report of an iteration.
+
+    The batch size is 4, and 8 after iteration 6. So the samples are not proportional to the
+    iterations, and each step axis of a chart needs its own treatment.
+    """
+    if samples is None:
+        samples = 4 * iteration + 4 * max(0, iteration - 6)
+    if loss is None:
+        loss = 10.0 / iteration
     return IterationReport(
         iteration=iteration,
         train_iters=20,
@@ -46,7 +57,7 @@ def report(
         samples_per_second=1.0,
         tokens_per_second=32.0,
         tflops=0.1,
-        lm_loss=10.0 / iteration if loss is None else loss,
+        lm_loss=loss,
         grad_norm=1.0,
         gigaflops_without_embeddings=1.75 * samples,
         phase_seconds={"data-wait": 0.1},
@@ -54,26 +65,33 @@ def report(
 
 
 class FakeRun:
-    """Launches that append to the same files; saves, and validates, every 4 iterations."""
+    """Launches that append to the same files. Each saves and validates every 4 iterations."""
 
     def __init__(self, root: Path, aside: Path) -> None:
-        self.root, self.aside = root, aside
-        """The --save folder, and where everything else is."""
-        self.tensorboard, self.codecarbon, self.log = (
-            aside / "tb",
-            aside / "carbon",
-            aside / "main_log.txt",
-        )
+        self.root = root
+        """The --save folder."""
+        self.aside = aside
+        """Folder of everything else."""
+        self.tensorboard = aside / "tb"
+        self.codecarbon = aside / "carbon"
+        self.log = aside / "main_log.txt"
         self.metrics = root / "metrics.jsonl"
         aside.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
-        self._lineage: Lineage = ()
+        self.lineage: Lineage = ()
+        """Lineage of the newest checkpoint. The next save continues it."""
         self._launches = 0
         self.flags: list[str] = []
 
     def config_yaml(self) -> str:
-        sizes = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 5000 --data-path data"
-        schedule = "--micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --min-lr 1e-4 --train-iters 20 --save-interval 4"
+        sizes = (
+            "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+            "--vocab-size 5000 --data-path data"
+        )
+        schedule = (
+            "--micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --min-lr 1e-4 "
+            "--train-iters 20 --save-interval 4"
+        )
         paths = [
             "--save",
             str(self.root),
@@ -100,29 +118,32 @@ class FakeRun:
         skip_ranges: list[list[int]] | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Trains iterations `first` to `last`; ends as if it was killed there, its event file a second younger than the last."""
+        """Write what a launch of iterations `first` to `last` writes, and end as if it was killed.
+
+        The name of its event file is one second later than that of the launch before.
+        """
         self._launches += 1
         board = TensorBoard(LoggingConfig(tensorboard_dir=str(self.tensorboard)))
         metrics = MetricsFile(self.metrics)
-        said = [f"srun: launch {self._launches}"]
+        lines = [f"srun: launch {self._launches}"]
         if first > 1:
-            said.append(format_loaded_checkpoint_line(str(self.root), first - 1))
+            lines.append(format_loaded_checkpoint_line(str(self.root), first - 1))
         metrics.start(first - 1)
         for iteration in range(first, last + 1):
-            self._iteration(iteration, board, metrics, said, skip_ranges or [], scale)
+            self._iteration(iteration, board, metrics, lines, skip_ranges or [], scale)
         board.close()
         metrics.close()
         self._rename_events()
         self._set_times(first, last)
         with self.log.open("a") as log:
-            log.write("\n".join(said) + "\n")
+            log.write("\n".join(lines) + "\n")
 
     def _iteration(
         self,
         iteration: int,
         board: TensorBoard,
         metrics: MetricsFile,
-        said: list[str],
+        lines: list[str],
         skip_ranges: list[list[int]],
         scale: float,
     ) -> None:
@@ -130,19 +151,19 @@ class FakeRun:
         assert found.lm_loss is not None
         board.write_training(found)
         metrics.write_training(found)
-        said += [format_training_line(found), f"[rank 1] iteration {iteration} of nothing"]
+        lines += [format_training_line(found), f"[rank 1] iteration {iteration} of nothing"]
         if iteration % 4 == 0:
             board.write_validation(found.axes, found.lm_loss)
             metrics.write_validation(iteration, found.lm_loss)
-            said.append(format_validation_line(iteration, found.lm_loss))
+            lines.append(format_validation_line(iteration, found.lm_loss))
             self._emission(iteration)
             self.save(iteration, skip_ranges)
-            said.append(format_saved_checkpoint_line(iteration, str(self.root)))
+            lines.append(format_saved_checkpoint_line(iteration, str(self.root)))
 
     def save(self, iteration: int, skip_ranges: list[list[int]]) -> None:
         axes = vars(report(iteration).axes)
         state = TrainState(**axes, skip_ranges=skip_ranges)
-        saver = Saver(self.root, lineage=self._lineage)
+        saver = Saver(self.root, lineage=self.lineage)
         saver.begin(
             CheckpointContents(
                 iteration,
@@ -154,11 +175,11 @@ class FakeRun:
             [],
         )
         saver.complete()
-        self._lineage = saver._lineage
+        self.lineage = read_lineage(read_manifest(self.root / f"global_step{iteration}"))
 
     def back_to(self, iteration: int) -> None:
-        """By hand, as if the next launch came from there; the records stay."""
-        self._lineage = tuple(entry for entry in self._lineage if entry.iteration <= iteration)
+        """Go back as an operator does by hand: only the pointers change, and the records stay."""
+        self.lineage = tuple(entry for entry in self.lineage if entry.iteration <= iteration)
         (self.root / "latest").write_text(f"global_step{iteration}")
         (self.root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
@@ -174,14 +195,12 @@ class FakeRun:
     def _rename_events(self) -> None:
         for path in self.tensorboard.glob("events.out.tfevents.*"):
             if ".launch" not in path.name:
-                path.rename(
-                    path.with_name(
-                        f"events.out.tfevents.{1769860000 + self._launches}.host.launch{self._launches}"
-                    )
-                )
+                time = 1769860000 + self._launches
+                name = f"events.out.tfevents.{time}.host.launch{self._launches}"
+                path.rename(path.with_name(name))
 
     def _set_times(self, first: int, last: int) -> None:
-        """In the metrics, iteration i is done i minutes after the begin."""
+        """Rewrite the times of the metrics: iteration i is done i minutes after STARTED."""
         lines = self.metrics.read_text().splitlines()
         for number, line in enumerate(lines):
             record = json.loads(line)
@@ -192,13 +211,13 @@ class FakeRun:
         self.metrics.write_text("\n".join(lines) + "\n")
 
     def copy(self, to: Path) -> "FakeRun":
-        """With paths of its own; checkpoints say `self`'s, so give them by flags."""
+        """Copy the run. Its checkpoints still have the old paths, so give the new ones by flags."""
         shutil.copytree(self.root, to / "run", symlinks=True)
         shutil.copytree(self.aside, to / "aside")
         return FakeRun(to / "run", to / "aside")
 
     def paths(self) -> dict[str, Any]:
-        """Of a request, or, with hyphens, of a command line."""
+        """Return the paths for a request, or with hyphens for a command line."""
         return {
             "main_log": str(self.log),
             "tensorboard_dir": str(self.tensorboard),
@@ -208,7 +227,10 @@ class FakeRun:
 
 
 def charts(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """tag -> (step, value) of all event files of a folder, as TensorBoard reads them."""
+    """Return the charts of all event files of a folder as TensorBoard reads them.
+
+    The result maps each tag to its (step, value) pairs.
+    """
     found: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(folder.glob("*tfevents*")):
         accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0})
@@ -221,7 +243,7 @@ def charts(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def snapshot(*folders: Path) -> dict[str, bytes]:
-    """All that is there, by its name: content, or where a link leads."""
+    """Return all entries of folders, name -> content of the file, or target of the link."""
     found = {}
     for folder in folders:
         for path in sorted(folder.rglob("*")):

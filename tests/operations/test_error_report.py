@@ -1,4 +1,4 @@
-"""Which hosts are at fault by what the ranks reported, and that a report is never torn."""
+"""Error reports of ranks: no report is torn, and the hosts at fault are found."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 150
 LONG = "a message of many words " * 1_000
-"""More than a page: a torn file would show."""
+"""Longer than a page of memory, so that a torn file would be noticed."""
 
 RANKS_THAT_END = """
 import os, sys
@@ -37,7 +37,8 @@ for rank in range(ranks):
     child = os.fork()
     if child == 0:
         os.close(start)
-        os.read(ready, 1)  # ends when the parent closes the other end: all begin at once
+        # This returns when the parent closes the other end, so all begin at the same time.
+        os.read(ready, 1)
         for _ in range(2):
             environment = {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank % 10}"}
             report = build_report(ConfigError(f"{rank} {long[137 * rank :]}"), environment)
@@ -49,8 +50,8 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children))
 """
 
 
-def test_many_ranks_that_report_at_once_tear_nothing(tmp_path: Path) -> None:
-    """Processes that write at the same instant, twice each, and a reader that looks meanwhile: whatever it finds is whole."""
+def test_reports_of_many_ranks_at_the_same_time_are_complete(tmp_path: Path) -> None:
+    """A reader finds only complete reports while many processes write theirs, twice each."""
     words = [sys.executable, "-c", RANKS_THAT_END, str(tmp_path), str(RANKS), LONG]
     writers = subprocess.Popen(words, cwd=ROOT)
     looks = 0
@@ -68,7 +69,7 @@ def test_many_ranks_that_report_at_once_tear_nothing(tmp_path: Path) -> None:
     assert all(report.message == f"{report.rank} {LONG[137 * report.rank :]}" for report in reports)
 
 
-def test_what_a_killed_rank_left_is_named(tmp_path: Path) -> None:
+def test_incomplete_reports_of_killed_ranks_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank_000001.json").write_text('{"rank": 1, "ho')
     (tmp_path / "rank_000002.json.new").write_text("")
     (tmp_path / "rank_000000.json").write_text(
@@ -80,15 +81,12 @@ def test_what_a_killed_rank_left_is_named(tmp_path: Path) -> None:
 
 
 def _raised(kind: type[Exception], message: str, number: int | None) -> BaseException:
+    """Return an error of a kind whose cause is an OSError with this number, or a ValueError."""
+    cause: Exception = ValueError("no number")
+    if number is not None:
+        cause = OSError(number, "trouble", "file")
     try:
-        try:
-            raise (
-                OSError(number, "trouble", "file")
-                if number is not None
-                else ValueError("no number")
-            )
-        except (OSError, ValueError) as cause:
-            raise kind(message) from cause
+        raise kind(message) from cause
     except kind as error:
         return error
 
@@ -99,21 +97,23 @@ def _raised(kind: type[Exception], message: str, number: int | None) -> BaseExce
         (DataError, errno.EIO, errno.EIO),
         (DataError, errno.ENOSPC, errno.ENOSPC),
         (CheckpointError, errno.ESTALE, errno.ESTALE),
-        (CheckpointError, errno.ENOSPC, None),  # of the folder that all hosts share
+        # All hosts share the folder of checkpoints.
+        (CheckpointError, errno.ENOSPC, None),
         (CheckpointError, errno.EROFS, None),
-        (DataError, errno.ENOENT, None),  # a wrong path
+        # A wrong path is not the fault of a host.
+        (DataError, errno.ENOENT, None),
         (DataError, errno.EACCES, None),
         (ConfigError, None, None),
     ],
 )
-def test_which_errors_can_be_a_hosts(
+def test_only_errors_of_disks_and_mounts_can_be_the_fault_of_a_host(
     kind: type[Exception], number: int | None, found: int | None
 ) -> None:
     assert host_io_error(_raised(kind, "m", number)) == found
 
 
-def test_a_read_error_of_the_kernel_is_known_through_a_message(tmp_path: Path) -> None:
-    """A process that really gets EIO, from its own memory at address 0, in a file of the configuration."""
+def test_io_error_of_the_kernel_is_found_as_the_cause_of_another_error() -> None:
+    """The report has EIO, which reading one's own memory at address 0 gives."""
     try:
         try:
             Path("/proc/self/mem").read_bytes()
@@ -121,53 +121,57 @@ def test_a_read_error_of_the_kernel_is_known_through_a_message(tmp_path: Path) -
             raise DataError("cannot be read") from error
     except DataError as error:
         report = build_report(error, {"RANK": "3", "SLURMD_NODENAME": "n2"})
-    assert (report.rank, report.host, report.kind, report.io_error) == (
-        3,
-        "n2",
-        "DataError",
-        errno.EIO,
-    )
+    assert report.rank == 3
+    assert report.host == "n2"
+    assert report.kind == "DataError"
+    assert report.io_error == errno.EIO
 
 
-def one(rank: int, host: str, message: str = "m", io_error: int | None = None) -> ErrorReport:
-    return ErrorReport(rank, host, "DataError", message, io_error)
+def report_of(rank: int, host: str, message: str = "m", io_error: int | None = None) -> ErrorReport:
+    return ErrorReport(rank=rank, host=host, kind="DataError", message=message, io_error=io_error)
 
 
-def test_one_host_with_an_io_error() -> None:
-    assert set(hosts_at_fault([one(2, "n2", io_error=errno.EIO)], 4)) == {"n2"}
-    assert set(
-        hosts_at_fault([one(2, "n2", io_error=errno.EIO), one(3, "n2", "other", errno.EIO)], 4)
-    ) == {"n2"}
+def test_host_with_io_errors_is_at_fault() -> None:
+    first = report_of(2, "n2", io_error=errno.EIO)
+    second = report_of(3, "n2", "other", errno.EIO)
+    assert set(hosts_at_fault([first], 4)) == {"n2"}
+    assert set(hosts_at_fault([first, second], 4)) == {"n2"}
 
 
-def test_what_the_other_ranks_repeat_is_the_same_error() -> None:
-    """Ranks agree on a failed save: all of them end with the message of the one that failed."""
-    reports = [one(0, "n1"), one(1, "n1"), one(2, "n2", io_error=errno.EIO), one(3, "n2")]
+def test_message_that_other_ranks_repeat_is_the_same_error() -> None:
+    """After a failed save, all ranks end with the message of the rank that failed."""
+    reports = [
+        report_of(0, "n1"),
+        report_of(1, "n1"),
+        report_of(2, "n2", io_error=errno.EIO),
+        report_of(3, "n2"),
+    ]
     assert set(hosts_at_fault(reports, 2)) == {"n2"}
 
 
-def test_what_every_rank_explains_alike_needs_a_person() -> None:
-    assert hosts_at_fault([one(rank, f"n{rank}") for rank in range(4)], 4) == {}
+def test_same_error_on_all_ranks_needs_a_person() -> None:
+    assert hosts_at_fault([report_of(rank, f"n{rank}") for rank in range(4)], 4) == {}
 
 
-def test_another_error_beside_it_needs_a_person() -> None:
-    assert hosts_at_fault([one(0, "n1", "wrong flag"), one(2, "n2", io_error=errno.EIO)], 4) == {}
+def test_io_error_together_with_another_error_needs_a_person() -> None:
+    flag = report_of(0, "n1", "wrong flag")
+    disk = report_of(2, "n2", io_error=errno.EIO)
+    assert hosts_at_fault([flag, disk], 4) == {}
 
 
-def test_io_errors_on_most_hosts_need_a_person() -> None:
+def test_io_errors_on_more_than_half_of_the_hosts_need_a_person() -> None:
     """A shared file system that fails excludes no host."""
-    assert hosts_at_fault([one(rank, f"n{rank}", io_error=errno.EIO) for rank in range(3)], 4) == {}
-    assert set(
-        hosts_at_fault([one(rank, f"n{rank}", io_error=errno.EIO) for rank in range(2)], 4)
-    ) == {"n0", "n1"}
+    reports = [report_of(rank, f"n{rank}", io_error=errno.EIO) for rank in range(3)]
+    assert hosts_at_fault(reports, 4) == {}
+    assert set(hosts_at_fault(reports[:2], 4)) == {"n0", "n1"}
 
 
-def test_a_job_of_one_host_moves_to_another() -> None:
-    assert set(hosts_at_fault([one(0, "n1", io_error=errno.EIO)], 1)) == {"n1"}
+def test_only_host_of_a_job_is_excluded() -> None:
+    assert set(hosts_at_fault([report_of(0, "n1", io_error=errno.EIO)], 1)) == {"n1"}
 
 
-def test_torchruns_own_file_is_written_too(tmp_path: Path) -> None:
-    """One process ends with a wrong flag: exit code 2, torchrun's record, and the report of the array task."""
+def test_error_file_of_torchrun_is_written_too(tmp_path: Path) -> None:
+    """A wrong flag gives exit code 2, torchrun's file, and the report for the array task."""
     environment = os.environ | {
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
         FOLDER_VARIABLE: str(tmp_path),

@@ -1,4 +1,4 @@
-"""tools/follow_log.py: what it prints of a log that tools/hub_sync.py keeps on a Hub, and what it asks the Hub for."""
+"""tools/follow_log.py prints a log that tools/hub_sync.py keeps on a Hub, with few requests."""
 
 # ruff: noqa: F811 (fixtures are imported by their names)
 
@@ -33,24 +33,27 @@ LOG = "logs/main_log.txt"
 
 @pytest.fixture
 def log(run: Path, sync: Sync, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Path:
-    """The run's log, 100 lines, on the Hub in parts of at most 1,000 bytes."""
-    monkeypatch.setattr(hub_queue.digest, "__kwdefaults__", {"part_bytes": 1000})
+    """Sync the run's log of 100 lines to the Hub, in parts of at most 1,000 bytes."""
+    monkeypatch.setattr(hub_queue, "PART_BYTES", 1000)
     sync()
     return run / LOG
 
 
 @pytest.fixture
 def follower(hub: HubServer, log: Path) -> Callable[[int], Follower]:
-    return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, say=print), LOG, lines)
+    """Return a function that makes a reader of the log, which starts with so many last lines."""
+    return lambda lines: Follower(Hub(REPO, timeout_seconds=5.0, say=print), path=LOG, lines=lines)
 
 
-def test_the_last_lines_then_what_is_new(
+def test_follow_prints_the_last_lines_and_then_the_new_ones(
     hub: HubServer, log: Path, sync: Sync, follower: Callable[[int], Follower]
 ) -> None:
+    """A follower returns the last lines first, then each new byte once, with few downloads."""
     lines = log.read_bytes().splitlines(keepends=True)
     followers = {number: follower(number) for number in (0, 3, 60, 1000)}
     for number, one in followers.items():
-        assert one.look().data == (b"".join(lines[-number:]) if number else b"")
+        expected = lines[len(lines) - min(number, len(lines)) :]
+        assert one.look().data == b"".join(expected)
     hub.requests.clear()
     assert followers[3].look().data == b""
     assert hub.requests == ["refs"]
@@ -68,9 +71,10 @@ def test_the_last_lines_then_what_is_new(
         assert hub.count("resolve") <= 1 + (end - begin) // 15
 
 
-def test_other_commits_cost_no_download(
+def test_commits_of_other_files_cause_no_download(
     hub: HubServer, run: Path, log: Path, sync: Sync, follower: Callable[[int], Follower]
 ) -> None:
+    """A commit that does not change the log costs two small requests."""
     one = follower(5)
     one.look()
     log_lines(run / "logs" / "other.txt", 0, 5)
@@ -82,9 +86,10 @@ def test_other_commits_cost_no_download(
 
 @pytest.mark.parametrize("grown", [0, 1, 90])
 @pytest.mark.parametrize("back", [300, 2500])
-def test_a_log_that_is_cut(
+def test_follow_continues_after_a_truncation(
     grown: int, back: int, log: Path, sync: Sync, follower: Callable[[int], Follower]
 ) -> None:
+    """A truncated log is reported, and reading continues where it differs from what was read."""
     one = follower(1000)
     printed = one.look().data
     cut = log.read_bytes()[:-back].rfind(b"\n") + 1
@@ -93,11 +98,12 @@ def test_a_log_that_is_cut(
     sync()
     news = one.look()
     assert news.cut is not None
-    assert "was cut" in news.cut
+    assert "was truncated" in news.cut
     new = log.read_bytes()[cut:]
     assert news.data.endswith(new)
     assert printed[:cut].endswith(news.data[: len(news.data) - len(new)])
-    if back == 300:  # within the part that was open: to the line
+    # The truncation is within the open part, whose content is known. So only new lines are printed.
+    if back == 300:
         assert news.data == new
     before = log.stat().st_size
     log_lines(log, 200, 220, "after the rollback")
@@ -105,28 +111,32 @@ def test_a_log_that_is_cut(
     assert one.look().data == log.read_bytes()[before:]
 
 
-def test_a_missing_log(hub: HubServer, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_log_is_an_error_that_lists_the_others(
+    hub: HubServer, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing log, folder or repository and a wrong option end the tool with exit code 2."""
     assert follow_log.main([REPO, "logs/nothing.txt"]) == 2
-    assert (
-        f"holds no log logs/nothing.txt in parts, as tools/hub_sync.py stores one; it holds: {LOG}"
-        in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "has no log logs/nothing.txt" in error
+    assert f"the logs there are: {LOG}" in error
     assert follow_log.main([REPO, "elsewhere/nothing.txt"]) == 2
     assert follow_log.main(["org/nothing"]) == 2
     assert "there is no repository org/nothing" in capsys.readouterr().err
     assert follow_log.main([REPO, "--every", "0"]) == 2
 
 
-def test_a_hub_that_fails_is_asked_again(
+def test_follow_retries_when_the_hub_fails(
     hub: HubServer,
     log: Path,
     sync: Sync,
     follower: Callable[[int], Follower],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, rounds = io.BytesIO(), []
+    """Failed requests are repeated, reported once, and no line is lost or printed twice."""
+    out = io.BytesIO()
+    rounds = []
 
-    def between(seconds: float) -> None:
+    def act_between_looks(seconds: float) -> None:
         rounds.append(seconds)
         if len(rounds) == 1:
             log_lines(log, 100, 105)
@@ -139,19 +149,22 @@ def test_a_hub_that_fails_is_asked_again(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        follow_log.follow(follower(2), 60.0, out, between)
+        follow_log.follow(follower(2), 60.0, out, act_between_looks)
     assert out.getvalue() == b"".join(log.read_bytes().splitlines(keepends=True)[98:])
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert "answers 500" in told[0]
-    assert "asking again every 60 s" in told[0]
-    assert told[1] == "the Hub answers again"
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 2
+    assert "answers 500" in messages[0]
+    assert "asking again every 60 s" in messages[0]
+    assert "the Hub answers again" in messages[1]
 
 
-def test_the_command_line(hub: HubServer, log: Path, sync: Sync, tmp_path: Path) -> None:
-    """A process of its own prints at once what is new."""
+def test_the_tool_prints_new_lines_immediately(
+    hub: HubServer, log: Path, sync: Sync, tmp_path: Path
+) -> None:
+    """The tool in another process prints new lines to standard output without a delay."""
     command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "2", "--every", "0.05"]
-    printed, errors = tmp_path / "stdout", tmp_path / "stderr"
+    printed = tmp_path / "stdout"
+    errors = tmp_path / "stderr"
     with open(printed, "wb") as stdout, open(errors, "wb") as stderr:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(hub, tmp_path), stdout=stdout, stderr=stderr
@@ -168,7 +181,10 @@ def test_the_command_line(hub: HubServer, log: Path, sync: Sync, tmp_path: Path)
     assert printed.read_bytes() == b"".join(log.read_bytes().splitlines(keepends=True)[98:])
 
 
-def test_nobody_reads_any_more(hub: HubServer, log: Path, sync: Sync, tmp_path: Path) -> None:
+def test_the_tool_ends_when_standard_output_is_closed(
+    hub: HubServer, log: Path, sync: Sync, tmp_path: Path
+) -> None:
+    """The tool ends with exit code 0 and without an error when nobody reads its output."""
     command = [sys.executable, "tools/follow_log.py", REPO, "--lines", "1", "--every", "0.05"]
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""A run goes back: what is left, what is kept, killed at every step, and what a real run makes of it afterwards."""
+"""Rollbacks of a run: what stays, what is kept, kills at every step, and real runs afterwards."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import megatron.checkpoint.lease as lease_module
 import megatron.operations.rollback as rollback_module
 import megatron.operations.rollback_plan as plan_module
 from megatron.checkpoint.folder import list_saved_iterations, remove_interrupted_leftovers
-from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.lease import Lease, LeaseHolder
 from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.start import find_start
 from megatron.config.checkpoint import CheckpointConfig
@@ -33,10 +33,12 @@ from megatron.observe.metrics import read_metrics
 from megatron.operations.rollback import roll_back
 from megatron.operations.rollback_plan import RollbackRequest
 
+RECORD_KINDS = {"tensorboard", "metrics", "emissions", "log"}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
-    """Killed at 7, resumed from 4, trained to 8; the chronicle is in the run's folder."""
+    """Make a run that was killed at 7, resumed from 4 and trained to 8, with chronicles."""
     folder = tmp_path_factory.mktemp("trained")
     run = FakeRun(folder / "run", folder / "aside")
     run.launch(1, 7)
@@ -47,33 +49,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
 
 @pytest.fixture
 def run(trained: FakeRun, tmp_path: Path) -> FakeRun:
+    """Copy the run, so that each test changes its own."""
     return trained.copy(tmp_path)
 
 
-def request(run: FakeRun, to: int = 4, **asked: Any) -> RollbackRequest:
-    return RollbackRequest(to, **{**run.paths(), **asked})
+def roll_run_back(run: FakeRun, to: int = 4, *, dry_run: bool = False, **options: Any) -> str:
+    """Roll a run back, and return what was printed. The paths of its records are given."""
+    request = RollbackRequest(to, **{**run.paths(), **options})
+    lines: list[str] = []
+    roll_back(run.root, request, lines.append, dry_run=dry_run)
+    return "\n".join(lines)
 
 
-def go(run: FakeRun, to: int = 4, *, dry_run: bool = False, **asked: Any) -> str:
-    said: list[str] = []
-    roll_back(run.root, request(run, to, **asked), said.append, dry_run=dry_run)
-    return "\n".join(said)
-
-
-def start_of(run: FakeRun) -> int | None:
-    """Where a training would start."""
+def find_start_of(run: FakeRun) -> int | None:
+    """Return the iteration from which a training would start."""
     return find_start(CheckpointConfig(save=str(run.root), load=str(run.root))).iteration
 
 
-def parts(run: FakeRun) -> Path:
-    (folder,) = [
-        folder for folder in (run.root / "rolled-back").iterdir() if not folder.name.startswith(".")
-    ]
+def find_parts(run: FakeRun) -> Path:
+    """Return the folder of the run's only rollback."""
+    folders = list((run.root / "rolled-back").iterdir())
+    (folder,) = [folder for folder in folders if not folder.name.startswith(".")]
     return folder
 
 
-def state(run: FakeRun) -> dict[str, bytes]:
-    """All files, without what a killed process leaves of its lease."""
+def read_all_files(run: FakeRun) -> dict[str, bytes]:
+    """Return all files, name -> content, except for the lease, which a killed process leaves."""
     return {
         name: data
         for name, data in snapshot(run.root, run.aside).items()
@@ -81,38 +82,39 @@ def state(run: FakeRun) -> dict[str, bytes]:
     }
 
 
-# What is left
+# What stays
 
 
-def test_everything_goes_back_together(run: FakeRun) -> None:
+def test_all_records_are_rolled_back_together(run: FakeRun) -> None:
+    """Pointers, checkpoints, metrics, log, emissions and charts end at the same iteration.
+
+    What was later is in the rollback's folder, and nothing is lost.
+    """
     before = snapshot(run.root)
-    before_log, events = run.log.read_text(), charts(run.tensorboard)
-    said = go(run, reason="loss spike", skip=("5-6",))
-    aside = parts(run)
-    assert start_of(run) == 4
+    before_log = run.log.read_text()
+    events = charts(run.tensorboard)
+    printed = roll_run_back(run, reason="loss spike", skip=("5-6",))
+    aside = find_parts(run)
+    assert find_start_of(run) == 4
     assert (run.root / "latest").read_text() == "global_step4"
     assert (run.root / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert json.loads((run.root / "course.json").read_text())["iteration"] == 4
     assert list_saved_iterations(run.root) == [4]
     assert list_saved_iterations(aside) == [8]
     moved = snapshot(aside / "global_step8")
-    assert moved == {
-        name: data
-        for name, data in ((n.removeprefix("run/"), d) for n, d in before.items())
-        if name in moved
-    }
+    assert moved == {name: before[f"run/{name}"] for name in moved}
     assert [entry["iteration"] for entry in read_metrics(run.metrics)] == [1, 2, 3, 4]
     assert [entry["iteration"] for entry in read_metrics(aside / "metrics.jsonl")] == [5, 6, 7, 8]
     assert run.log.read_text() + (aside / "main_log.txt").read_text() == before_log
     assert "launch 2" not in run.log.read_text()
     assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
     assert (aside / "emissions.csv").read_text().count("\n") == 2
+    removed = charts(aside / "tensorboard")
     for tag, points in charts(run.tensorboard).items():
-        assert len(points) == (1 if "validation" in tag else 4), tag
-        assert Counter(points) + Counter(charts(aside / "tensorboard")[tag]) == Counter(
-            events[tag]
-        ), tag
-    # launch 2 had later iterations only, so its file went whole
+        expected = 1 if "validation" in tag else 4
+        assert len(points) == expected, tag
+        assert Counter(points) + Counter(removed[tag]) == Counter(events[tag]), tag
+    # Launch 2 had later iterations only, so its complete file was moved.
     assert sorted(path.name for path in (aside / "tensorboard").iterdir()) == [
         "events.out.tfevents.1769860001.host.launch1",
         "events.out.tfevents.1769860002.host.launch2",
@@ -120,12 +122,13 @@ def test_everything_goes_back_together(run: FakeRun) -> None:
     assert [path.name for path in run.tensorboard.iterdir()] == [
         "events.out.tfevents.1769860001.host.launch1"
     ]
-    assert "--skip-train-iteration-range 5-6" in said
+    assert "--skip-train-iteration-range 5-6" in printed
     assert not (run.root / "lease.json").exists()
 
 
-def test_it_is_noted(run: FakeRun) -> None:
-    go(run, reason="loss  spike\nat 6", skip=("5-6",), lr=1e-3)
+def test_a_rollback_is_recorded(run: FakeRun) -> None:
+    """It is in interventions.jsonl for programs, and in the chronicles for people."""
+    roll_run_back(run, reason="loss  spike\nat 6", skip=("5-6",), lr=1e-3)
     (record,) = map(json.loads, (run.root / "interventions.jsonl").read_text().splitlines())
     assert datetime.fromisoformat(record["time"]).tzinfo is not None
     expected = {
@@ -139,30 +142,24 @@ def test_it_is_noted(run: FakeRun) -> None:
     }
     assert {name: record[name] for name in expected} == expected
     assert record["flags"] == "--skip-train-iteration-range 5-6 --override-lr-scheduler --lr 0.001"
-    assert run.root / record["parts"] == parts(run)
+    assert run.root / record["parts"] == find_parts(run)
     assert record["checkpoints"] == ["global_step8"]
-    assert {file["kind"] for file in record["files"]} == {
-        "tensorboard",
-        "metrics",
-        "emissions",
-        "log",
-    }
+    assert {file["kind"] for file in record["files"]} == RECORD_KINDS
     for file in record["files"]:
-        assert (parts(run) / file["part"]).is_file()
-    chronicle = (run.root / "chronicles.md").read_text()
-    assert chronicle.startswith("# Chronicles\n\nIt began.\n\n## ")
-    assert (
-        ": rolled back from iteration 8 to 4\n\n- Reason: loss spike at 6\n- Skipped from there: 5-6\n"
-        in chronicle
-    )
+        assert (find_parts(run) / file["part"]).is_file()
+    chronicles = (run.root / "chronicles.md").read_text()
+    assert chronicles.startswith("# Chronicles\n\nIt began.\n\n## ")
+    assert ": rolled back from iteration 8 to 4\n" in chronicles
+    assert "\n- Reason: loss spike at 6\n" in chronicles
 
 
-def test_a_second_one_is_noted_behind_the_first(run: FakeRun, tmp_path: Path) -> None:
-    run._lineage = (*(find_lineage_before(run.root, 8) or ()),)
-    go(run, chronicles=str(tmp_path / "new.md"))
+def test_a_second_rollback_is_recorded_after_the_first(run: FakeRun, tmp_path: Path) -> None:
+    """Both records get a second entry, and --chronicles replaces the run's own chronicles."""
+    run.lineage = find_lineage_before(run.root, 8) or ()
+    roll_run_back(run, chronicles=str(tmp_path / "new.md"))
     run.back_to(4)
     run.launch(5, 8)
-    go(run, chronicles=str(tmp_path / "new.md"))
+    roll_run_back(run, chronicles=str(tmp_path / "new.md"))
     assert len((run.root / "interventions.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "new.md").read_text().count("\n## ") == 1
     assert (tmp_path / "new.md").read_text().startswith("## ")
@@ -170,38 +167,39 @@ def test_a_second_one_is_noted_behind_the_first(run: FakeRun, tmp_path: Path) ->
     assert len(list((run.root / "rolled-back").iterdir())) == 2
 
 
-def test_again_there_is_nothing_to_do(run: FakeRun) -> None:
-    go(run, skip=("5-6",))
+def test_a_repeated_rollback_has_nothing_to_do(run: FakeRun) -> None:
+    """The same command again changes nothing, and prints the same flags."""
+    roll_run_back(run, skip=("5-6",))
     after = snapshot(run.root, run.aside)
-    said = go(run, skip=("5-6",))
-    assert "nothing to do" in said
-    assert "--skip-train-iteration-range 5-6" in said
+    printed = roll_run_back(run, skip=("5-6",))
+    assert "nothing to do" in printed
+    assert "--skip-train-iteration-range 5-6" in printed
     assert snapshot(run.root, run.aside) == after
 
 
-def test_to_where_the_run_stands_cuts_what_was_lost(run: FakeRun) -> None:
-    """Killed at 11 behind its save at 8: the charts of 9 to 11 are of no checkpoint."""
-    run._lineage = ()
+def test_a_rollback_to_the_present_checkpoint_cuts_later_records(run: FakeRun) -> None:
+    """The run was killed at 11 after its save at 8, so no checkpoint has iterations 9 to 11."""
+    run.lineage = ()
     run.launch(9, 11)
-    said = go(run, 8)
-    assert "from global_step8, trained to 11 back to global_step8" in said
+    printed = roll_run_back(run, 8)
+    assert "from global_step8, trained to 11, back to global_step8" in printed
     assert [entry["iteration"] for entry in read_metrics(run.metrics)] == list(range(1, 9))
     assert max(step for step, _ in charts(run.tensorboard)["grad-norm/grad-norm"]) == 8
 
 
-def test_a_dry_run_tells_the_same_and_changes_nothing(run: FakeRun) -> None:
+def test_a_dry_run_prints_the_same_and_changes_nothing(run: FakeRun) -> None:
+    """Only the line that reports the dry run is different."""
     before = snapshot(run.root, run.aside)
-    said = go(run, dry_run=True, skip=("5-6",)).splitlines()
-    assert snapshot(run.root, run.aside) == before
-    assert "nothing was changed (--dry-run)" in said
-    done = go(run, skip=("5-6",)).splitlines()
     stamp = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ")
-    assert {stamp.sub("", line) for line in said} - {stamp.sub("", line) for line in done} == {
-        "nothing was changed (--dry-run)"
-    }
+    dry = roll_run_back(run, dry_run=True, skip=("5-6",))
+    assert snapshot(run.root, run.aside) == before
+    done = roll_run_back(run, skip=("5-6",))
+    only_dry = set(stamp.sub("", dry).splitlines()) - set(stamp.sub("", done).splitlines())
+    assert only_dry == {"nothing was changed (--dry-run)"}
 
 
-def test_leftovers_of_later_saves_move_too(run: FakeRun) -> None:
+def test_leftovers_of_later_saves_are_moved_too(run: FakeRun) -> None:
+    """Folders of unfinished, replaced and damaged checkpoints belong to their iteration."""
     for name in (
         "global_step8.replaced",
         "global_step12.unfinished",
@@ -209,14 +207,13 @@ def test_leftovers_of_later_saves_move_too(run: FakeRun) -> None:
         "global_step9.deleting",
     ):
         (run.root / name).mkdir()
-    (run.root / "global_step80x").mkdir()  # somebody's own
+    # A save makes no such name, so this folder is not moved.
+    (run.root / "global_step80x").mkdir()
     (run.root / "global_step3.damaged").mkdir()
-    go(run)
-    left = {entry.name for entry in run.root.iterdir() if entry.name.startswith("global_step")}
+    roll_run_back(run)
+    left = {path.name for path in run.root.glob("global_step*")}
     assert left == {"global_step4", "global_step80x", "global_step3.damaged"}
-    assert {
-        entry.name for entry in parts(run).iterdir() if entry.name.startswith("global_step")
-    } == {
+    assert {path.name for path in find_parts(run).glob("global_step*")} == {
         "global_step8",
         "global_step8.replaced",
         "global_step12.unfinished",
@@ -225,32 +222,35 @@ def test_leftovers_of_later_saves_move_too(run: FakeRun) -> None:
     }
 
 
-def test_a_checkpoint_that_is_a_relative_link_still_leads_there(run: FakeRun) -> None:
+def test_a_moved_relative_link_still_leads_to_its_checkpoint(run: FakeRun) -> None:
+    """The link is replaced by an absolute one when it is moved."""
     (run.root / "elsewhere").mkdir()
     (run.root / "global_step8").rename(run.root / "elsewhere" / "eight")
     (run.root / "global_step8").symlink_to("elsewhere/eight")
-    go(run)
-    assert list_saved_iterations(parts(run)) == [8]
+    roll_run_back(run)
+    assert list_saved_iterations(find_parts(run)) == [8]
     assert (run.root / "elsewhere" / "eight" / "manifest.json").is_file()
 
 
-def test_a_damaged_newest_checkpoint_can_be_left(run: FakeRun) -> None:
-    (run.root / "global_step8" / "manifest.json").write_text("{")  # course.json tells the way back
-    go(run)
-    assert start_of(run) == 4
+def test_a_rollback_from_a_damaged_checkpoint_works(run: FakeRun) -> None:
+    """The lineage then comes from its copy in course.json."""
+    (run.root / "global_step8" / "manifest.json").write_text("{")
+    roll_run_back(run)
+    assert find_start_of(run) == 4
 
 
-def test_a_copied_checkpoint_has_another_time_than_the_run(run: FakeRun) -> None:
-    """Emissions are cut by when the run passed the iteration, not by when somebody restored the checkpoint."""
+def test_emissions_are_cut_by_the_times_of_the_metrics(run: FakeRun) -> None:
+    """The checkpoint's own time does not count, because it may have been restored from a copy."""
     os.utime(run.root / "global_step4" / "manifest.json")
-    go(run)
+    roll_run_back(run)
     assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
 
 
-def test_without_metrics_the_checkpoints_own_time_tells(run: FakeRun) -> None:
+def test_emissions_are_cut_by_the_checkpoints_time_without_metrics(run: FakeRun) -> None:
+    """With --metrics-file nowhere, the modification time of the manifest counts."""
     moment = datetime(2026, 1, 31, 12, 5, tzinfo=UTC).timestamp()
     os.utime(run.root / "global_step4" / "manifest.json", (moment, moment))
-    go(run, metrics_file="nowhere")
+    roll_run_back(run, metrics_file="nowhere")
     assert (run.codecarbon / "emissions.csv").read_text().count("\n") == 2
     assert len(read_metrics(run.metrics)) == 8
 
@@ -258,40 +258,36 @@ def test_without_metrics_the_checkpoints_own_time_tells(run: FakeRun) -> None:
 # Paths
 
 
-def test_paths_come_from_the_checkpoint(trained: FakeRun, tmp_path: Path) -> None:
-    """Also those that the run changed since."""
+def test_default_paths_come_from_the_checkpoints(tmp_path: Path) -> None:
+    """If the run has changed a path, the records at the old and the new one are cut."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.launch(1, 4)
-    own.tensorboard, before = own.aside / "tb2", own.tensorboard
+    before = own.tensorboard
+    own.tensorboard = own.aside / "tb2"
     own.launch(5, 8)
-    said: list[str] = []
-    roll_back(own.root, RollbackRequest(4), said.append)
-    assert {
-        file["kind"] for file in json.loads((own.root / "interventions.jsonl").read_text())["files"]
-    } == {
-        "tensorboard",
-        "metrics",
-        "emissions",
-    }
+    roll_back(own.root, RollbackRequest(4), print)
+    record = json.loads((own.root / "interventions.jsonl").read_text())
+    assert {file["kind"] for file in record["files"]} == RECORD_KINDS - {"log"}
     assert list(own.tensorboard.iterdir()) == []
     assert len(charts(before)["grad-norm/grad-norm"]) == 4
 
 
-def test_a_configured_folder_that_is_not_there_is_said(trained: FakeRun, tmp_path: Path) -> None:
+def test_a_configured_folder_that_does_not_exist_is_noted(tmp_path: Path) -> None:
+    """The note has the flag and the path, and the rollback continues."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.launch(1, 8)
     shutil.rmtree(own.tensorboard)
-    said: list[str] = []
-    roll_back(own.root, RollbackRequest(4), said.append)
-    assert (
-        f"note: --tensorboard-dir {own.tensorboard}, as the checkpoint's configuration has it, is not there"
-        in "\n".join(said)
-    )
+    lines: list[str] = []
+    roll_back(own.root, RollbackRequest(4), lines.append)
+    (note,) = [line for line in lines if f"--tensorboard-dir {own.tensorboard}" in line]
+    assert "does not exist" in note
+    assert find_start_of(own) == 4
 
 
-def test_a_relative_path_may_be_another_runs(
+def test_a_relative_path_of_the_configuration_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may lead to another run's file, because the folder of the launch is not recorded."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.flags = ["--metrics-file", "logs/m.jsonl"]
     own.launch(1, 8)
@@ -301,17 +297,18 @@ def test_a_relative_path_may_be_another_runs(
     before = snapshot(tmp_path)
     with pytest.raises(
         OperationsError,
-        match=r"--metrics-file logs/m.jsonl .* may be another run's: .* or 'nowhere'",
+        match=r"--metrics-file logs/m\.jsonl .*may belong to another run.*'nowhere'",
     ):
         roll_back(own.root, RollbackRequest(4), print)
     assert snapshot(tmp_path) == before
     roll_back(own.root, RollbackRequest(4, metrics_file="nowhere"), print)
-    assert start_of(own) == 4
+    assert find_start_of(own) == 4
 
 
-def test_all_relative_paths_lead_on_from_where_the_run_began(
+def test_relative_paths_are_accepted_in_the_folder_of_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If --save is relative too and leads to the run's folder, the other paths are right."""
     monkeypatch.chdir(tmp_path)
     own = FakeRun(Path("own"), Path("aside"))
     own.launch(1, 8)
@@ -320,190 +317,213 @@ def test_all_relative_paths_lead_on_from_where_the_run_began(
     assert [entry["iteration"] for entry in read_metrics(own.metrics)] == [1, 2, 3, 4]
 
 
-def test_a_copied_folder_does_not_cut_the_originals_charts(tmp_path: Path) -> None:
+def test_a_rollback_of_a_copy_does_not_cut_the_originals_charts(tmp_path: Path) -> None:
+    """The paths of the configuration are refused, if the checkpoint was saved to another folder."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.launch(1, 8)
     shutil.copytree(own.root, tmp_path / "copy")
     before = snapshot(tmp_path)
     with pytest.raises(
-        OperationsError,
-        match=r"--tensorboard-dir .* may be another run's: the checkpoint was saved to .*/own, this is",
+        OperationsError, match=r"--tensorboard-dir .*the checkpoint was saved to .*/own,"
     ):
         roll_back(tmp_path / "copy", RollbackRequest(4), print)
     assert snapshot(tmp_path) == before
 
 
-# How to go on
+# How to continue
 
 
-def test_ranges_that_the_checkpoint_knows_are_not_lost(tmp_path: Path) -> None:
+def test_the_checkpoints_own_ranges_to_skip_are_repeated(tmp_path: Path) -> None:
+    """The new flag replaces those of the checkpoint. Ranges of later launches are only noted."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.launch(1, 4, skip_ranges=[[2, 3], [10, 12]])
     own.launch(5, 8, skip_ranges=[[10, 12], [15, 16]])
-    assert "the checkpoint's --skip-train-iteration-range 10-12 holds on" in go(own, dry_run=True)
-    said = go(own, skip=("5-6",))
-    assert "\n  --skip-train-iteration-range 5-6 10-12\n" in said
-    assert "later launches skipped 15-16, too" in said
+    printed = roll_run_back(own, dry_run=True)
+    assert "--skip-train-iteration-range 10-12 stays in effect" in printed
+    printed = roll_run_back(own, skip=("5-6",))
+    assert "\n  --skip-train-iteration-range 5-6 10-12\n" in printed
+    assert "later launches also skipped 15-16" in printed
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"skip": ("4-6",)}, "begins at 4, but the checkpoint was trained up to 4"),
         ({"skip": ("6-5",)}, "is not FIRST-LAST"),
-        ({"skip": ("21-22",)}, "behind the end of the run, which is at --train-iters 20"),
+        ({"skip": ("21-22",)}, "after the end of the run, which is at --train-iters 20"),
         ({"lr": 0.0}, "--lr 0.0 must be above 0"),
         ({"lr": float("nan")}, "--lr nan must be above 0"),
-        (
-            {"to": 5},
-            "no finished checkpoint of that iteration; there are: global_step4, global_step8",
-        ),
+        ({"to": 5}, "there are: global_step4, global_step8"),
         ({"to": 0}, "no finished checkpoint"),
         ({"to": 100}, "no finished checkpoint"),
-        ({"main_log": "/nowhere/log"}, "--main-log /nowhere/log is no file"),
+        ({"main_log": "/nowhere/log"}, "--main-log /nowhere/log is not a file"),
         ({"chronicles": "/nowhere/chronicles.md"}, "--chronicles /nowhere/chronicles.md"),
-        ({"tensorboard_dir": "/nowhere"}, "--tensorboard-dir /nowhere is no folder"),
-        ({"metrics_file": "/nowhere"}, "--metrics-file /nowhere is no file"),
-        ({"codecarbon_dir": "/nowhere"}, "--codecarbon-dir /nowhere is no folder"),
+        ({"tensorboard_dir": "/nowhere"}, "--tensorboard-dir /nowhere is not a folder"),
+        ({"metrics_file": "/nowhere"}, "--metrics-file /nowhere is not a file"),
+        ({"codecarbon_dir": "/nowhere"}, "--codecarbon-dir /nowhere is not a folder"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True], ids=["", "dry"])
 def test_bad_input_changes_nothing(
-    run: FakeRun, asked: dict[str, Any], message: str, dry_run: bool
+    run: FakeRun, options: dict[str, Any], message: str, dry_run: bool
 ) -> None:
+    """Wrong values are refused before anything is written."""
     before = snapshot(run.root, run.aside)
     with pytest.raises(MegatronError, match=re.escape(message)):
-        go(run, dry_run=dry_run, **asked)
+        roll_run_back(run, dry_run=dry_run, **options)
     assert snapshot(run.root, run.aside) == before
 
 
-def test_remarks_on_the_rate(run: FakeRun) -> None:
-    said = go(run, lr=5e-5, skip=("5-20",))
-    assert "--skip-train-iteration-range 5-20 --override-lr-scheduler --lr 5e-05" in said
-    assert "--min-lr 0.0001 is above --lr 5e-05" in said
-    assert "reaches to the end of the run" in said
+def test_a_learning_rate_below_the_minimum_is_noted(run: FakeRun) -> None:
+    """So is a range to skip that reaches the end of the run."""
+    printed = roll_run_back(run, lr=5e-5, skip=("5-20",))
+    assert "--skip-train-iteration-range 5-20 --override-lr-scheduler --lr 5e-05" in printed
+    assert "--min-lr 0.0001 is above --lr 5e-05" in printed
+    assert "reach the end of the run" in printed
 
 
-# Where it may not go
+def test_load_flags_that_would_load_another_checkpoint_are_noted(tmp_path: Path) -> None:
+    """Notes name --load-iteration, and a --load that is not the run's --save."""
+    own = FakeRun(tmp_path / "own", tmp_path / "aside")
+    own.flags = ["--load-iteration", "4", "--load", str(tmp_path / "other")]
+    own.launch(1, 8)
+    printed = roll_run_back(own)
+    assert "omit --load-iteration 4" in printed
+    assert f"give --load {own.root}" in printed
+
+
+# Checkpoints that are refused
 
 
 def test_a_damaged_target_is_refused(run: FakeRun) -> None:
+    """The message has the damaged file and the other checkpoints."""
     (run.root / "global_step4" / "config.yaml").write_text("model: {}\n")
     before = snapshot(run.root, run.aside)
     with pytest.raises(
-        OperationsError, match=r"global_step4 is damaged: config.yaml .*; there are: global_step8"
+        OperationsError, match=r"global_step4 is damaged: config\.yaml .*there are: global_step8"
     ):
-        go(run)
+        roll_run_back(run)
     assert snapshot(run.root, run.aside) == before
 
 
-def test_forward_is_refused(run: FakeRun) -> None:
+def test_a_later_checkpoint_is_refused(run: FakeRun) -> None:
+    """A rollback does not go forward, and the message has what to write to go there."""
     run.back_to(4)
     with pytest.raises(
-        OperationsError,
-        match=r"stands at global_step4, and a rollback does not go forward; .*write global_step8",
+        OperationsError, match=r"is at global_step4.* does not go forward.*write global_step8"
     ):
-        go(run, 8)
+        roll_run_back(run, 8)
 
 
-def test_another_lineage_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_lineage_is_refused(tmp_path: Path) -> None:
+    """The records are those of the present lineage, so only its checkpoints are possible."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")
     own.launch(1, 8)
     own.back_to(4)
     own.launch(5, 7, scale=2)
     own.save(12, [])
     with pytest.raises(
-        OperationsError, match=r"did not come through this checkpoint.*came through: global_step4; "
+        OperationsError,
+        match=r"not in the lineage of global_step12.*the lineage has: global_step4;",
     ):
-        go(own, 8)
-    go(own, 4)
-    assert start_of(own) == 4
+        roll_run_back(own, 8)
+    roll_run_back(own, 4)
+    assert find_start_of(own) == 4
     assert list_saved_iterations(own.root) == [4]
 
 
-def test_a_pointer_that_leads_nowhere_is_refused(run: FakeRun) -> None:
+def test_a_wrong_or_missing_pointer_is_refused(run: FakeRun) -> None:
+    """Without a valid pointer the run's present checkpoint is unknown."""
     (run.root / "latest").write_text("global_step9")
-    with pytest.raises(
-        CheckpointError, match="names global_step9, which is not a finished checkpoint"
-    ):
-        go(run)
+    with pytest.raises(CheckpointError, match="names global_step9"):
+        roll_run_back(run)
     (run.root / "latest").unlink()
     (run.root / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(OperationsError, match="has no pointer latest"):
-        go(run)
+        roll_run_back(run)
 
 
-@pytest.mark.parametrize("path", ["global_step4", "nowhere"])
-def test_another_folder_is_refused(run: FakeRun, path: str) -> None:
-    with pytest.raises(OperationsError, match=r"is one checkpoint|is not there"):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("global_step4", "is a single checkpoint"), ("nowhere", "does not exist")],
+)
+def test_a_folder_that_is_not_a_runs_is_refused(run: FakeRun, path: str, message: str) -> None:
+    """The folder of a single checkpoint and a missing folder are refused."""
+    with pytest.raises(OperationsError, match=message):
         roll_back(run.root / path, RollbackRequest(4), print)
 
 
-def test_checkpoints_are_not_moved_to_another_file_system(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_not_moved_to_another_file_system(run: FakeRun) -> None:
+    """A rename would fail in the middle, so this is refused before anything is changed."""
     if not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == run.root.stat().st_dev:
         pytest.skip("needs a second file system at /dev/shm")
     (run.root / "rolled-back").symlink_to("/dev/shm")
     before = snapshot(run.root)
     with pytest.raises(OperationsError, match="different file systems"):
-        go(run)
+        roll_run_back(run)
     assert snapshot(run.root) == before
 
 
 # The lease
 
 
-def test_a_living_run_is_left_alone(run: FakeRun) -> None:
+def test_a_run_that_is_active_is_not_rolled_back(run: FakeRun) -> None:
+    """While another process holds the lease, a rollback and a dry run are refused."""
     lease = Lease.acquire(run.root, print)
     try:
         before = snapshot(run.root, run.aside)
         for dry_run in (False, True):
             with pytest.raises(
-                OperationsError,
-                match=f"being written to by process {os.getpid()} on .*wait until it has ended",
+                OperationsError, match=f"being written to by process {os.getpid()} on "
             ):
-                go(run, dry_run=dry_run)
+                roll_run_back(run, dry_run=dry_run)
         assert snapshot(run.root, run.aside) == before
     finally:
         lease.release()
-    go(run)
+    roll_run_back(run)
 
 
-def other_host(run: FakeRun) -> Path:
-    """The lease of a run on another host."""
-    holder = replace(lease_module._make_own_holder(), host="n7", boot="another", job="4711")
+def write_lease_of_another_host(run: FakeRun) -> Path:
+    """Write the lease of job 4711 on host n7, and return its path."""
+    holder = LeaseHolder(
+        host="n7", boot="another", pid=12345, started="1", job="4711", restart=0, token="other"
+    )
     path = run.root / "lease.json"
-    path.write_text(json.dumps(vars(holder)))
+    path.write_text(json.dumps(asdict(holder)))
     return path
 
 
-def test_what_cannot_be_told_is_watched(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.3)
-    path = other_host(run)
-    said = go(run, dry_run=True)
-    assert "give this command on n7, or see that squeue does not list job 4711" in said
-    assert path.exists()
-    said = go(run)
-    assert "process" in said
-    assert start_of(run) == 4
-
-
-def test_a_heartbeat_on_another_host_is_a_living_run(
+def test_the_heartbeat_of_a_lease_on_another_host_is_watched(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a heartbeat the rollback continues, and a dry run prints how to be sure at once."""
+    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.3)
+    path = write_lease_of_another_host(run)
+    printed = roll_run_back(run, dry_run=True)
+    assert "give this command on n7" in printed
+    assert "squeue does not list job 4711" in printed
+    assert path.exists()
+    roll_run_back(run)
+    assert find_start_of(run) == 4
+
+
+def test_a_heartbeat_on_another_host_is_an_active_run(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollback is refused if the lease file changes while it is watched."""
     monkeypatch.setattr(lease_module, "STALE_SECONDS", 2.0)
-    path = other_host(run)
+    path = write_lease_of_another_host(run)
     monkeypatch.setattr(lease_module.time, "sleep", lambda seconds: os.utime(path))
     before = snapshot(run.root, run.aside)
     with pytest.raises(
-        OperationsError, match=r"no rollback while a run lives: .*process .* on n7, job 4711"
+        OperationsError, match=r"no rollback while a run is active: .* on n7, job 4711"
     ):
-        go(run)
+        roll_run_back(run)
     assert snapshot(run.root, run.aside) == before
 
 
-def test_no_run_starts_meanwhile(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_run_starts_during_a_rollback(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollback holds the lease while it cuts files."""
     tried = []
 
     def cut_out(*arguments: Any) -> None:
@@ -512,35 +532,40 @@ def test_no_run_starts_meanwhile(run: FakeRun, monkeypatch: pytest.MonkeyPatch) 
         tried.append(arguments)
 
     monkeypatch.setattr(rollback_module, "cut_out", cut_out)
-    go(run)
+    roll_run_back(run)
     assert tried
 
 
-def test_who_loses_the_folder_stops(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that stood still for longer than the heartbeat allows must not move what another run writes."""
+def test_a_rollback_that_loses_its_lease_stops(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause longer than the heartbeat allows, the folder may belong to another run."""
     cut_out = rollback_module.cut_out
 
-    def lose(*arguments: Any) -> None:
-        other_host(run)
+    def lose_lease(*arguments: Any) -> None:
+        write_lease_of_another_host(run)
         cut_out(*arguments)
 
-    monkeypatch.setattr(rollback_module, "cut_out", lose)
+    monkeypatch.setattr(rollback_module, "cut_out", lose_lease)
     before = run.log.read_text()
     with pytest.raises(CheckpointError, match="was taken over by"):
-        go(run)
+        roll_run_back(run)
     assert run.log.read_text() == before
     assert list_saved_iterations(run.root) == [4, 8]
 
 
-# Cut off
+# Interruptions
 
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.truncate"}
 
 
-def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Whether `action`, in a process of its own, was killed just before its change of the file system of that number."""
+def kill_before_change(number: int, action: Callable[[], object]) -> bool:
+    """Run `action` in another process, and kill it before its change of that number.
+
+    Only changes of the file system count. Return False if the action ended before.
+    """
     pid = os.fork()
     if pid:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -566,27 +591,30 @@ def killed_at(number: int, action: Callable[[], object]) -> bool:
         os._exit(code)
 
 
-class OneMoment(datetime):
+class FixedTime(datetime):
+    """A clock that has stopped, so that two rollbacks write the same files."""
+
     @classmethod
-    def now(cls, tz: Any = None) -> "OneMoment":  # type: ignore[override]
+    def now(cls, tz: Any = None) -> "FixedTime":  # type: ignore[override]
         return cls(2026, 2, 1, tzinfo=UTC)
 
 
 def fresh_copy(trained: FakeRun, tmp_path: Path) -> FakeRun:
-    """Always at the same place: the notes have the paths in them."""
+    """Copy the run to the same path each time, because the notes have paths."""
     shutil.rmtree(tmp_path / "copy", ignore_errors=True)
     return trained.copy(tmp_path / "copy")
 
 
-def start_or_refusal(run: FakeRun) -> int | str | None:
+def find_start_or_refusal(run: FakeRun) -> int | str | None:
+    """Return the iteration from which a training would start, or why it is refused."""
     try:
-        return start_of(run)
+        return find_start_of(run)
     except CheckpointError as error:
         return str(error)
 
 
-def without_plan(files: dict[str, bytes]) -> dict[str, bytes]:
-    """And without a pointer that was being written."""
+def remove_plan(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files without those of a rollback, and without an incomplete pointer."""
     return {
         name: data
         for name, data in files.items()
@@ -594,111 +622,121 @@ def without_plan(files: dict[str, bytes]) -> dict[str, bytes]:
     }
 
 
-def test_killed_before_each_change_it_comes_to_the_same_end(
+def test_a_rollback_killed_before_any_change_can_be_continued(
     trained: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "datetime", OneMoment)
-    monkeypatch.setattr(
-        plan_module, "load_yaml", cache(plan_module.load_yaml)
-    )  # most of the time that it takes
-    asked = {"reason": "spike", "skip": ("5-6",)}
+    """The same command leads to the same files, wherever the first one was killed.
+
+    In between, a run starts from a folder that is completely old or new, or it is refused.
+    """
+    monkeypatch.setattr(plan_module, "datetime", FixedTime)
+    # Without the cache most of the test's time would be spent here.
+    monkeypatch.setattr(plan_module, "load_yaml", cache(plan_module.load_yaml))
+    options = {"reason": "spike", "skip": ("5-6",)}
     run = fresh_copy(trained, tmp_path)
-    before = state(run)
-    go(run, **asked)
-    after = state(run)
-    number, refused, run = 0, 0, fresh_copy(trained, tmp_path)
-    while killed_at(number, partial(go, run, **asked)):
-        start = start_or_refusal(run)
+    before = read_all_files(run)
+    roll_run_back(run, **options)
+    after = read_all_files(run)
+    expected_files = {8: remove_plan(before), 4: remove_plan(after)}
+    number = 0
+    refused = 0
+    run = fresh_copy(trained, tmp_path)
+    while kill_before_change(number, partial(roll_run_back, run, **options)):
+        start = find_start_or_refusal(run)
         if isinstance(start, str):
             refused += 1
-            assert (
-                "rollback 2026-02-01T00-00-00Z to global_step4 is unfinished; give again: python tools/rollback.py"
-                in start
-            )
-        else:  # right as a whole, the old or the new one
-            assert start in (4, 8)
-            assert without_plan(state(run)) == without_plan(before if start == 8 else after), (
-                f"killed at {number}"
-            )
-        go(run, **asked)
-        assert state(run) == after, f"killed at {number}"
+            assert "rollback 2026-02-01T00-00-00Z to global_step4 is unfinished" in start
+            assert "python tools/rollback.py" in start
+        else:
+            assert start is not None
+            assert remove_plan(read_all_files(run)) == expected_files[start], f"killed at {number}"
+        roll_run_back(run, **options)
+        assert read_all_files(run) == after, f"killed at {number}"
         assert not (run.root / "lease.json").exists()
-        number, run = number + 1, fresh_copy(trained, tmp_path)
+        number += 1
+        run = fresh_copy(trained, tmp_path)
     assert number > 40
     assert refused > 20
 
 
-def cut_off(run: FakeRun, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> None:
-    """In the midst: files are cut, checkpoints not moved."""
+def stop_before_moving(*_: object) -> None:
+    """Fail where the later checkpoints are listed to be moved. Files are cut by then."""
+    raise OSError("the disk is gone")
 
-    def stop(*arguments: Any) -> None:
-        raise OSError("the disk is gone")
 
+def interrupt_rollback(run: FakeRun, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Start a rollback that fails after files were cut, and before checkpoints are moved."""
     with monkeypatch.context() as patch:
-        patch.setattr(rollback_module, "_move_later", stop)
+        patch.setattr(rollback_module, "list_later_entries", stop_before_moving)
         with pytest.raises(OSError, match="the disk is gone"):
-            go(run, **asked)
+            roll_run_back(run, **options)
 
 
-def test_what_is_not_said_again_is_as_it_was(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(run, monkeypatch, reason="spike", skip=("5-6",))
-    said: list[str] = []
-    roll_back(run.root, RollbackRequest(4), said.append)
-    assert "going on with the rollback of" in said[0]
-    assert "--skip-train-iteration-range 5-6" in "\n".join(said)
-    assert json.loads((run.root / "interventions.jsonl").read_text())["reason"] == "spike"
-    assert start_of(run) == 4
-
-
-def test_another_one_must_wait_and_is_told_how(
+def test_values_that_are_not_given_again_stay(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_off(run, monkeypatch)
+    """A rollback that is continued without its options uses those of the first command."""
+    interrupt_rollback(run, monkeypatch, reason="spike", skip=("5-6",))
+    lines: list[str] = []
+    roll_back(run.root, RollbackRequest(4), lines.append)
+    assert "continuing the rollback of" in lines[0]
+    assert "--skip-train-iteration-range 5-6" in "\n".join(lines)
+    assert json.loads((run.root / "interventions.jsonl").read_text())["reason"] == "spike"
+    assert find_start_of(run) == 4
+
+
+def test_another_rollback_is_refused_until_the_first_is_finished(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the flag that differs, and the command that finishes the first one."""
+    interrupt_rollback(run, monkeypatch)
     before = snapshot(run.root, run.aside)
     for differing, name in (
         ({"to": 8}, "--to"),
         ({"skip": ("5-5",)}, "--skip"),
         ({"main_log": "/other"}, "--main-log"),
     ):
-        with pytest.raises(
-            OperationsError,
-            match=f"differs in {name}. Give\n  python tools/rollback.py {run.root} --to 4\n",
-        ):
-            go(run, **differing)
+        with pytest.raises(OperationsError, match=f"differs in {name}") as error:
+            roll_run_back(run, **differing)
+        assert f"\n  python tools/rollback.py {run.root} --to 4\n" in str(error.value)
     assert snapshot(run.root, run.aside) == before
 
 
-def test_a_dry_run_of_what_was_cut_off(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(run, monkeypatch)
-    before = snapshot(run.root, run.aside)
-    assert "going on with the rollback" in go(run, dry_run=True)
-    assert snapshot(run.root, run.aside) == before
-
-
-def test_a_start_in_between_clears_up_and_is_refused(
+def test_a_dry_run_of_an_interrupted_rollback_changes_nothing(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It prints that the rollback would be continued."""
+    interrupt_rollback(run, monkeypatch)
+    before = snapshot(run.root, run.aside)
+    assert "continuing the rollback" in roll_run_back(run, dry_run=True)
+    assert snapshot(run.root, run.aside) == before
+
+
+def test_a_start_during_an_unfinished_rollback_is_refused(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start may remove leftovers of saves, and the rollback still completes."""
     shutil.copytree(run.root / "global_step8", run.root / "global_step8.replaced")
     (run.root / "global_step12.unfinished").mkdir()
-    cut_off(run, monkeypatch)
+    interrupt_rollback(run, monkeypatch)
     remove_interrupted_leftovers(run.root)
     with pytest.raises(CheckpointError, match="is unfinished"):
-        start_of(run)
-    go(run)
+        find_start_of(run)
+    roll_run_back(run)
     assert list_saved_iterations(run.root) == [4]
-    assert list_saved_iterations(parts(run)) == [8]
+    assert list_saved_iterations(find_parts(run)) == [8]
 
 
-def test_a_pointer_that_is_written_by_hand_ends_what_was_cut_off(
+def test_a_pointer_written_by_hand_ends_an_unfinished_rollback(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And training went on from there: the next rollback looks at what there is."""
-    cut_off(run, monkeypatch)
-    run._lineage = (*(find_lineage_before(run.root, 8) or ()),)
+    """If training continues from that pointer, the next rollback makes a new plan."""
+    interrupt_rollback(run, monkeypatch)
+    run.lineage = find_lineage_before(run.root, 8) or ()
     run.back_to(4)
     run.launch(5, 6, scale=3)
-    go(run)
-    assert start_of(run) == 4
+    roll_run_back(run)
+    assert find_start_of(run) == 4
     assert [entry["iteration"] for entry in read_metrics(run.metrics)] == [1, 2, 3, 4]
     folders = sorted((run.root / "rolled-back").iterdir())
     kept = [
@@ -708,19 +746,21 @@ def test_a_pointer_that_is_written_by_hand_ends_what_was_cut_off(
     assert [list_saved_iterations(folder) for folder in folders] == [[], [8]]
 
 
-def test_a_plan_that_is_gone_has_a_way_out(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(run, monkeypatch)
-    (parts(run) / "plan.json").write_text("{")
+def test_a_damaged_or_missing_plan_can_be_fixed_by_hand(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has what to write into `latest`, and which checkpoints exist."""
+    interrupt_rollback(run, monkeypatch)
+    (find_parts(run) / "plan.json").write_text("{")
     with pytest.raises(
-        OperationsError,
-        match=r"is damaged: .*write one of .* by hand \(global_step4, global_step8\)",
+        OperationsError, match=r"is damaged.* by hand \(global_step4, global_step8\)"
     ):
-        go(run)
-    (parts(run) / "plan.json").unlink()
-    with pytest.raises(OperationsError, match="is gone; write one of the checkpoints"):
-        go(run)
+        roll_run_back(run)
+    (find_parts(run) / "plan.json").unlink()
+    with pytest.raises(OperationsError, match="does not exist; write one of the existing"):
+        roll_run_back(run)
     (run.root / "latest").write_text("global_step4")
-    go(run)
+    roll_run_back(run)
     assert list_saved_iterations(run.root) == [4]
 
 
@@ -730,23 +770,24 @@ FLAGS = "--train-iters 12 --save-interval 4 --eval-interval 4 --eval-iters 1"
 
 
 class RealRun:
+    """A run of the real training in another process, with its records."""
+
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.tensorboard, self.log = (
-            runner.folder.with_name("tb"),
-            runner.folder.with_name("log.txt"),
-        )
+        self.tensorboard = runner.folder.with_name("tb")
+        self.log = runner.folder.with_name("log.txt")
 
     def train(self, flags: str = "", ranks: int = 1) -> None:
         output = self.runner(f"{FLAGS} --tensorboard-dir {self.tensorboard} {flags}", ranks)
         with self.log.open("a") as log:
             log.write(output)
 
-    def roll_back(self, to: int, **asked: Any) -> None:
-        roll_back(self.runner.folder, RollbackRequest(to, main_log=str(self.log), **asked), print)
+    def roll_back(self, to: int, **options: Any) -> None:
+        request = RollbackRequest(to, main_log=str(self.log), **options)
+        roll_back(self.runner.folder, request, print)
 
     def curve(self) -> list[dict[str, Any]]:
-        """As the file's lines have it, not as the reader repairs it."""
+        """Return the lines of the metrics file. The reader of metrics would leave some out."""
         lines = map(json.loads, (self.runner.folder / "metrics.jsonl").read_text().splitlines())
         kept = (
             "kind",
@@ -765,14 +806,12 @@ class RealRun:
         ]
 
     def charts(self) -> dict[str, list[tuple[int, float]]]:
-        timed = re.compile(r"time")
-        return {
-            tag: sorted(points)
-            for tag, points in charts(self.tensorboard).items()
-            if not timed.search(tag)
-        }
+        """Return the charts, without those of times, which differ between two runs."""
+        found = charts(self.tensorboard)
+        return {tag: sorted(points) for tag, points in found.items() if "time" not in tag}
 
     def logged(self) -> list[int]:
+        """Return the iterations of the training lines in the log."""
         steps = map(parse_log_line, self.log.read_text().splitlines())
         return [int(step["iteration"]) for step in steps if step is not None]
 
@@ -785,10 +824,12 @@ def corpus_runs(
 
 
 @pytest.mark.parametrize(("to", "ranks"), [(8, 1), (4, 2)])
-def test_a_run_that_went_back_equals_one_that_never_left(
+def test_a_run_after_a_rollback_equals_an_uninterrupted_one(
     corpus_runs: Callable[[], RealRun], to: int, ranks: int
 ) -> None:
-    straight, returned = corpus_runs(), corpus_runs()
+    """Metrics, charts and log are those of a run without a rollback."""
+    straight = corpus_runs()
+    returned = corpus_runs()
     straight.train(ranks=ranks)
     returned.train(ranks=ranks)
     returned.roll_back(to)
@@ -800,12 +841,15 @@ def test_a_run_that_went_back_equals_one_that_never_left(
     assert points == straight.charts()
     assert len(points["lm-loss-training/lm loss vs samples"]) == 12
     for tag, found in points.items():
-        if "gigaflos" not in tag:  # of this tiny model they round to 0 in every step
+        # The axis of gigaflops is 0 in every step of this tiny model.
+        if "gigaflos" not in tag:
             assert max(Counter(step for step, _ in found).values()) == 1, tag
 
 
-def test_a_run_that_went_back_twice_and_skips(corpus_runs: Callable[[], RealRun]) -> None:
-    straight, returned = corpus_runs(), corpus_runs()
+def test_two_rollbacks_and_skipped_iterations(corpus_runs: Callable[[], RealRun]) -> None:
+    """The printed flags lead to the run that skips these iterations from the beginning."""
+    straight = corpus_runs()
+    returned = corpus_runs()
     straight.train("--skip-train-iteration-range 5-6")
     returned.train()
     returned.roll_back(8)
@@ -818,10 +862,12 @@ def test_a_run_that_went_back_twice_and_skips(corpus_runs: Callable[[], RealRun]
     returned.train(record["flags"])
     assert returned.curve() == straight.curve()
     assert returned.charts() == straight.charts()
-    assert returned.logged() == straight.logged() == [1, 2, 3, 4, *range(7, 13)]
+    assert straight.logged() == [1, 2, 3, 4, *range(7, 13)]
+    assert returned.logged() == straight.logged()
 
 
-def test_a_run_goes_on_with_another_rate(corpus_runs: Callable[[], RealRun]) -> None:
+def test_a_run_continues_with_another_learning_rate(corpus_runs: Callable[[], RealRun]) -> None:
+    """The printed flags change the rate after the checkpoint."""
     run = corpus_runs()
     run.train()
     run.roll_back(8, lr=1e-3)
@@ -833,21 +879,19 @@ def test_a_run_goes_on_with_another_rate(corpus_runs: Callable[[], RealRun]) -> 
     assert [rates[i] for i in range(1, 13)] == [2e-3] * 8 + [1e-3] * 4
 
 
-def test_a_training_that_meets_an_unfinished_rollback_ends(
+def test_a_training_does_not_start_during_an_unfinished_rollback(
     corpus_runs: Callable[[], RealRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its error has the command that finishes the rollback."""
     run = corpus_runs()
     run.train()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            rollback_module,
-            "_move_later",
-            lambda *arguments: (_ for _ in ()).throw(OSError("gone")),
-        )
-        with pytest.raises(OSError, match="gone"):
+        patch.setattr(rollback_module, "list_later_entries", stop_before_moving)
+        with pytest.raises(OSError, match="the disk is gone"):
             run.roll_back(8)
     error = run.runner.error(FLAGS)
-    assert "is unfinished; give again: python tools/rollback.py" in error
+    assert "is unfinished" in error
+    assert "python tools/rollback.py" in error
     run.roll_back(8)
     run.train()
     assert run.logged() == list(range(1, 13))

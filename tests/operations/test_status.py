@@ -1,6 +1,7 @@
-"""tools/slurm_status.py: what it makes of queue, log and checkpoints. A script stands for squeue; tests/slurm has the real one.
+"""Findings of tools/slurm_status.py about queue, log and checkpoints.
 
-Its answers are those of Slurm 22.05.8 to our format.
+A script replaces squeue. Its answers are those of Slurm 22.05.8 to our format. tests/slurm has the
+tests with the real one.
 """
 
 import json
@@ -20,6 +21,7 @@ from operations.receivers import mail_server
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.durable import append_lines
+from megatron.errors import OperationsError
 from megatron.observe.log_line import (
     format_saved_checkpoint_line,
     format_training_complete_line,
@@ -70,17 +72,26 @@ Squeue = Callable[..., Path]
 
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
-    """Puts a script of that name first: `squeue(RUNNING)`, `squeue(stderr=..., code=1)`. Its arguments are in the file returned."""
+    """Put a script before squeue in the PATH, as in `squeue(RUNNING)` and `squeue(code=1)`.
+
+    The call returns the file with the arguments that the script received.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("SQUEUE_STATES", "SUSPENDED")  # a user's own habits
+    # A user may have set this for interactive use.
+    monkeypatch.setenv("SQUEUE_STATES", "SUSPENDED")
 
     def answer(*jobs: tuple[str, ...], stderr: str = "", code: int = 0) -> Path:
         (folder / "answer").write_text(rows(*jobs))
-        (folder / "squeue").write_text(
-            f'#!/bin/sh\necho "$@ $SQUEUE_STATES" > {folder}/asked\ncat {folder}/answer\nprintf "%s" "{stderr}" >&2\nexit {code}\n'
+        lines = (
+            "#!/bin/sh",
+            f'echo "$@ $SQUEUE_STATES" > {folder}/asked',
+            f"cat {folder}/answer",
+            f'printf "%s" "{stderr}" >&2',
+            f"exit {code}",
         )
+        (folder / "squeue").write_text("\n".join(lines) + "\n")
         (folder / "squeue").chmod(0o755)
         return folder / "asked"
 
@@ -98,7 +109,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **fields: object) -> None:
-    """Append training output; the log was then written so long ago."""
+    """Append training output, and set the log's modification time to `seconds_ago`."""
     with log.open("a") as file:
         for iteration in range(first, last + 1):
             file.write(
@@ -112,14 +123,14 @@ def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **field
 
 
 def kinds(log: Path) -> list[str]:
-    """PULSE, ALERT or RECOVERED of each own line."""
+    """Return PULSE, ALERT or RECOVERED for each line of the tools."""
     return re.findall(
         r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ([A-Z]+): ", log.read_text(), re.MULTILINE
     )
 
 
 def found(log: Path, *, run: Path | None = None, now: float | None = None, **limits: float) -> str:
-    """All alerts of one look."""
+    """Return the texts of all alerts of one check."""
     findings = check_run(WatchedRun(JOB, log, run, limits=StatusLimits(**limits)), now)
     assert findings.troubles == []
     assert all(alert.kind in findings.watched for alert in findings.alerts)
@@ -138,7 +149,7 @@ def found(log: Path, *, run: Path | None = None, now: float | None = None, **lim
         ),
         (
             (NEXT,),
-            "tr8-104B is waiting for the previous array element (1162855_[5-10%1], JobArrayTaskLimit)",
+            "tr8-104B is waiting for the previous array task (1162855_[5-10%1], JobArrayTaskLimit)",
         ),
         ((DEPENDS,), "tr8-104B is waiting on a dependency (12, afterany:1162855(unfulfilled))"),
         (
@@ -150,21 +161,22 @@ def found(log: Path, *, run: Path | None = None, now: float | None = None, **lim
             (NEVER,),
             "tr8-104B is pending for reason DependencyNeverSatisfied (14, afterok:2(failed))",
         ),
-        (
-            (WAITS_FOR_ROOM,),
-            "tr8-104B is pending for reason Resources (18)",
-        ),  # the estimate has passed
+        # The expected start is in the past.
+        ((WAITS_FOR_ROOM,), "tr8-104B is pending for reason Resources (18)"),
         (
             (REQUEUED,),
-            "tr8-104B is waiting for the previous array element (1_[1,3-4], JobArrayTaskLimit)",
+            "tr8-104B is waiting for the previous array task (1_[1,3-4], JobArrayTaskLimit)",
         ),
         ((ENDING,), "tr8-104B is completing (17 on n1)"),
         ((), "tr8-104B is neither running nor scheduled"),
         (
-            (NEVER, DEPENDS, NEXT, LATER, RUNNING),  # what runs is said first, what is stuck last
-            "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4]); another is waiting on a "
-            "dependency (12, afterany:1162855(unfulfilled)); another is waiting for the previous array element (1162855_[5-10%1], "
-            "JobArrayTaskLimit); another is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime); and 1 more",
+            # Running jobs come first, and jobs that are stuck come last.
+            (NEVER, DEPENDS, NEXT, LATER, RUNNING),
+            "tr8-104B is running for 1-02:03:04 since 2026-11-20 10:00:00 (1162855_4 on n[1-4]); "
+            "another is waiting on a dependency (12, afterany:1162855(unfulfilled)); "
+            "another is waiting for the previous array task (1162855_[5-10%1], JobArrayTaskLimit); "
+            "another is scheduled to start in 0-01:00:01 at 2026-11-21 13:00:01 (13, BeginTime); "
+            "and 1 more",
         ),
     ],
 )
@@ -172,29 +184,35 @@ def test_pulse_of_each_state(jobs: tuple[tuple[str, ...], ...], text: str) -> No
     assert format_pulse(JOB, read_answer(rows(*jobs), JOB), NOON) == text
 
 
-def test_only_what_cannot_start_by_itself_is_an_alert() -> None:
-    def of(*jobs: tuple[str, ...]) -> str | None:
-        return find_idle_reason(JOB, read_answer(rows(*jobs), JOB))
+def test_jobs_that_cannot_start_by_themselves_are_an_alert() -> None:
+    def idle_reason(*jobs: tuple[str, ...]) -> str:
+        return find_idle_reason(JOB, read_answer(rows(*jobs), JOB)) or ""
 
-    assert (
-        of() == "tr8-104B is neither running nor scheduled; nothing trains until a job is submitted"
-    )
+    assert "tr8-104B is neither running nor scheduled" in idle_reason()
     for job in (RUNNING, NEXT, DEPENDS, LATER, HELD, REQUEUED, ENDING, WAITS_FOR_ROOM):
-        assert of(job, NEVER) is None
-    assert of(NEVER, ADMIN) == (
-        "tr8-104B is not running, and nothing that is queued can start by itself: 14 (DependencyNeverSatisfied), 16 (JobHeldAdmin)"
-    )
+        assert idle_reason(job, NEVER) == ""
+    stuck = idle_reason(NEVER, ADMIN)
+    assert "nothing that is queued can start by itself" in stuck
+    assert "14 (DependencyNeverSatisfied), 16 (JobHeldAdmin)" in stuck
     requeue_held = ("19", "PENDING", "launch failed requeued held", *NEXT[3:])
-    assert of(requeue_held) is not None
+    assert "can start by itself" in idle_reason(requeue_held)
 
 
-def test_reading_the_answer() -> None:
+def test_answer_of_squeue_is_parsed() -> None:
     (job,) = read_answer(
         "CLUSTER: big\n"
         + rows(("7", "RUNNING", "None", "n1", "INVALID", "N/A", "(null)", "a|b, c")),
         "a|b, c",
     )
-    assert job == QueuedJob("7", "RUNNING", "", "n1", None, None, "")
+    assert job == QueuedJob(
+        id="7",
+        state="RUNNING",
+        reason="",
+        nodes="n1",
+        running_seconds=None,
+        start=None,
+        dependency="",
+    )
     for text, seconds in (
         ("0:07", 7),
         ("59:59", 3599),
@@ -203,11 +221,11 @@ def test_reading_the_answer() -> None:
     ):
         (job,) = read_answer(rows((*RUNNING[:4], text, *RUNNING[5:])), JOB)
         assert job.running_seconds == seconds
-    with pytest.raises(Exception, match="--noheader --format must hold"):
+    with pytest.raises(OperationsError, match="must support --noheader and --format"):
         read_answer("JOBID PARTITION\n", JOB)
 
 
-def test_the_tool_tells_the_log(
+def test_tool_writes_its_lines_to_the_log(
     squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = squeue(RUNNING, NEXT)
@@ -233,14 +251,11 @@ def test_the_tool_tells_the_log(
             1,
             "Unable to contact slurm controller",
         ),
-        (
-            "squeue: error: Invalid user: 4242",
-            0,
-            "Invalid user",
-        ),  # squeue 22.05 ends with 0 all the same
+        # squeue 22.05 ends with 0 after this error.
+        ("squeue: error: Invalid user: 4242", 0, "Invalid user"),
     ],
 )
-def test_a_queue_that_fails_is_not_an_empty_one(
+def test_failure_of_squeue_is_not_an_empty_queue(
     stderr: str,
     code: int,
     message: str,
@@ -253,39 +268,35 @@ def test_a_queue_that_fails_is_not_an_empty_one(
     squeue(stderr=stderr, code=code)
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
     assert message in capsys.readouterr().err
-    assert (
-        f"ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code {code}: "
-        in log.read_text()
-    )
+    assert "ALERT: tr8-104B: the queue cannot be queried" in log.read_text()
+    assert f"squeue failed with code {code}: " in log.read_text()
     squeue()
     slurm_status.main(["--job-name", JOB, "--main-log", str(log)])
-    # That nothing is queued neither ended meanwhile nor began again; that the queue did not answer did.
+    # The alert that nothing is queued lasted. The one that squeue failed has ended.
     assert kinds(log) == ["PULSE", "ALERT", "ALERT", "PULSE", "ALERT", "RECOVERED"]
 
 
-def test_without_squeue(
+def test_missing_squeue_and_loss_are_both_alerts(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(log.parent))
     train(log, 1, 30, lm_loss=float("nan"))
     assert slurm_status.main(["--job-name", JOB, "--main-log", str(log)]) == 2
-    assert "squeue is not there; run this on a host of the Slurm cluster" in capsys.readouterr().err
-    assert kinds(log) == [
-        "ALERT",
-        "ALERT",
-    ]  # the other one is that of the loss: what can be seen is told
+    assert "squeue was not found" in capsys.readouterr().err
+    assert kinds(log) == ["ALERT", "ALERT"]
+    assert "not finite" in log.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--user", "nobody-of-that-name"], "this host knows no such user"),
-        (["--job-name", "a,b"], "commas part names"),
+        (["--user", "nobody-of-that-name"], "this host has no such user"),
+        (["--job-name", "a,b"], "commas separate names"),
         (["--slower-than", "70"], "must be a fraction"),
         (["--stalled-minutes", "0"], "--stalled-minutes 0 must be above 0"),
     ],
 )
-def test_bad_arguments(
+def test_wrong_arguments_are_refused(
     arguments: list[str],
     message: str,
     squeue: Squeue,
@@ -299,74 +310,72 @@ def test_bad_arguments(
 
 
 @pytest.mark.parametrize("problem", ["folder", "absent"])
-def test_a_log_that_cannot_be_written_is_told_by_mail(
+def test_alerts_are_mailed_if_the_log_cannot_be_written(
     problem: str, squeue: Squeue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     squeue()
-    log = tmp_path / "gone" / "log.txt" if problem == "absent" else tmp_path
-    with mail_server() as box:
-        arguments = [
-            "--job-name",
-            JOB,
-            "--main-log",
-            str(log),
-            "--mail-to",
-            "a@site.org",
-            "--smtp",
-            box.address,
-        ]
-        assert slurm_status.main(arguments) == 2
+    log = tmp_path
+    if problem == "absent":
+        log = tmp_path / "gone" / "log.txt"
+    with mail_server() as mailbox:
+        mail = ["--mail-to", "a@site.org", "--smtp", mailbox.address]
+        assert slurm_status.main(["--job-name", JOB, "--main-log", str(log), *mail]) == 2
     assert f"{log} cannot be written" in capsys.readouterr().err
-    assert "neither running nor scheduled" in box.messages[0].get_content()
+    assert "neither running nor scheduled" in mailbox.messages[0].get_content()
 
 
 # A log that stopped growing
 
 
-def test_stalled_since_training_last_wrote(squeue: Squeue, log: Path) -> None:
+def test_stall_is_measured_from_the_last_training_output(squeue: Squeue, log: Path) -> None:
     squeue(running(5 * HOUR))
     train(log, 1, 5, seconds_ago=59 * 60)
     assert found(log) == ""
     train(log, 6, 6, seconds_ago=61 * 60)
-    assert "runs, and has written nothing to" in found(log)
+    assert "has written nothing to" in found(log)
     assert found(log, stalled_minutes=90) == ""
-    squeue(running(10 * 60))  # an element that began after that has ten minutes behind it
+    # A job that started after that has run for ten minutes.
+    squeue(running(10 * 60))
     assert found(log) == ""
     squeue(NEXT)
     assert found(log) == ""
 
 
-def test_own_lines_are_no_growth(squeue: Squeue, log: Path) -> None:
-    """Told every hour, as cron does: the log's time of change is always new."""
+def test_lines_of_the_tool_are_not_training_output(squeue: Squeue, log: Path) -> None:
+    """A stall is found although each check changes the log's modification time."""
     squeue(running(9 * HOUR))
     train(log, 1, 5, seconds_ago=50 * 60)
     arguments = ["--job-name", JOB, "--main-log", str(log)]
-    assert [slurm_status.main(arguments), slurm_status.main(arguments)] == [0, 0]
+    assert slurm_status.main(arguments) == 0
+    assert slurm_status.main(arguments) == 0
     assert found(log, now=time.time() + 9 * 60) == ""
     assert "for 0-01:01" in found(log, now=time.time() + 11 * 60)
     train(log, 6, 6, seconds_ago=-11 * 60)
     assert found(log, now=time.time() + 12 * 60) == ""
 
 
-def test_what_was_remembered_is_lost(
+def test_stall_is_found_without_the_memory_file(
     squeue: Squeue, log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Then the first of the lines behind all output tells when there was none any more, at most one check too late."""
+    """The first line of the tool after all training output then gives the time of that output."""
     squeue(running(9 * HOUR))
     train(log, 1, 5)
     arguments = ["--job-name", JOB, "--main-log", str(log)]
     assert slurm_status.main(arguments) == 0
     memory = WatchedRun(JOB, log).memory
-    for damage in (None, "{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
-        memory.unlink() if damage is None else memory.write_text(damage)
-        assert slurm_status.main(arguments) == (0 if damage is None else 2)
-        assert ("started from scratch" in capsys.readouterr().err) == (damage is not None)
+    memory.unlink()
+    assert slurm_status.main(arguments) == 0
+    assert capsys.readouterr().err == ""
+    for damage in ("{", "[]", '{"read_bytes": "all"}', '{"other": 1}'):
+        memory.write_text(damage)
+        assert slurm_status.main(arguments) == 2
+        assert "started from scratch" in capsys.readouterr().err
     memory.unlink()
     assert "has written nothing" in found(log, now=time.time() + 61 * 60)
     assert "has written nothing" in found(log, now=time.time() + 62 * 60)
 
 
-def test_the_first_line_behind_all_output_counts(log: Path) -> None:
+def test_first_line_of_the_tool_after_all_output_gives_its_time(log: Path) -> None:
     train(log, 1, 5)
     append_lines(log, [log_line("PULSE", "as it was", NOON)])
     append_lines(log, [log_line("PULSE", "as it was", NOON + HOUR)])
@@ -375,15 +384,15 @@ def test_the_first_line_behind_all_output_counts(log: Path) -> None:
     assert read_tail(log, StatusMemory()).output_at == log.stat().st_mtime
 
 
-def test_a_log_that_is_not_there(squeue: Squeue, log: Path) -> None:
+def test_missing_log_is_a_stall_after_an_hour(squeue: Squeue, log: Path) -> None:
     squeue(running(30 * 60))
     assert found(log) == ""
     squeue(running(2 * HOUR))
-    assert "for 0-02:00:00; nothing at all" in found(log)
+    assert "for 0-02:00:00; the log has no training output" in found(log)
 
 
-def test_a_half_line_that_stays_half_is_no_growth(squeue: Squeue, log: Path) -> None:
-    """The process died while it wrote; the PULSE behind it ends the line."""
+def test_line_that_a_killed_process_left_incomplete_is_no_growth(squeue: Squeue, log: Path) -> None:
+    """The PULSE line that follows it begins on a line of its own."""
     squeue(running(9 * HOUR))
     log.write_text(format_training_line(full_report())[:50])
     os.utime(log, (time.time() - 50 * 60,) * 2)
@@ -392,27 +401,29 @@ def test_a_half_line_that_stays_half_is_no_growth(squeue: Squeue, log: Path) -> 
     assert "has written nothing" in found(log, now=time.time() + 11 * 60)
 
 
-def test_a_log_that_was_cut_is_read_again(squeue: Squeue, log: Path) -> None:
+def test_log_that_became_shorter_is_read_again(squeue: Squeue, log: Path) -> None:
     squeue(running(9 * HOUR))
     train(log, 1, 40, seconds_ago=50 * 60)
     assert found(log) == ""
     log.write_text("")
     train(log, 1, 2, lm_loss=float("nan"))
-    (text,) = found(log, now=time.time() + 20 * 60).splitlines()  # not of a log that did not grow
+    # There is no alert that the log does not grow.
+    (text,) = found(log, now=time.time() + 20 * 60).splitlines()
     assert "2 of the newest 2 log lines" in text
 
 
-def test_of_a_long_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_of_a_long_log_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(log, 1, 100)
-    whole = log.stat().st_size
+    size = log.stat().st_size
     line = len(format_training_line(full_report())) + 1
     for tail in (10 * line, 10 * line - 1, 10 * line + 1):
         monkeypatch.setattr("megatron.operations.status._TAIL_BYTES", tail)
-        read = read_tail(log, StatusMemory(read_bytes=whole - 3 * line))
+        read = read_tail(log, StatusMemory(read_bytes=size - 3 * line))
         assert [report["iteration"] for report in read.reports] == list(
             range(101 - tail // line, 101)
         )
-        assert (read.fresh, read.read_bytes) == (3, whole)
+        assert read.fresh == 3
+        assert read.read_bytes == size
 
 
 # Losses, speed
@@ -422,7 +433,9 @@ def test_of_a_long_log_the_end_is_read(log: Path, monkeypatch: pytest.MonkeyPatc
     "bad",
     [{"lm_loss": float("nan")}, {"lm_loss": float("inf")}, {"lm_loss": None, "nan_iterations": 1}],
 )
-def test_losses_that_are_not_finite(bad: dict[str, object], squeue: Squeue, log: Path) -> None:
+def test_losses_that_are_not_finite_are_an_alert(
+    bad: dict[str, object], squeue: Squeue, log: Path
+) -> None:
     squeue(running(HOUR))
     train(log, 1, 50)
     with log.open("a") as file:
@@ -433,67 +446,70 @@ def test_losses_that_are_not_finite(bad: dict[str, object], squeue: Squeue, log:
             + "\n"
         )  # type: ignore[arg-type]
     train(log, 52, 99)
-    assert (
-        "1 of the newest 99 log lines tell of a loss or gradient that is not finite, the last at iteration 51"
-        in found(log)
-    )
-    assert found(log) == ""  # seen, and more than 20 good lines ago
+    text = found(log)
+    assert "1 of the newest 99 log lines have a loss or gradient that is not finite" in text
+    assert "the last at iteration 51" in text
+    # It was reported, and more than 20 good lines follow it.
+    assert found(log) == ""
     train(log, 100, 200)
     assert found(log) == ""
 
 
-def test_a_dropped_step_of_fp16_is_no_alert(squeue: Squeue, log: Path) -> None:
+def test_dropped_step_of_fp16_is_no_alert(squeue: Squeue, log: Path) -> None:
     squeue(running(HOUR))
     train(log, 1, 5, lm_loss=None, skipped_iterations=1, grad_norm=float("inf"))
     assert found(log) == ""
 
 
-def test_throughput_dropped(squeue: Squeue, log: Path) -> None:
+def test_lower_throughput_is_an_alert(squeue: Squeue, log: Path) -> None:
     squeue(running(HOUR))
     train(log, 1, 30, tflops=150.0)
     train(log, 31, 34, tflops=60.0)
     assert found(log) == ""
     train(log, 35, 40, tflops=60.0)
-    assert (
-        "has become slower: 60 TFLOPs (median of the newest 10 log lines) against 150 before, 40%"
-        in found(log)
-    )
+    text = found(log)
+    assert "has become slower: 60 TFLOPs" in text
+    assert "150 earlier, 40%" in text
     assert found(log, slower_than=0.39) == ""
-    squeue(NEXT)  # while nothing runs, nothing is slow
+    # While no job runs, the speed is not checked.
+    squeue(NEXT)
     assert found(log) == ""
     squeue(running(HOUR))
     train(log, 41, 60, tflops=150.0)
     assert found(log) == ""
 
 
-def test_a_few_slow_lines_are_no_drop(squeue: Squeue, log: Path) -> None:
+def test_few_slow_lines_are_no_alert(squeue: Squeue, log: Path) -> None:
     squeue(running(HOUR))
     train(log, 1, 30, tflops=150.0)
-    train(log, 31, 34, tflops=1.5)  # an evaluation, a save
+    # An evaluation or a save makes a few lines slow.
+    train(log, 31, 34, tflops=1.5)
     train(log, 35, 40, tflops=150.0)
     assert found(log) == ""
 
 
-def test_samples_per_second_where_tflops_say_nothing(squeue: Squeue, log: Path) -> None:
+def test_samples_per_second_are_compared_if_tflops_are_too_small(squeue: Squeue, log: Path) -> None:
     squeue(running(HOUR))
     train(log, 1, 30, tflops=0.01, global_batch_size=16, samples_per_second=50.0)
     train(log, 31, 50, tflops=0.01, global_batch_size=32, samples_per_second=20.0)
-    assert found(log) == ""  # another batch size
+    # The batch size is another one, so these are not compared.
+    assert found(log) == ""
     train(log, 51, 60, tflops=0.01, global_batch_size=32, samples_per_second=10.0)
     assert "has become slower: 10 samples per second" in found(log)
 
 
-def test_a_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
+def test_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
     squeue()
     train(log, 1, 100)
     assert "neither running nor scheduled" in found(log)
     with log.open("a") as file:
-        file.write(
-            f"{format_validation_line(100, 2.0)}\n{format_training_complete_line()} at iteration 100\n"
-        )
+        file.write(format_validation_line(100, 2.0) + "\n")
+        file.write(f"{format_training_complete_line()} at iteration 100\n")
     findings = check_run(WatchedRun(JOB, log))
-    assert (findings.pulse, findings.alerts) == ("tr8-104B is finished: training is complete", [])
-    train(log, 90, 91)  # rolled back, and gone on
+    assert findings.pulse == "tr8-104B is finished: training is complete"
+    assert findings.alerts == []
+    # The run was rolled back and continued.
+    train(log, 90, 91)
     assert "neither running nor scheduled" in found(log)
 
 
@@ -510,26 +526,33 @@ def save(run: Path, iteration: int, seconds_ago: float, now: float | None = None
     point_to(run, iteration)
 
 
-def test_the_newest_checkpoint_is_too_old(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+def test_old_newest_checkpoint_is_an_alert(squeue: Squeue, log: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     squeue(running(20 * HOUR))
     train(log, 1, 5)
     save(run, 100, 30 * HOUR)
     text = found(log, run=run)
     assert f"no checkpoint in {run} since global_step100, saved at " in text
-    assert "jobs ran for 0-20:00:00" in text  # the other ten hours were spent in the queue
+    # The other ten hours were spent in the queue.
+    assert "jobs ran for 0-20:00:00" in text
     assert found(log, run=run, checkpoint_minutes=21 * 60) == ""
     save(run, 200, 11 * HOUR)
     assert found(log, run=run) == ""
 
 
-def test_elements_that_never_save_are_added_up(squeue: Squeue, log: Path, tmp_path: Path) -> None:
-    run, now = tmp_path / "run", time.time()
+def test_time_of_array_tasks_that_never_save_is_added_up(
+    squeue: Squeue, log: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    now = time.time()
     train(log, 1, 5)
     save(run, 100, 0.5 * HOUR, now)
     texts = []
     for hour in range(20):
-        squeue(running(0.5 * HOUR)) if hour % 2 == 0 else squeue(NEXT)
+        if hour % 2 == 0:
+            squeue(running(0.5 * HOUR))
+        else:
+            squeue(NEXT)
         texts.append(
             found(
                 log,
@@ -539,10 +562,11 @@ def test_elements_that_never_save_are_added_up(squeue: Squeue, log: Path, tmp_pa
                 stalled_minutes=1e9,
             )
         )
-    assert [bool(text) for text in texts].index(True) == 16  # 9 x half an hour
+    # By then, 9 tasks ran for half an hour each.
+    assert [bool(text) for text in texts].index(True) == 16
 
 
-def test_a_run_without_a_checkpoint(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_is_an_alert(squeue: Squeue, log: Path, tmp_path: Path) -> None:
     train(log, 1, 5)
     squeue(running(11 * HOUR))
     assert found(log, run=tmp_path / "absent") == ""
@@ -552,19 +576,19 @@ def test_a_run_without_a_checkpoint(squeue: Squeue, log: Path, tmp_path: Path) -
     assert f"{tmp_path / 'empty'} has no checkpoint yet; jobs ran for 0-13:00:0" in text
 
 
-def test_a_pointer_that_leads_nowhere(squeue: Squeue, log: Path, tmp_path: Path) -> None:
+def test_pointer_to_a_missing_checkpoint_is_an_alert(
+    squeue: Squeue, log: Path, tmp_path: Path
+) -> None:
     squeue(running(HOUR))
     train(log, 1, 5)
     save(tmp_path / "run", 100, 0)
     (tmp_path / "run" / "latest").write_text("global_step300")
-    assert (
-        "names global_step300, which is not a finished checkpoint; there are: global_step100"
-        in found(log, run=tmp_path / "run")
-    )
+    text = found(log, run=tmp_path / "run")
+    assert "names global_step300" in text
+    assert "global_step100" in text
 
 
-def test_lines_of_others_are_output(squeue: Squeue, log: Path) -> None:
-    """Loading, saving and evaluating write, too."""
+def test_line_of_a_save_is_training_output(squeue: Squeue, log: Path) -> None:
     squeue(running(3 * HOUR))
     train(log, 1, 5, seconds_ago=2 * HOUR)
     with log.open("a") as file:
@@ -572,7 +596,7 @@ def test_lines_of_others_are_output(squeue: Squeue, log: Path) -> None:
     assert found(log) == ""
 
 
-def test_its_files_hold_no_more_than_they_must(squeue: Squeue, log: Path) -> None:
+def test_memory_file_has_only_these_keys(squeue: Squeue, log: Path) -> None:
     squeue(RUNNING)
     train(log, 1, 5)
     found(log)
@@ -586,6 +610,6 @@ def test_its_files_hold_no_more_than_they_must(squeue: Squeue, log: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["slurm_status", "fs_watchdog"])
-def test_cron_need_not_wait_for_torch(name: str) -> None:
+def test_tools_of_cron_do_not_import_torch(name: str) -> None:
     code = f"import runpy, sys; runpy.run_path('tools/{name}.py'); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""What the launcher says: torchrun's words, Slurm's, and those that would train in a world of one by mistake."""
+"""Tests of how rank and world are read from the variables of torchrun, Slurm and MPI."""
 
 import pytest
 
@@ -15,26 +15,26 @@ SRUN = {
 }
 
 
-def test_alone() -> None:
+def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
     assert read_launcher_world(None, {}) == LaunchedWorld(1, 0)
     assert read_launcher_world(3, {}) == LaunchedWorld(1, 3)
 
 
-def test_torchrun() -> None:
+def test_variables_of_torchrun_are_read() -> None:
     assert read_launcher_world(
         None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     ) == LaunchedWorld(8, 1)
     assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2)
 
 
-def test_srun() -> None:
+def test_variables_of_srun_are_translated() -> None:
     environment = dict(SRUN)
     assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
-    words = {
+    translated = {
         name: environment[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
-    assert words == {
+    assert translated == {
         "RANK": "9",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "1",
@@ -43,15 +43,16 @@ def test_srun() -> None:
     }
 
 
-def test_what_a_script_exports_beside_srun_holds() -> None:
+def test_variables_that_a_script_exports_take_precedence_over_srun() -> None:
     environment = {**SRUN, "MASTER_ADDR": "iam07-ib0", "MASTER_PORT": "6000", "WORLD_SIZE": "16"}
     assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
-    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("iam07-ib0", "6000")
+    assert environment["MASTER_ADDR"] == "iam07-ib0"
+    assert environment["MASTER_PORT"] == "6000"
     with pytest.raises(LayoutError, match="srun started 16 tasks and WORLD_SIZE is 8"):
         read_launcher_world(None, {**SRUN, "WORLD_SIZE": "8"})
 
 
-def test_torchrun_within_srun_is_torchruns() -> None:
+def test_torchrun_takes_precedence_over_srun() -> None:
     environment = {
         **SRUN,
         "RANK": "3",
@@ -63,8 +64,8 @@ def test_torchrun_within_srun_is_torchruns() -> None:
     assert environment["MASTER_ADDR"] == "here"
 
 
-def test_a_batch_script_is_no_step() -> None:
-    """sbatch's own process has the job's task count, and is one process."""
+def test_a_batch_script_is_a_world_of_one() -> None:
+    """The process that sbatch starts has the job's number of tasks, but it is one process."""
     assert read_launcher_world(
         None, {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     ) == LaunchedWorld(1, 0)
@@ -74,10 +75,10 @@ def test_a_batch_script_is_no_step() -> None:
     ("environment", "message"),
     [
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8 and RANK is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE says 4 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 4"),
     ],
 )
-def test_a_world_that_cannot_meet_is_refused(environment: dict[str, str], message: str) -> None:
+def test_a_world_without_ranks_is_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         read_launcher_world(None, environment)
 
@@ -92,5 +93,5 @@ def test_a_world_that_cannot_meet_is_refused(environment: dict[str, str], messag
         ("gpu-01.site.org,x", "gpu-01.site.org"),
     ],
 )
-def test_first_host(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert parse_first_host(nodes) == first

@@ -30,7 +30,7 @@ def some_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return logits [s, b, v] of scale 1000 and targets [s, b].
 
-    `close`: each target's logit is at most 2 below the highest one, so that the loss is small.
+    With `close`, each target's logit is at most 2 below the highest one, so the loss is small.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(SEQUENCE, BATCH, vocab, generator=generator) * SCALE
@@ -49,7 +49,7 @@ def join() -> TensorParallel:
     from megatron.parallel.mesh import build_mesh, start_process_group
 
     start_process_group("gloo", 1)
-    grid = Grid(1, 1, int(os.environ["WORLD_SIZE"]))
+    grid = Grid(pipeline=1, data=1, tensor=int(os.environ["WORLD_SIZE"]))
     return build_mesh(grid, torch.device("cpu")).tensor_parallel
 
 
@@ -64,13 +64,14 @@ def loss_on_ranks(logits: Tensor, labels: Tensor, tp: TensorParallel) -> tuple[T
     hidden = logits.clone().requires_grad_()
     weight = torch.eye(vocab, dtype=logits.dtype)[first : first + rows].requires_grad_()
     entered = copy_to_tensor_parallel(hidden, tp)
-    loss = cross_entropy(entered, weight, labels, VocabSlice(first, rows), tp)
+    loss = cross_entropy(entered, weight, labels, VocabSlice(first=first, real=rows), tp)
     loss.backward()
     assert hidden.grad is not None
     return loss.detach(), hidden.grad
 
 
 def check_against_float64(chunk_rows: int | None) -> None:
+    """Compare loss and gradient with float64, `chunk_rows` rows at a time."""
     from megatron.model import loss as module
 
     tp = join()
@@ -90,7 +91,8 @@ def check_against_float64(chunk_rows: int | None) -> None:
             assert abs(loss.double() - expected).item() < BOUND, dtype
             assert (gradient.double() - exact.grad).abs().max().item() < bound, dtype
             for row in range(SEQUENCE):  # one position by itself, whose error no mean hides
-                alone, label = logits[row : row + 1, :1], labels[row : row + 1, :1]
+                alone = logits[row : row + 1, :1]
+                label = labels[row : row + 1, :1]
                 expected = F.cross_entropy(alone.double().flatten(0, 1), label.flatten())
                 loss, _ = loss_on_ranks(alone, label, tp)
                 assert abs(loss.double() - expected).item() < BOUND, dtype
@@ -109,20 +111,23 @@ def test_a_small_loss_of_large_logits_is_exact(
 
 
 def check_against_torch() -> None:
+    """Compare loss and gradient with torch's."""
     tp = join()
     for seed in range(5):
         logits, labels = some_logits(VOCAB_PER_RANK * tp.size, False, torch.float32, seed)
         loss, gradient = loss_on_ranks(logits, labels, tp)
-        whole = logits.clone().requires_grad_()
-        expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").mean()
+        reference = logits.clone().requires_grad_()
+        expected = F.cross_entropy(
+            reference.flatten(0, 1), labels.flatten(), reduction="none"
+        ).mean()
         expected.backward()
-        assert whole.grad is not None
+        assert reference.grad is not None
         assert expected.item() > SCALE
         assert abs(loss - expected).item() < BOUND
-        assert (gradient - whole.grad).abs().max().item() < BOUND
+        assert (gradient - reference.grad).abs().max().item() < BOUND
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_loss_of_random_targets_is_that_of_torch(ranks: int, pool: ProcessPool) -> None:
+def test_the_loss_of_random_targets_equals_torchs(ranks: int, pool: ProcessPool) -> None:
     """Use Megatron-LM's own setting. A loss above 1000 meets the bound only if it is equal."""
     succeed(pool.run(ranks, check_against_torch))

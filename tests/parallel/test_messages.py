@@ -1,4 +1,4 @@
-"""Messages between ranks are JSON: what arrives over the network is never unpickled."""
+"""Tests that messages between ranks are JSON, and that no received message is unpickled."""
 
 import contextlib
 import pickle
@@ -21,26 +21,26 @@ def unpickled() -> Iterator[list[str]]:
 
     found: list[str] = []
 
-    def noted(original):
+    def record(original):
         def call(*args, **kwargs):
             found.append("".join(traceback.format_stack(limit=6)))
             return original(*args, **kwargs)
 
         return call
 
-    places = [(pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (c10d, "_unpickler")]
-    originals = [getattr(module, name) for module, name in places]
-    for (module, name), original in zip(places, originals, strict=True):
-        setattr(module, name, noted(original))
+    functions = [(pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (c10d, "_unpickler")]
+    originals = [getattr(module, name) for module, name in functions]
+    for (module, name), original in zip(functions, originals, strict=True):
+        setattr(module, name, record(original))
     try:
         yield found
     finally:
-        for (module, name), original in zip(places, originals, strict=True):
+        for (module, name), original in zip(functions, originals, strict=True):
             setattr(module, name, original)
 
 
 def pretrain_and_count(argv: list[str]) -> tuple[list[str], str]:
-    """What a run unpickled, and how it ended."""
+    """Train, and return where anything was unpickled and the error of a refused layout."""
     from megatron.errors import LayoutError
 
     with unpickled() as found:
@@ -73,7 +73,7 @@ def gather_values(values: list) -> tuple[list, list[str]]:
         return gather_json(values[dist.get_rank()], dist.group.WORLD), found
 
 
-def test_the_count_sees_what_torch_unpickles(pool: ProcessPool) -> None:
+def test_unpickling_by_torch_is_counted(pool: ProcessPool) -> None:
     assert [outcome.value for outcome in pool.run(2, gather_objects)] == [2, 2]
 
 
@@ -86,7 +86,7 @@ def test_values_of_any_length_arrive(pool: ProcessPool) -> None:
 @pytest.mark.parametrize(
     ("value", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError), (Path("/"), TypeError)]
 )
-def test_what_json_does_not_have_is_refused(value: object, error: type[Exception]) -> None:
+def test_a_value_that_json_does_not_have_is_refused(value: object, error: type[Exception]) -> None:
     from megatron.parallel.messages import gather_json
 
     with pytest.raises(error):
@@ -114,7 +114,7 @@ def test_what_json_does_not_have_is_refused(value: object, error: type[Exception
 def test_a_run_unpickles_nothing(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Start, invariants, save, resume, evaluation, and the disagreement of two configurations."""
+    """The run starts, checks invariants, saves, resumes, evaluates and finds two configurations."""
     run = Runner(pool, corpus, tmp_path / "run")
     flags = f"{SIZES} {layout}"
     first = run.argv(f"{flags} --exit-interval 3 --eval-interval 2 --eval-iters 1 --split 80,10,10")

@@ -1,4 +1,4 @@
-"""Parallel layers, collectives and the loss on real processes, against their unsplit counterparts."""
+"""Tests of parallel layers, collectives and the loss on four ranks, against one process."""
 
 import pytest
 import torch
@@ -11,17 +11,18 @@ from megatron.parallel.mesh import choose_device, start_process_group
 from megatron.parallel.rng import mix
 
 
-def test_grid() -> None:
+def test_ranks_and_coordinates_match() -> None:
     grid = Grid(pipeline=2, data=3, tensor=4)
     coordinates = [grid.get_coordinate(rank) for rank in range(24)]
     assert len(set(coordinates)) == 24
     assert [grid.get_rank(coordinate) for coordinate in coordinates] == list(range(24))
-    assert coordinates[0] == GridCoordinate(0, 0, 0)
-    assert coordinates[1] == GridCoordinate(0, 0, 1)  # tensor-parallel ranks are neighbours
-    assert coordinates[4] == GridCoordinate(0, 1, 0)
-    assert coordinates[12] == GridCoordinate(1, 0, 0)
+    assert coordinates[0] == GridCoordinate(pipeline=0, data=0, tensor=0)
+    # Tensor-parallel ranks are neighbours.
+    assert coordinates[1] == GridCoordinate(pipeline=0, data=0, tensor=1)
+    assert coordinates[4] == GridCoordinate(pipeline=0, data=1, tensor=0)
+    assert coordinates[12] == GridCoordinate(pipeline=1, data=0, tensor=0)
     with pytest.raises(LayoutError, match="tensor-parallel size 0"):
-        Grid(1, 1, 0)
+        Grid(pipeline=1, data=1, tensor=0)
 
 
 def test_nccl_without_gpus_is_refused() -> None:
@@ -31,7 +32,7 @@ def test_nccl_without_gpus_is_refused() -> None:
         start_process_group("nccl", 1)
 
 
-def test_mix_is_a_hash() -> None:
+def test_mix_has_few_collisions() -> None:
     values = {mix(a, b) & 0xFFFFFFFF for a in range(100) for b in range(100)}
     assert len(values) > 9990
     assert mix(1, 2) != mix(2, 1)
@@ -45,23 +46,25 @@ def join(tensor: int, sequence_parallel: bool):
     start_process_group("gloo", 1)
     world = int(os.environ["WORLD_SIZE"])
     return build_mesh(
-        Grid(1, world // tensor, tensor), torch.device("cpu"), sequence_parallel=sequence_parallel
+        Grid(pipeline=1, data=world // tensor, tensor=tensor),
+        torch.device("cpu"),
+        sequence_parallel=sequence_parallel,
     )
 
 
 def check_linears(sequence_parallel: bool) -> None:
-    """Column then row parallel equals two plain linears, forward and backward."""
+    """Compare a column- and a row-parallel layer with two linear layers, forward and backward."""
     from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     tp = join(4, sequence_parallel).tensor_parallel
     generator = torch.Generator().manual_seed(0)
-    up, down = torch.randn(24, 12, generator=generator), torch.randn(12, 24, generator=generator)
-    up_bias, down_bias = torch.randn(24, generator=generator), torch.randn(12, generator=generator)
+    up = torch.randn(24, 12, generator=generator)
+    down = torch.randn(12, 24, generator=generator)
+    up_bias = torch.randn(24, generator=generator)
+    down_bias = torch.randn(12, generator=generator)
     x = torch.randn(8, 2, 12, generator=generator)
-    column, row = (
-        ColumnParallelLinear(12, 24, bias=True, tp=tp),
-        RowParallelLinear(24, 12, bias=True, tp=tp),
-    )
+    column = ColumnParallelLinear(12, 24, bias=True, tp=tp)
+    row = RowParallelLinear(24, 12, bias=True, tp=tp)
     own = slice(tp.rank * 6, tp.rank * 6 + 6)
     for target, value in (
         (column.weight, up[own]),
@@ -73,59 +76,61 @@ def check_linears(sequence_parallel: bool) -> None:
     positions = slice(tp.rank * 2, tp.rank * 2 + 2) if sequence_parallel else slice(None)
     mine = x[positions].clone().requires_grad_()
     out = row(torch.relu(column(mine)))
-    whole, up_reference = x.clone().requires_grad_(), up.clone().requires_grad_()
-    expected = F.linear(torch.relu(F.linear(whole, up_reference, up_bias)), down, down_bias)
+    reference = x.clone().requires_grad_()
+    up_reference = up.clone().requires_grad_()
+    expected = F.linear(torch.relu(F.linear(reference, up_reference, up_bias)), down, down_bias)
     torch.testing.assert_close(out, expected[positions], rtol=1e-4, atol=1e-4)
     weights = torch.randn(expected.shape, generator=generator)
     (out * weights[positions]).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(mine.grad, whole.grad[positions], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.grad, reference.grad[positions], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(column.weight.grad, up_reference.grad[own], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_linears(sequence_parallel: bool, pool: ProcessPool) -> None:
+def test_parallel_linear_layers_equal_linear_layers(
+    sequence_parallel: bool, pool: ProcessPool
+) -> None:
     succeed(pool.run(4, check_linears, sequence_parallel))
 
 
 def check_loss(vocab: int, padded: int) -> float:
-    """Loss and gradients over a cut, padded vocabulary equal F.cross_entropy over the real one."""
+    """Compare the loss over a sharded, padded vocabulary with F.cross_entropy over the real one."""
     from megatron.model.loss import VocabSlice, cross_entropy
     from megatron.parallel.collectives import copy_to_tensor_parallel
 
     tp = join(4, False).tensor_parallel
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(padded, 16, generator=generator) * 3
-    hidden, labels = (
-        torch.randn(6, 2, 16, generator=generator),
-        torch.randint(0, vocab, (6, 2), generator=generator),
-    )
+    hidden = torch.randn(6, 2, 16, generator=generator)
+    labels = torch.randint(0, vocab, (6, 2), generator=generator)
     mask = (torch.rand(6, 2, generator=generator) > 0.4).float()
     rows = padded // 4
     first = tp.rank * rows
-    mine, local = (
-        hidden.clone().requires_grad_(),
-        weight[first : first + rows].clone().requires_grad_(),
-    )
-    slice_ = VocabSlice(first, min(max(vocab - first, 0), rows))
+    mine = hidden.clone().requires_grad_()
+    local = weight[first : first + rows].clone().requires_grad_()
+    slice_ = VocabSlice(first=first, real=min(max(vocab - first, 0), rows))
     loss = cross_entropy(copy_to_tensor_parallel(mine, tp), local, labels, slice_, tp, mask)
     loss.backward()
-    whole, real = hidden.clone().requires_grad_(), weight[:vocab].clone().requires_grad_()
+    reference = hidden.clone().requires_grad_()
+    real = weight[:vocab].clone().requires_grad_()
     losses = F.cross_entropy(
-        F.linear(whole, real).flatten(0, 1), labels.flatten(), reduction="none"
+        F.linear(reference, real).flatten(0, 1), labels.flatten(), reduction="none"
     )
     expected = (losses * mask.flatten()).sum() / mask.sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-6)
     padding = F.pad(real.grad, (0, 0, 0, padded - vocab))
     torch.testing.assert_close(local.grad, padding[first : first + rows], rtol=1e-4, atol=1e-6)
     return loss.item()
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (61, 64), (40, 64), (10, 64)], ids=str)
-def test_loss(vocab: int, padded: int, pool: ProcessPool) -> None:
-    """Down to a vocabulary so small that three of four ranks hold nothing but padding."""
+def test_the_loss_of_a_sharded_vocabulary_equals_cross_entropy(
+    vocab: int, padded: int, pool: ProcessPool
+) -> None:
+    """The smallest vocabulary leaves three of four ranks with padding only."""
     outcomes = pool.run(4, check_loss, vocab, padded)
     succeed(outcomes)
     assert len({outcome.value for outcome in outcomes}) == 1
@@ -135,7 +140,7 @@ def check_wrong_world() -> None:
     from megatron.parallel.mesh import build_mesh
 
     start_process_group("gloo", 1)
-    build_mesh(Grid(1, 1, 4), torch.device("cpu"))
+    build_mesh(Grid(pipeline=1, data=1, tensor=4), torch.device("cpu"))
 
 
 def test_a_world_of_another_size_is_refused(pool: ProcessPool) -> None:

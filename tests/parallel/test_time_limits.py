@@ -1,4 +1,4 @@
-"""Every process group of a run has the time-out that --distributed-timeout-minutes asks for."""
+"""Tests that every process group has the time-out of --distributed-timeout-minutes."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +12,8 @@ TP_PP = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 TP_DP = "--tensor-model-parallel-size 2"
 
 
-def time_outs_of_all_groups(argv: list[str]) -> list[tuple[str, timedelta]]:
-    """Train with `argv`; return (its ranks, its time-out) of every process group that this process has then."""
+def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
+    """Train, and return the ranks and the time-out of each process group of this process."""
     import torch
     import torch.distributed as dist
 
@@ -48,7 +48,7 @@ def test_every_group_has_the_limit(
 
     run = Runner(pool, corpus, tmp_path / "run")
     flags = f"{layout} --num-layers 2 --train-iters 2 --distributed-timeout-minutes {MINUTES}"
-    outcomes = pool.run(4, time_outs_of_all_groups, run.argv(flags))
+    outcomes = pool.run(4, list_time_outs, run.argv(flags))
     succeed(outcomes)
     expected = TimeLimit(MINUTES).collective
     assert (
@@ -59,22 +59,22 @@ def test_every_group_has_the_limit(
         assert {time_out for _, time_out in outcome.value} == {expected}, outcome.value
 
 
-def meet(minutes: float, come: bool) -> None:
+def join(minutes: float, starts: bool) -> None:
     from megatron.parallel.mesh import start_process_group
 
-    if come:
+    if starts:
         start_process_group("gloo", minutes)
 
 
-def test_ranks_that_never_come_are_named(pool: ProcessPool) -> None:
-    outcomes = pool.run(4, meet, 0.05, PerRank([True, False, True, False]))
+def test_ranks_that_do_not_join_are_named(pool: ProcessPool) -> None:
+    outcomes = pool.run(4, join, 0.05, PerRank([True, False, True, False]))
     for rank in (0, 2):
         assert outcomes[rank].kind == "LayoutError"
-        assert "of 4 ranks these have not come" in str(outcomes[rank].error)
+        assert "these of 4 ranks have not joined" in str(outcomes[rank].error)
         assert ": 1, 3;" in str(outcomes[rank].error)
 
 
 def test_without_rank_0_the_store_is_named(pool: ProcessPool) -> None:
-    outcomes = pool.run(2, meet, 0.05, PerRank([False, True]))
+    outcomes = pool.run(2, join, 0.05, PerRank([False, True]))
     assert outcomes[1].kind == "LayoutError"
-    assert "finds no store at 127.0.0.1:" in str(outcomes[1].error)
+    assert "cannot reach the store at 127.0.0.1:" in str(outcomes[1].error)

@@ -1,4 +1,4 @@
-"""Merging, inspecting and training a vocabulary: the tools as they are called, and what they refuse."""
+"""The tools that merge data sets, inspect them, and train a vocabulary."""
 
 import json
 import sys
@@ -27,61 +27,60 @@ import train_tokenizer as train_tool
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 
 
-def written(prefix: Path, *given: list[int], dtype: type = np.uint16) -> str:
+def write_documents(prefix: Path, *given: list[int], dtype: type = np.uint16) -> str:
+    """Write a data set of the given documents, and return its path."""
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for ids in given:
             writer.add_document(np.array(ids, dtype))
     return str(prefix)
 
 
-def test_merging_the_parts_gives_the_whole(
+def test_merged_parts_equal_the_complete_data_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines, parts = JSONL.read_bytes().splitlines(), []
+    lines = JSONL.read_bytes().splitlines()
+    parts = []
     for number, (begin, end) in enumerate(((0, 30), (30, 31), (31, 100))):
-        run(
-            job(
-                tmp_path / str(number), write_lines(tmp_path / f"{number}.jsonl", *lines[begin:end])
-            )
-        )
+        path = write_lines(tmp_path / f"{number}.jsonl", *lines[begin:end])
+        run(job(tmp_path / str(number), path))
         parts.append(str(tmp_path / f"{number}_text_document"))
-    assert (
-        merge_tool.main(["--input", *parts, "--output-prefix", str(tmp_path / "new" / "all")]) == 0
-    )
+    arguments = ["--input", *parts, "--output-prefix", str(tmp_path / "new" / "all")]
+    assert merge_tool.main(arguments) == 0
     assert data_files(tmp_path / "new" / "all") == data_files(REFERENCE_PREFIX)
     assert "100 documents" in capsys.readouterr().out
 
 
-def test_merge_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small, large = written(tmp_path / "a", [1]), written(tmp_path / "b", [1], dtype=np.int32)
+def test_merge_refuses_wrong_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = write_documents(tmp_path / "a", [1])
+    large = write_documents(tmp_path / "b", [1], dtype=np.int32)
     with pytest.raises(DataError, match=r"b holds int32 and .*a uint16"):
         merge_datasets([small, large], str(tmp_path / "c"))
-    with pytest.raises(ConfigError, match="is also an --input, which would be lost"):
+    with pytest.raises(ConfigError, match="is also an --input"):
         merge_datasets([small], str(tmp_path / "x" / ".." / "a"))
     with pytest.raises(ConfigError, match="--input needs at least one data set"):
         merge_datasets([], str(tmp_path / "c"))
-    assert (
-        merge_tool.main(["--input", str(tmp_path / "none"), "--output-prefix", str(tmp_path / "c")])
-        == 2
-    )
+    arguments = ["--input", str(tmp_path / "none"), "--output-prefix", str(tmp_path / "c")]
+    assert merge_tool.main(arguments) == 2
     assert "none.idx does not exist" in capsys.readouterr().err
     assert not list(tmp_path.glob("c*"))
 
 
-def test_inspect_finds_nothing_wrong_with_the_reference(
+def test_inspect_finds_no_problem_in_the_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "lengths.png"
     arguments = [str(REFERENCE_PREFIX), *TOKENIZER, "--strict", "--json", "--plot", str(picture)]
     assert inspect_tool.main(arguments) == 0
-    found, dataset = json.loads(capsys.readouterr().out), IndexedDataset(REFERENCE_PREFIX)
-    assert (found["documents"], found["tokens"], found["eod"]) == (100, len(dataset.tokens), EOD)
-    assert (found["shortest"], found["longest"]) == (dataset.sizes.min(), dataset.sizes.max())
-    assert (found["smallest_id"], found["largest_id"], found["vocab_size"]) == (
-        dataset.tokens.min(),
-        EOD,
-        5000,
-    )
+    found = json.loads(capsys.readouterr().out)
+    dataset = IndexedDataset(REFERENCE_PREFIX)
+    assert found["documents"] == 100
+    assert found["tokens"] == len(dataset.tokens)
+    assert found["eod"] == EOD
+    assert found["shortest"] == dataset.sizes.min()
+    assert found["longest"] == dataset.sizes.max()
+    assert found["smallest_id"] == dataset.tokens.min()
+    assert found["largest_id"] == EOD
+    assert found["vocab_size"] == 5000
     assert sum(count for _, _, count in found["histogram"]) == 100
     for low, high, count in found["histogram"]:
         assert count == np.count_nonzero((dataset.sizes >= low) & (dataset.sizes < high))
@@ -92,21 +91,26 @@ def test_inspect_finds_nothing_wrong_with_the_reference(
 TEXT = [list(range(n, n + 20)) for n in range(40)]
 
 
-def problems(prefix: str, **known: object) -> dict[str, tuple[int, list[int]]]:
-    return {p.kind: (p.count, p.examples) for p in inspect_dataset(prefix, **known).problems}  # type: ignore[arg-type]
+def find_problems(prefix: str, **known: object) -> dict[str, tuple[int, list[int]]]:
+    """Return count and examples of each kind of problem."""
+    found = inspect_dataset(prefix, **known)  # type: ignore[arg-type]
+    return {problem.kind: (problem.count, problem.examples) for problem in found.problems}
 
 
-def test_inspect_finds_planted_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kind, found with documents and tokens taken a few at a time too."""
+def test_inspect_finds_problems_of_each_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are also found when documents and tokens are read a few at a time."""
     corpus = [[*text, EOD] for text in TEXT]
     corpus[3] = [EOD, *TEXT[3], EOD]
     corpus[5] = [*TEXT[5], EOD, EOD]
     corpus[6] = [4998, *TEXT[6], EOD]
     corpus[7] = [*TEXT[7]]
     corpus[9] = [1, 2, EOD, 3, EOD, 4, EOD]
-    corpus[11], corpus[12] = [EOD], []
+    corpus[11] = [EOD]
+    corpus[12] = []
     corpus[13] = [1, 6000, EOD]
-    prefix = written(tmp_path / "a", *corpus)
+    prefix = write_documents(tmp_path / "a", *corpus)
     expected = {
         "empty documents": (2, [11, 12]),
         "separator at the beginning": (2, [3, 6]),
@@ -116,30 +120,35 @@ def test_inspect_finds_planted_problems(tmp_path: Path, monkeypatch: pytest.Monk
         "ids beyond the vocabulary": (1, [13]),
     }
     for _ in range(2):
-        assert problems(prefix, vocab_size=5000, eod=EOD, specials=(4998,)) == expected
+        assert find_problems(prefix, vocab_size=5000, eod=EOD, specials=(4998,)) == expected
         monkeypatch.setattr(inspection, "_DOCUMENTS", 2)
         monkeypatch.setattr(inspection, "_TOKENS", 3)
     assert inspect_tool.main([prefix, *TOKENIZER]) == 0
     assert inspect_tool.main([prefix, *TOKENIZER, "--strict"]) == 1
 
 
-def test_inspect_finds_the_separators_of_two_programs_without_being_told(tmp_path: Path) -> None:
-    """The 7B run's: a tokenizer that adds its own BOS and EOS, and a data loader that adds its separator to that."""
-    prefix = written(tmp_path / "a", *[[4000, *text, 4001, 4002] for text in TEXT])
-    assert problems(prefix) == {
+def test_inspect_finds_doubled_separators_without_a_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer adds its own BOS and EOS, and the data loader adds its separator to these.
+
+    This happened in the 7B run.
+    """
+    prefix = write_documents(tmp_path / "a", *[[4000, *text, 4001, 4002] for text in TEXT])
+    assert find_problems(prefix) == {
         "separator at the beginning": (40, [0, 1, 2, 3, 4]),
         "doubled separator at the end": (40, [0, 1, 2, 3, 4]),
     }
     assert inspect_dataset(prefix).eod == 4002
     assert inspect_dataset(prefix).eod_source == "guessed"
-    nothing = inspect_dataset(written(tmp_path / "b", *TEXT))
-    assert (nothing.eod, nothing.eod_source, nothing.problems) == (None, "none", [])
-    assert "unknown: no token ends most documents" in inspection.report(nothing)
+    plain = inspect_dataset(write_documents(tmp_path / "b", *TEXT))
+    assert plain.eod is None
+    assert plain.eod_source == "none"
+    assert plain.problems == []
+    assert "unknown: no token ends most documents" in inspection.report(plain)
 
 
-def test_inspect_takes_documents_of_several_sequences(tmp_path: Path) -> None:
-    """Document borders count, not sequence borders."""
-    prefix = written(tmp_path / "a", *[[*text, EOD] for text in TEXT])
+def test_inspect_reads_documents_of_several_sequences(tmp_path: Path) -> None:
+    """The borders of documents count, and those of sequences do not."""
+    prefix = write_documents(tmp_path / "a", *[[*text, EOD] for text in TEXT])
     index = IndexedDataset(prefix)
     content = Path(f"{prefix}.idx").read_bytes()
     offsets = np.array([0, 2, 2, 40], "<i8")  # the second document is empty
@@ -149,33 +158,36 @@ def test_inspect_takes_documents_of_several_sequences(tmp_path: Path) -> None:
         bytes(header) + content[34 : 34 + 12 * len(index)] + offsets.tobytes()
     )
     found = inspect_dataset(prefix, eod=EOD)
-    assert (found.documents, found.sequences, found.longest) == (3, 40, 38 * 21)
+    assert found.documents == 3
+    assert found.sequences == 40
+    assert found.longest == 38 * 21
     assert {p.kind: p.count for p in found.problems} == {
         "empty documents": 1,
         "end of document inside": 38,
     }
 
 
-def test_inspect_of_an_empty_data_set_and_errors(
+def test_inspect_of_an_empty_data_set(tmp_path: Path) -> None:
+    assert inspect_dataset(write_documents(tmp_path / "a")).documents == 0
+
+
+def test_inspect_of_a_missing_data_set_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect_dataset(written(tmp_path / "a")).documents == 0
     assert inspect_tool.main([str(tmp_path / "none")]) == 2
     assert "none.idx does not exist" in capsys.readouterr().err
 
 
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ConfigError, match="--plot needs the package matplotlib: pip install matplotlib"
-    ):
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         inspection.plot_lengths(inspect_dataset(str(REFERENCE_PREFIX)), "x.png")
 
 
-def test_trained_vocabulary_is_read_back(
+def test_a_trained_vocabulary_is_reproducible_and_can_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From JSON lines and plain text; the same twice; 256 bytes first, the end of a document last."""
+    """The texts come from JSON lines and from plain text. The last id ends documents."""
     (tmp_path / "plain.txt").write_text("\n".join(tiny_corpus.texts()[:10]), encoding="utf-8")
     for output in ("a", "b"):
         arguments = [
@@ -195,7 +207,8 @@ def test_trained_vocabulary_is_read_back(
         vocab_file=str(tmp_path / "a" / "vocab.json"), merge_file=str(tmp_path / "a" / "merges.txt")
     )
     tokenizer = build_tokenizer(config)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (600, 599)
+    assert tokenizer.vocab_size == 600
+    assert tokenizer.eod == 599
     text = tiny_corpus.texts()[50]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < 0.7 * len(text.encode())
@@ -203,43 +216,39 @@ def test_trained_vocabulary_is_read_back(
     assert all(ids[-1] == 599 for ids in documents(tmp_path / "out_text_document"))
 
 
-def test_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_refuses_wrong_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--vocab-size 256 must be at least 257"):
         train_bpe([str(JSONL)], 256, str(tmp_path / "tok"))
+    empty = write_lines(tmp_path / "a.jsonl", {"text": ""})
     with pytest.raises(DataError, match="holds no text to train on"):
-        train_bpe(
-            [str(write_lines(tmp_path / "a.jsonl", {"text": ""}))], 300, str(tmp_path / "tok")
-        )
-    with pytest.raises(DataError, match=r"b.jsonl:2: not JSON.*Fix or remove the line"):
-        train_bpe(
-            [str(write_lines(tmp_path / "b.jsonl", {"text": "a"}, b"{"))],
-            300,
-            str(tmp_path / "tok"),
-        )
+        train_bpe([str(empty)], 300, str(tmp_path / "tok"))
+    bad = write_lines(tmp_path / "b.jsonl", {"text": "a"}, b"{")
+    with pytest.raises(DataError, match=r"b.jsonl:2: not JSON"):
+        train_bpe([str(bad)], 300, str(tmp_path / "tok"))
     (tmp_path / "c.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"c.txt is not UTF-8 text"):
         train_bpe([str(tmp_path / "c.txt")], 300, str(tmp_path / "tok"))
-    assert (
-        train_tool.main(["--input", "none", "--vocab-size", "300", "--output-dir", str(tmp_path)])
-        == 2
-    )
+    arguments = ["--input", "none", "--vocab-size", "300", "--output-dir", str(tmp_path)]
+    assert train_tool.main(arguments) == 2
     assert "--input none does not exist" in capsys.readouterr().err
+
+
+def test_training_on_a_short_text_gives_fewer_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = write_lines(tmp_path / "d.jsonl", {"text": "ab ab"})
-    assert (
-        train_tool.main(
-            ["--input", str(short), "--vocab-size", "5000", "--output-dir", str(tmp_path / "short")]
-        )
-        == 0
-    )
-    assert "fewer than 5000: the text has no more pairs to merge" in capsys.readouterr().out
+    output = str(tmp_path / "short")
+    arguments = ["--input", str(short), "--vocab-size", "5000", "--output-dir", output]
+    assert train_tool.main(arguments) == 0
+    assert "fewer than 5000" in capsys.readouterr().out
 
 
-def test_texts_that_end_in_a_newline_have_no_second_separator(tmp_path: Path) -> None:
-    prefix = written(tmp_path / "a", *[[*text, 198, EOD] for text in TEXT])
-    assert problems(prefix, vocab_size=5000, eod=EOD, specials=(EOD,)) == {}
-    unsure = inspect_dataset(prefix).problems  # without the tokenizer nobody can know
-    assert [(problem.kind, problem.sure) for problem in unsure] == [
-        ("doubled separator at the end", False)
-    ]
+def test_a_newline_at_the_end_of_texts_is_only_a_possible_problem(tmp_path: Path) -> None:
+    """Without the tokenizer, it cannot be distinguished from a second separator."""
+    prefix = write_documents(tmp_path / "a", *[[*text, 198, EOD] for text in TEXT])
+    assert find_problems(prefix, vocab_size=5000, eod=EOD, specials=(EOD,)) == {}
+    (problem,) = inspect_dataset(prefix).problems
+    assert problem.kind == "doubled separator at the end"
+    assert not problem.sure
     assert "POSSIBLE PROBLEM" in inspection.report(inspect_dataset(prefix))
     assert inspect_tool.main([prefix, "--strict"]) == 0

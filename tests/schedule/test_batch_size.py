@@ -15,8 +15,8 @@ from megatron.schedule.batch_size import (
     parse_step_schedule,
 )
 
-TR11 = RampupBatchSize(192, 16, 9_765_625, 2048)
-TR1 = RampupBatchSize(16, 16, 5_000_000, 1024)
+TR11 = RampupBatchSize(start=192, increment=16, ramp_samples=9_765_625, size=2048)
+TR1 = RampupBatchSize(start=16, increment=16, ramp_samples=5_000_000, size=1024)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_consumed_samples_of_the_published_runs(schedule, iteration, consumed):
     assert count_samples_of_iterations(schedule, iteration, 2048) == consumed
 
 
-def test_iterations_of_a_resumed_run_are_those_that_are_left():
+def test_iterations_of_a_resumed_run_are_the_remaining_ones():
     consumed = count_samples_of_iterations(TR11, 5000, 2048)
     assert (
         count_iterations_for_samples(TR11, 220_000_000, 2048, consumed, consumed * 2048)
@@ -52,58 +52,48 @@ def test_iterations_of_a_resumed_run_are_those_that_are_left():
     )
 
 
-def test_ramp_is_evaluated_on_what_was_consumed_before_the_step():
-    ramp = RampupBatchSize(2, 2, 12, 8)
-    sizes, consumed = [], 0
+def test_ramp_is_evaluated_before_the_step():
+    ramp = RampupBatchSize(start=2, increment=2, ramp_samples=12, size=8)
+    sizes = []
+    consumed = 0
     for _ in range(7):
         sizes.append(ramp.get_size(consumed, 0))
         consumed += sizes[-1]
-    assert sizes == [
-        2,
-        2,
-        4,
-        6,
-        8,
-        8,
-        8,
-    ]  # a step every 4 samples: 0, 2 | 4 | 8 | 14 is past the ramp
+    # The size grows every 4 samples: at 0 and 2, at 4, at 8. At 14 the ramp is over.
+    assert sizes == [2, 2, 4, 6, 8, 8, 8]
 
 
 def test_ramp_reaches_the_global_size_at_its_end_exactly():
-    ramp = RampupBatchSize(4, 4, 100, 12)
-    assert [ramp.get_size(consumed, 0) for consumed in (0, 49, 50, 99, 100, 101)] == [
-        4,
-        4,
-        8,
-        8,
-        12,
-        12,
-    ]
+    ramp = RampupBatchSize(start=4, increment=4, ramp_samples=100, size=12)
+    sizes = [ramp.get_size(consumed, 0) for consumed in (0, 49, 50, 99, 100, 101)]
+    assert sizes == [4, 4, 8, 8, 12, 12]
 
 
-def test_ramp_keeps_the_reference_floating_division():
-    ramp = RampupBatchSize(1, 1, 116, 8)  # 116 / (116 / 7) is a little below 7
+def test_ramp_divides_in_floating_point_as_the_reference():
+    # In floating point, 116 / (116 / 7) is a little below 7.
+    ramp = RampupBatchSize(start=1, increment=1, ramp_samples=116, size=8)
     assert [ramp.get_size(consumed, 0) for consumed in (116, 117)] == [7, 8]
 
 
-def test_upcoming_sizes_of_a_ramp_leave_out_those_behind():
-    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(0, 0, 1)) == [2, 4, 6, 8]
-    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(8, 0, 1)) == [6, 8]
-    assert list(RampupBatchSize(2, 2, 12, 8).iterate_upcoming(13, 0, 1)) == [8]
+def test_upcoming_sizes_of_a_ramp_begin_at_the_position():
+    ramp = RampupBatchSize(start=2, increment=2, ramp_samples=12, size=8)
+    assert list(ramp.iterate_upcoming(0, 0, 1)) == [2, 4, 6, 8]
+    assert list(ramp.iterate_upcoming(8, 0, 1)) == [6, 8]
+    assert list(ramp.iterate_upcoming(13, 0, 1)) == [8]
     assert len(list(TR11.iterate_upcoming(0, 0, 2048))) == 117
 
 
 def test_ramp_from_the_global_size_is_constant():
-    ramp = RampupBatchSize(8, 2, 100, 8)
+    ramp = RampupBatchSize(start=8, increment=2, ramp_samples=100, size=8)
     assert [ramp.get_size(consumed, 0) for consumed in (0, 50, 500)] == [8, 8, 8]
     assert list(ramp.iterate_upcoming(0, 0, 1)) == [8]
 
 
-def test_ramp_that_training_ends_within():
-    assert (
-        count_iterations_for_samples(RampupBatchSize(2, 2, 12, 8), 9, 1) == 3
-    )  # 2 + 2 + 4, and 6 more do not fit
-    assert count_samples_of_iterations(RampupBatchSize(2, 2, 12, 8), 3, 1) == 8
+def test_training_can_end_within_the_ramp():
+    ramp = RampupBatchSize(start=2, increment=2, ramp_samples=12, size=8)
+    # 2 + 2 + 4 samples fit into 9, and 6 more do not.
+    assert count_iterations_for_samples(ramp, train_samples=9, seq_length=1) == 3
+    assert count_samples_of_iterations(ramp, iterations=3, seq_length=1) == 8
 
 
 @pytest.mark.parametrize(
@@ -115,7 +105,7 @@ def test_ramp_that_training_ends_within():
         ((16, 16, 0, 2048), "at least 1"),
     ],
 )
-def test_impossible_ramps_are_refused(ramp, text):
+def test_invalid_ramps_are_errors(ramp, text):
     with pytest.raises(ConfigError, match=text):
         RampupBatchSize(*ramp)
 
@@ -150,7 +140,7 @@ def test_step_schedule_in_samples_and_mixed():
 
 
 def test_step_schedule_of_megatron_lm_changes_at_its_samples():
-    """Its trainer makes samples of 61,035,156,250 tokens: 29,802,322 of 2048, rounded down."""
+    """Megatron-LM rounds 61,035,156,250 tokens down to 29,802,322 samples of 2048 tokens."""
     schedule = parse_step_schedule(["0:768 61035156250tokens:1536"], 2048)
     assert schedule.get_size(29_802_321, 29_802_321 * 2048) == 768
     assert schedule.get_size(29_802_322, 29_802_322 * 2048) == 1536
@@ -181,7 +171,7 @@ def test_spellings_of_a_step_schedule(words, steps):
     assert parse_step_schedule(words, 100).steps == tuple(steps)
 
 
-def test_bare_thresholds_are_spelled_out_as_samples():
+def test_bare_thresholds_get_the_unit_samples():
     spelled = bare_thresholds_as_samples(["0:8 1_000:16", "2000:1K,3M:64 5samples:7 x:9"])
     assert spelled == ("0:8", "1_000samples:16", "2000samples:1K", "3M:64", "5samples:7", "x:9")
 
@@ -198,7 +188,7 @@ def test_bare_thresholds_are_spelled_out_as_samples():
     tokens=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_counting_iterations_equals_walking_them(steps, first, seq_length, train_samples, tokens):
+def test_counted_iterations_equal_those_of_a_loop(steps, first, seq_length, train_samples, tokens):
     unit = "tokens" if tokens else "samples"
     schedule = StepBatchSize(
         ((0, "samples", first), *((threshold, unit, size) for threshold, size in sorted(steps)))
@@ -238,6 +228,6 @@ def test_counting_iterations_equals_walking_them(steps, first, seq_length, train
         ("0:0", "at least 1"),
     ],
 )
-def test_unreadable_step_schedules_are_refused(text, message):
+def test_invalid_step_schedules_are_errors(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_step_schedule([text], 2048)

@@ -18,20 +18,27 @@ LINEAR = Curriculum(
 
 
 def test_linear_growth_in_multiples_of_the_step():
-    assert [
-        LINEAR.get_seq_length(step) for step in (1, 145, 146, 18_000, 35_999, 36_000, 10**6)
-    ] == [64, 64, 72, 1056, 2040, 2048, 2048]
+    steps = (1, 145, 146, 18_000, 35_999, 36_000, 10**6)
+    assert [LINEAR.get_seq_length(step) for step in steps] == [64, 64, 72, 1056, 2040, 2048, 2048]
     lengths = [LINEAR.get_seq_length(step) for step in range(1, 36_001)]
     assert lengths == sorted(lengths)
     assert lengths == [64 + 1984 * step // 36_000 // 8 * 8 for step in range(1, 36_001)]
 
 
-def test_never_below_the_first_multiple_that_reaches_the_minimum():
+def test_length_is_at_least_the_first_multiple_above_the_minimum():
     schedule = dataclasses.replace(LINEAR, min_difficulty=60)
     assert schedule.get_seq_length(1) == 64
     assert dataclasses.replace(LINEAR, max_difficulty=2044).get_seq_length(36_000) == 2040
     assert dataclasses.replace(LINEAR, max_difficulty=2044).get_seq_length(40_000) == 2044
-    assert Curriculum("fixed_linear", 3, 5, 10, 8).get_seq_length(1) == 5  # the maximum wins
+    # The maximum has priority over the rounding.
+    short = Curriculum(
+        "fixed_linear",
+        min_difficulty=3,
+        max_difficulty=5,
+        total_curriculum_step=10,
+        difficulty_step=8,
+    )
+    assert short.get_seq_length(1) == 5
 
 
 def test_root_growth():
@@ -39,7 +46,8 @@ def test_root_growth():
     for step in (1, 100, 9_000, 36_000):
         length = math.floor(64 + 1984 * math.sqrt(step / 36_000))
         assert schedule.get_seq_length(step) == length - length % 8
-    assert schedule.get_seq_length(9_000) == 1056  # half of the way after a quarter of the time
+    # A quarter of the iterations gives half of the growth.
+    assert schedule.get_seq_length(9_000) == 1056
     assert schedule.get_seq_length(36_000) == 2048
 
 
@@ -47,14 +55,8 @@ def test_discrete_growth():
     schedule = Curriculum(
         "fixed_discrete", 64, 2048, difficulties=(64, 512, 2048), max_steps=(10, 20)
     )
-    assert [schedule.get_seq_length(step) for step in (1, 10, 11, 20, 21, 10**6)] == [
-        64,
-        64,
-        512,
-        512,
-        2048,
-        2048,
-    ]
+    lengths = [schedule.get_seq_length(step) for step in (1, 10, 11, 20, 21, 10**6)]
+    assert lengths == [64, 64, 512, 512, 2048, 2048]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +73,14 @@ def test_discrete_growth():
     ],
     ids=str,
 )
-def test_stages_are_the_changes_of_the_length(schedule: Curriculum):
+def test_stages_begin_where_the_length_changes(schedule: Curriculum):
     for first, last in ((1, 5000), (700, 705), (901, 901), (5, 4)):
         lengths = [schedule.get_seq_length(step) for step in range(first, last + 1)]
         changes = [(first + i, n) for i, n in enumerate(lengths) if i == 0 or n != lengths[i - 1]]
         assert list(schedule.iterate_stages(first, last)) == changes
 
 
-def test_stages_without_end_are_few():
+def test_stages_of_an_endless_run_are_finite():
     assert list(LINEAR.iterate_stages(35_900, FOREVER))[-1] == (36_000, 2048)
     assert len(list(LINEAR.iterate_stages(1, FOREVER))) == 249  # 64, 72, ... 2048
 
@@ -88,20 +90,21 @@ def test_iteration_that_reaches_a_number_of_tokens():
     for first in (1, 40, 200):
         tokens = 0
         for step in range(first, first + 150):
-            before, tokens = tokens, tokens + 4 * schedule.get_seq_length(step)
+            before = tokens
+            tokens += 4 * schedule.get_seq_length(step)
             assert schedule.find_iteration_reaching(tokens, 4, first, 400) == step
             assert schedule.find_iteration_reaching(before + 1, 4, first, 400) == step
             assert schedule.find_iteration_reaching(tokens + 1, 4, first, step) is None
 
 
-def test_schedules_are_the_same_where_their_lengths_are():
+def test_schedules_are_compared_by_their_lengths():
     longer = dataclasses.replace(LINEAR, total_curriculum_step=36_001)
     assert LINEAR.has_same_lengths_from(1, dataclasses.replace(LINEAR))
     assert not LINEAR.has_same_lengths_from(1, longer)
     assert LINEAR.has_same_lengths_from(36_001, longer)
 
 
-def test_words_for_people():
+def test_schedule_is_described_in_words():
     assert str(LINEAR) == "fixed_linear from 64 to 2048 tokens over 36000 iterations in steps of 8"
     assert str(dataclasses.replace(LINEAR, style="fixed_root", root_degree=2)).startswith(
         "fixed_root (root 2) from 64"
@@ -110,17 +113,13 @@ def test_words_for_people():
     assert str(discrete) == "fixed_discrete: 8 up to iteration 10, 64 from then on"
 
 
-def test_odd_lengths_are_a_warning():
+def test_lengths_that_are_slow_on_tensor_cores_are_warnings():
     assert LINEAR.list_warnings() == []
     warnings = dataclasses.replace(LINEAR, min_difficulty=60, difficulty_step=4).list_warnings()
     assert len(warnings) == 2
     assert "min_difficulty 60 is not a multiple of 8" in warnings[0]
-    assert (
-        "difficulty 12"
-        in Curriculum(
-            "fixed_discrete", 8, 16, difficulties=(12, 16), max_steps=(5,)
-        ).list_warnings()[0]
-    )
+    discrete = Curriculum("fixed_discrete", 8, 16, difficulties=(12, 16), max_steps=(5,))
+    assert "difficulty 12" in discrete.list_warnings()[0]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +151,6 @@ def test_odd_lengths_are_a_warning():
         ),
     ],
 )
-def test_impossible_schedules_are_refused(changes, message):
+def test_invalid_schedules_are_errors(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(LINEAR, **changes)

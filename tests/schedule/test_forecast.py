@@ -1,4 +1,4 @@
-"""The forecast of the counters."""
+"""The forecast of samples, tokens, sizes and the learning rate."""
 
 from megatron.schedule.batch_size import ConstantBatchSize
 from megatron.schedule.curriculum import Curriculum
@@ -8,28 +8,28 @@ from megatron.schedule.progress import Forecast
 LR = LRSchedule(1.0, 0.0, "linear", warmup_steps=16, decay_steps=100)
 
 
-def test_order_and_repetition_are_as_asked():
+def test_points_are_in_the_requested_order():
     forecast = Forecast(ConstantBatchSize(4), LR, seq_length=10)
-    assert [
-        (p.iteration, p.consumed_samples, p.consumed_tokens) for p in forecast.predict([3, 0, 3])
-    ] == [
-        (3, 12, 120),
-        (0, 0, 0),
-        (3, 12, 120),
-    ]
+    points = forecast.predict([3, 0, 3])
+    counters = [(p.iteration, p.consumed_samples, p.consumed_tokens) for p in points]
+    assert counters == [(3, 12, 120), (0, 0, 0), (3, 12, 120)]
     assert forecast.predict([0])[0].global_batch_size == 4
     assert forecast.predict([0])[0].lr == 0.0
 
 
-def test_skipped_iterations_consume_but_do_not_move_the_rate():
+def test_skipped_iterations_consume_samples_and_keep_the_rate():
     forecast = Forecast(ConstantBatchSize(4), LR, seq_length=10, skip_ranges=((2, 3),))
     before, inside, after = forecast.predict([1, 3, 4])
-    assert (inside.consumed_samples, inside.lr_samples, inside.lr_tokens) == (12, 4, 40)
+    assert inside.consumed_samples == 12
+    assert inside.lr_samples == 4
+    assert inside.lr_tokens == 40
     assert inside.lr == before.lr == 0.25
-    assert (after.consumed_samples, after.lr_samples, after.lr) == (16, 8, 0.5)
+    assert after.consumed_samples == 16
+    assert after.lr_samples == 8
+    assert after.lr == 0.5
 
 
-def test_curriculum_makes_fewer_tokens():
+def test_curriculum_consumes_fewer_tokens():
     curriculum = Curriculum("fixed_linear", 2, 10, total_curriculum_step=4, difficulty_step=2)
     lr = LRSchedule(1.0, 0.0, "linear", warmup_steps=6, decay_steps=100, decay_tokens=200)
     forecast = Forecast(ConstantBatchSize(4), lr, seq_length=10, curriculum=curriculum)

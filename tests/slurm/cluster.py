@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: four nodes, without systemd (`slurm-cluster` starts and stops it)."""
+"""A real Slurm with four nodes on this machine. The script `slurm-cluster` starts and stops it."""
 
 import os
 import shutil
@@ -14,22 +14,22 @@ SCRIPT = Path(__file__).with_name("slurm-cluster")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NODES = 4
 ABSENT = 128
-"""Nodes that never come, for `sbatch --test-only --partition=absent`."""
+"""Number of nodes that never start, for `sbatch --test-only --partition=absent`."""
 _TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Other tests leave these in the environment."""
+"""Variables that other tests leave in the environment. Jobs run without them."""
 
 
 class NoSlurmError(Exception):
-    """There is none, and none can be had here."""
+    """Slurm is not installed and cannot be installed, or its daemons do not start."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     folder: Path
-    """Of its configuration, logs and sockets; short, for these."""
+    """Folder of configuration, logs and sockets. The name is short, as paths of sockets must be."""
 
     def run(self, *command: str, timeout: float = 300, **variables: str) -> str:
-        """What a client prints; `variables` are added to its environment, which a job inherits."""
+        """Run a client and return its output. A job inherits `variables` and the environment."""
         clean = {
             name: value
             for name, value in os.environ.items()
@@ -52,9 +52,10 @@ class Cluster:
 
 
 def install() -> None:
-    """
+    """Install Slurm if it is missing.
+
     Raises:
-        NoSlurmError: it is not installed, and this is not root on a machine with apt and a network.
+        NoSlurmError: It is missing, and this is not root on a machine with apt and a network.
     """
     if all(
         shutil.which(program, path=_PATH) for program in ("munged", "slurmctld", "slurmd", "sbatch")
@@ -62,7 +63,7 @@ def install() -> None:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise NoSlurmError(
-            f"{' '.join(PACKAGES)} are not installed, and only root with apt-get can do it from here"
+            f"{' '.join(PACKAGES)} are not installed, and only root with apt-get can install them"
         )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (
@@ -79,9 +80,10 @@ def install() -> None:
 
 
 def start(folder: Path) -> Cluster:
-    """
+    """Start the daemons and wait for the nodes.
+
     Raises:
-        NoSlurmError: the daemons do not come up.
+        NoSlurmError: The daemons do not start.
     """
     environment = {
         **os.environ,
@@ -99,7 +101,7 @@ def start(folder: Path) -> Cluster:
 
 
 def _free_ports(count: int) -> int:
-    """The first of some neighbours that nobody listens on."""
+    """Return the first of `count` consecutive ports on which no process listens."""
     for first in range(16_817, 19_000, 10):
         try:
             for port in range(first, first + count):

@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder."""
+"""A fixture with one Slurm cluster for all tests of this folder."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from slurm.cluster import Cluster, NoSlurmError, install, start
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A real Slurm; skips, loudly, where there is none."""
+    """Start a real Slurm. Tests are skipped if that is not possible."""
     folder = Path(tempfile.mkdtemp(prefix="s"))
     try:
         install()
         running = start(folder)
     except NoSlurmError as error:
-        pytest.skip(f"NO SLURM HERE, NOTHING OF IT IS TESTED: {error}")
+        pytest.skip(f"NO SLURM: NOTHING OF IT IS TESTED: {error}")
     yield running
     running.stop()

@@ -1,6 +1,6 @@
-"""A job array that gets on, on a real Slurm: train/tiny/tiny.slurm on 2 nodes x 2 processes, killed, interrupted, requeued.
+"""A job array on a real Slurm: train/tiny/tiny.slurm is killed, interrupted and requeued.
 
-What counts is the curve: it is the uninterrupted run's, whatever happened on the way.
+It runs on 2 nodes x 2 processes. Its losses must equal those of an uninterrupted run.
 """
 
 import json
@@ -39,25 +39,26 @@ class TinyRun:
         return self.folder / "checkpoints"
 
     def submit(self, *options: str, **variables: str) -> str:
-        """The job's number."""
-        where = f"--output={self.folder}/%x-%A.out"
-        told = self.cluster.run(
-            "sbatch", f"--chdir={ROOT}", where, *options, SCRIPT, TINY=str(self.folder), **variables
+        """Submit the script and return the job's number."""
+        fixed = (f"--chdir={ROOT}", f"--output={self.folder}/%x-%A.out")
+        output = self.cluster.run(
+            "sbatch", *fixed, *options, SCRIPT, TINY=str(self.folder), **variables
         )
-        return told.split()[-1]
+        return output.split()[-1]
 
     def main_log(self) -> str:
         path = self.folder / "tiny-logs" / "logs" / "main_log.txt"
-        return path.read_text() if path.exists() else ""
+        if path.exists():
+            return path.read_text()
+        return ""
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         end = time.monotonic() + BOUND_SECONDS
         while not condition():
             if time.monotonic() > end:
                 queue = self.cluster.run("squeue", "--array", "--states=all")
-                pytest.fail(
-                    f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{self.main_log()[-3000:]}"
-                )
+                log = self.main_log()[-3000:]
+                pytest.fail(f"{what} did not happen in {BOUND_SECONDS:g} s\n{queue}\n{log}")
             time.sleep(0.1)
 
     def wait_for_line(self, text: str, times: int = 1) -> None:
@@ -70,10 +71,10 @@ class TinyRun:
         )
 
     def curve(self) -> dict[int, tuple[float, float]]:
-        """Of each iteration what was trained last; that a repeated one repeats its loss is asserted."""
+        """Return loss and gradient norm of each iteration. Repeated ones must be equal."""
         curve: dict[int, tuple[float, float]] = {}
         for entry in read_metrics(self.folder / "tiny-logs" / "logs" / "metrics.jsonl"):
-            values = entry["lm_loss"], entry["grad_norm"]
+            values = (entry["lm_loss"], entry["grad_norm"])
             assert curve.setdefault(entry["iteration"], values) == values
         return curve
 
@@ -82,7 +83,7 @@ class TinyRun:
         return [record["began"] for record in records if "began" in record]
 
     def pids(self, job: str, node: str) -> list[int]:
-        """Of the training's ranks on a node."""
+        """Return the PIDs of the training's ranks on a node."""
         mine = {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}"}
         found = []
         for entry in Path("/proc").iterdir():
@@ -117,7 +118,7 @@ def tiny(cluster: Cluster, tmp_path: Path) -> Iterator[TinyRun]:
 
 
 def plain_arguments(folder: Path, **variables: int) -> list[str]:
-    """The script's command line for a run in `folder`, without Slurm."""
+    """Return the script's command line for a run in `folder` without Slurm."""
     text = (ROOT / SCRIPT).read_text()
     for name, value in {"TINY": folder, **variables}.items():
         text = re.sub(rf"\$\{{{name}:-[^}}]*\}}", str(value), text)
@@ -134,10 +135,10 @@ def plain_arguments(folder: Path, **variables: int) -> list[str]:
 def uninterrupted(
     pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], dict[int, tuple[float, float]]]:
-    """The curve of the script's own command line, in one piece, for so many samples."""
+    """Return a function that trains a number of samples uninterrupted and returns the curve."""
 
     def run(samples: int) -> dict[int, tuple[float, float]]:
-        folder = tmp_path_factory.mktemp("whole")
+        folder = tmp_path_factory.mktemp("uninterrupted")
         succeed(
             pool.run(
                 4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)
@@ -149,33 +150,31 @@ def uninterrupted(
     return run
 
 
-def test_elements_follow_each_other(
+def test_array_tasks_run_one_after_another(
     tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
 ) -> None:
-    """Four elements of ten iterations; the fourth completes the training, and the fifth is not needed."""
+    """Four array tasks train ten iterations each, and the fifth one is cancelled."""
     job = tiny.submit("--array=1-5%1")
     tiny.wait_for_end(job)
     log = tiny.main_log()
     assert [attempt["element"] for attempt in tiny.attempts()] == ["1", "2", "3", "4"]
-    told = re.findall(r"element \d+_(\d) (starts|ended at iteration \d+)", log)
-    assert told == [
+    lines = re.findall(r"array task \d+_(\d) (starts|ended at iteration \d+)", log)
+    # Each one starts after the end of the one before.
+    assert lines == [
         (str(n), word) for n in range(1, 5) for word in ("starts", f"ended at iteration {10 * n}")
-    ]  # strictly one after another
-    assert [
-        int(found)
-        for found in re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)
-    ] == [10, 20, 30]
+    ]
+    loaded = re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)
+    assert loaded == ["10", "20", "30"]
     assert "training is complete at iteration 40" in log
-    assert f"what is still pending of array {job} is cancelled" in log
+    assert f"the pending tasks of array {job} are cancelled" in log
     assert tiny.curve() == uninterrupted(576)
     assert len(tiny.curve()) == 40
 
 
-def test_a_bad_night(
+def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
 ) -> None:
-    """One element: a rank is killed, then a node dies, then a signal before the limit; the next element waits for its end. Nothing
-    is lost."""
+    """The curve equals that of an uninterrupted run, and the dependent job continues it."""
     samples = 64 + 16 * 72
     job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(
@@ -194,7 +193,7 @@ def test_a_bad_night(
     tiny.wait_for_line("received a signal to stop")
     tiny.wait_for_end(job)
     assert (
-        f"element {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order"
+        f"array task {job} (restart 2) ended at iteration {max(tiny.curve())}: left in order"
         in tiny.main_log()
     )
     tiny.wait_for_end(after)
@@ -207,8 +206,8 @@ def test_a_bad_night(
 
 
 @pytest.mark.full
-def test_a_bad_node_is_excluded(tiny: TinyRun) -> None:
-    """The first element finds that a node cannot write to its disk; it and the next go on without it."""
+def test_bad_node_is_excluded(tiny: TinyRun) -> None:
+    """After a node could not write to its disk, both array tasks run without that node."""
     for node in ("n2", "n3", "n4"):
         (tiny.folder / "disks" / node).mkdir(parents=True)
     checks = f"--check-nodes --disk {tiny.folder}/disks/%h --memory-gib 0.1 --slower-than 0"
@@ -226,19 +225,19 @@ def test_a_bad_node_is_excluded(tiny: TinyRun) -> None:
     assert len(tiny.curve()) == 18
 
 
-def test_a_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
-    """A rank that dies before anything is trained, three times; the other elements are not tried."""
+def test_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
+    """After three starts that trained nothing, the other array tasks are cancelled."""
     job = tiny.submit("--array=1-9%1", ELEMENT_ARGS="--srun=--export=ALL,PYTHONHOME=/nowhere")
     tiny.wait_for_end(job)
     log = tiny.main_log()
     assert "ALERT" in log
-    assert "3 starts in a row trained nothing behind iteration 0" in log
+    assert "3 starts in a row trained nothing" in log
     assert len(tiny.attempts()) == 4
-    assert f"what is still pending of array {job} is cancelled: crash loop" in log
+    assert f"the pending tasks of array {job} are cancelled: crash loop" in log
     assert not (tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl").exists()
 
 
-def test_what_a_person_must_mend_ends_the_array(tiny: TinyRun) -> None:
+def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", MICRO_BATCH_SIZE="7")
     tiny.wait_for_end(job)
     assert "ALERT" in tiny.main_log()
@@ -246,7 +245,7 @@ def test_what_a_person_must_mend_ends_the_array(tiny: TinyRun) -> None:
     assert len(tiny.attempts()) == 1
 
 
-def test_the_kill_switch_drains_the_array(tiny: TinyRun) -> None:
+def test_kill_switch_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 1)
     (tiny.folder / "kill-switch").touch()
@@ -259,8 +258,11 @@ def test_the_kill_switch_drains_the_array(tiny: TinyRun) -> None:
     assert len(tiny.attempts()) == 2
 
 
-def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) -> None:
-    """As docs/operations.md says: stop, roll back, skip bad data at another learning rate, go on; each iteration is there once."""
+def test_array_continues_after_a_rollback(tiny: TinyRun, pool: ProcessPool) -> None:
+    """The steps of docs/operations.md give the same curve as the intervention without a cluster.
+
+    They are: stop, roll back, skip bad data with another learning rate, and submit again.
+    """
     job = tiny.submit("--array=1-4%1")
     tiny.wait_for_line("_2 ended at iteration 20")
     switch = tiny.folder / "kill-switch"
@@ -268,13 +270,13 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
     tiny.wait_for_end(job)
     log = tiny.folder / "tiny-logs" / "logs" / "main_log.txt"
     chronicles = tiny.folder / "chronicles.md"
-    asked = ["--to", "10", "--skip", "13-14", "--lr", "5e-4", "--reason", "spike"]
+    request = ["--to", "10", "--skip", "13-14", "--lr", "5e-4", "--reason", "spike"]
     done = subprocess.run(
         [
             sys.executable,
             "tools/rollback.py",
             str(tiny.checkpoints),
-            *asked,
+            *request,
             f"--main-log={log}",
             f"--chronicles={chronicles}",
         ],
@@ -312,8 +314,8 @@ def test_a_rollback_in_the_middle_of_an_array(tiny: TinyRun, pool: ProcessPool) 
 
 
 @pytest.mark.full
-def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
-    """Where nothing was asked for before it: SIGTERM, and KillWait to save in. Slurm looks every 30 seconds."""
+def test_run_saves_at_the_time_limit_of_the_job(tiny: TinyRun) -> None:
+    """Slurm then sends SIGTERM, and waits KillWait for the end. It checks every 30 seconds."""
     job = tiny.submit(
         "--time=00:01:00", "--signal=B:CONT@1", TRAIN_SAMPLES="64000", EXIT_INTERVAL="100000"
     )
@@ -324,17 +326,17 @@ def test_the_time_limit_is_a_signal_too(tiny: TinyRun) -> None:
     assert f"{SAVED} {last:7d}" in tiny.main_log()
 
 
-def test_what_an_operator_cancels_stays_cancelled(tiny: TinyRun) -> None:
-    """Also where the ranks die of it before they train."""
+def test_cancelled_array_stays_cancelled(tiny: TinyRun) -> None:
+    """The ranks end before they train, and nothing is requeued."""
     job = tiny.submit("--array=1-3%1")
-    tiny.wait_for_line(f"element {job}_1 starts")
+    tiny.wait_for_line(f"array task {job}_1 starts")
     tiny.cluster.run("scancel", job)
     tiny.wait_for_end(job)
     tiny.wait_for_line("ended at iteration 0: ended by Slurm")
     assert len(tiny.attempts()) == 1
 
 
-def test_a_check_that_no_node_passes_accuses_none(tiny: TinyRun) -> None:
+def test_node_check_that_all_nodes_fail_excludes_none(tiny: TinyRun) -> None:
     job = tiny.submit(
         "--array=1-3%1", ELEMENT_ARGS=f"--check-nodes --disk {tiny.folder}/nowhere --memory-gib 0.1"
     )
@@ -344,18 +346,18 @@ def test_a_check_that_no_node_passes_accuses_none(tiny: TinyRun) -> None:
     assert len(tiny.attempts()) == 1
 
 
-def test_a_folder_that_cannot_be_used_ends_the_array(tiny: TinyRun) -> None:
+def test_unusable_save_folder_ends_the_array(tiny: TinyRun) -> None:
     tiny.checkpoints.write_text("a file")
     job = tiny.submit("--array=1-3%1")
     tiny.wait_for_end(job)
-    assert re.search(rf"ALERT: element {job}_1 cannot run: .*checkpoints", tiny.main_log())
+    assert re.search(rf"ALERT: array task {job}_1 cannot run: .*checkpoints", tiny.main_log())
     assert tiny.main_log().count("ALERT") == 1
 
 
-def test_the_last_element_comes_back_alone(tiny: TinyRun) -> None:
-    """Its number is the array's: requeueing that would run the first element again, too."""
+def test_only_the_last_array_task_is_requeued(tiny: TinyRun) -> None:
+    """Its job number is also that of the array, which would requeue the first array task too."""
     job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="6400")
-    tiny.wait_for_line(f"element {job}_2 starts")
+    tiny.wait_for_line(f"array task {job}_2 starts")
     tiny.wait_for_line("successfully loaded checkpoint")
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
     tiny.wait_for_end(job)

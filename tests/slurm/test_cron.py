@@ -1,4 +1,4 @@
-"""Cron out of Slurm jobs: it comes back by itself, runs the sync and the status of a run, and notices a lost one."""
+"""Cron made of Slurm jobs, which submit themselves again and run the tools of a run."""
 
 import getpass
 import time
@@ -24,9 +24,10 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> N
         time.sleep(0.2)
 
 
-def test_cron_comes_back_syncs_and_looks(cluster: Cluster, tmp_path: Path) -> None:
-    """Hours are four seconds."""
-    cron, tiny = tmp_path / "cron", tmp_path / "tiny"
+def test_cron_runs_again_syncs_and_writes_the_status(cluster: Cluster, tmp_path: Path) -> None:
+    """Cron submits itself again and starts a lost daily job. An hour is four seconds here."""
+    cron = tmp_path / "cron"
+    tiny = tmp_path / "tiny"
     for folder in (
         cron / "cron.hourly",
         cron / "cron.daily",
@@ -68,23 +69,25 @@ def test_cron_comes_back_syncs_and_looks(cluster: Cluster, tmp_path: Path) -> No
             wait_for(lambda: "ALERT: tiny" in log.read_text(), "the status")
             with open(log, "a") as file:
                 file.write(f"{format_training_complete_line()}\n")
-            said = len(out.read_text())
+            seen = len(out.read_text())
             wait_for(lambda: "training is complete" in _remote(hub), "the sync of what was added")
-            assert out.read_text()[said:].count("ALERT") == 0
+            assert out.read_text()[seen:].count("ALERT") == 0
         finally:
             wait_for(lambda: _is_over(cluster), "an empty queue")
         assert hub.files("org/tiny-logs")["tensorboard/events.out.tfevents.1"] == b"\0" * 5000
-    told = "".join(path.read_text() for path in cron.glob("*.out"))
-    assert hub.token not in told + log.read_text()
+    output = "".join(path.read_text() for path in cron.glob("*.out"))
+    assert hub.token not in output
+    assert hub.token not in log.read_text()
 
 
 def _is_over(cluster: Cluster) -> bool:
-    """One that runs may submit the next at the same moment."""
+    """Cancel all jobs again, because a running one may have submitted the next in the meantime."""
     cluster.run("scancel", f"--user={getpass.getuser()}")
     return not cluster.run("squeue", "--noheader").strip()
 
 
 def _remote(hub: HubServer) -> str:
+    """Return the main log on the Hub."""
     files = hub.files("org/tiny-logs")
     return "".join(
         content.decode()

@@ -1,4 +1,4 @@
-"""An I/O error of one node, on a real Slurm: the node has a disk of its own that is full, and the array goes on without it."""
+"""An I/O error of one node on a real Slurm: the array continues without that node."""
 
 # ruff: noqa: F811 (fixtures are imported by their names)
 
@@ -11,8 +11,8 @@ from slurm.test_array_task import TinyRun, tiny  # noqa: F401
 
 
 @pytest.mark.full
-def test_a_full_disk_of_one_node_excludes_that_node(tiny: TinyRun) -> None:
-    """Only n1 sees a full disk at the folder of the index cache: mounted in the namespace of its daemon."""
+def test_full_disk_of_one_node_excludes_that_node(tiny: TinyRun) -> None:
+    """Node n1 has a full disk at the folder of the index cache, mounted for its daemon only."""
     cache = tiny.folder / "data-cache"
     cache.mkdir()
     daemon = (tiny.cluster.folder / "run" / "slurmd.n1.pid").read_text().strip()

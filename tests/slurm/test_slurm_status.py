@@ -1,4 +1,4 @@
-"""tools/slurm_status.py on a real Slurm: each PULSE, and the ALERT when nothing is left, caught by a mail server."""
+"""PULSE and ALERT lines of tools/slurm_status.py on a real Slurm, with a real mail server."""
 
 import getpass
 import os
@@ -31,7 +31,7 @@ class Queue:
         return self.folder / "main_log.txt"
 
     def submit(self, *options: str, name: str = NAME) -> str:
-        """A job that sleeps; returns its number."""
+        """Submit a job that sleeps, and return its number."""
         script = self.folder / "sleep.sh"
         script.write_text("#!/bin/bash\nexec sleep 300\n")
         fixed = (
@@ -43,8 +43,10 @@ class Queue:
         return self.cluster.run("sbatch", *fixed, *options, str(script)).strip()
 
     def status(self, *arguments: str, code: int = 0) -> list[str]:
-        """What one call appended to the log."""
-        before = self.log.read_text() if self.log.exists() else ""
+        """Run the tool and return the lines that it appended to the log."""
+        before = ""
+        if self.log.exists():
+            before = self.log.read_text()
         command = [
             sys.executable,
             str(TOOL),
@@ -64,19 +66,20 @@ class Queue:
         return text.removeprefix(before).splitlines()
 
     def pulse(self) -> str:
-        """Of the one line, what is behind the time."""
+        """Run the tool and return what its PULSE line has after the name of the run."""
         (line,) = self.status()
         match = re.fullmatch(rf"\[{CLOCK}\] PULSE: {NAME} is (.*)", line)
         assert match is not None, line
         return match[1]
 
     def wait_for(self, pattern: str) -> str:
-        """The first PULSE of that form: a new job has no reason yet, and none of its nodes."""
+        """Wait for a PULSE of this form. A new job has neither a reason nor nodes yet."""
         end = time.monotonic() + BOUND_SECONDS
-        while re.fullmatch(pattern, pulse := self.pulse()) is None:
-            assert time.monotonic() < end, (
-                f"the last PULSE is {pulse!r}\n{self.cluster.run('squeue')}"
-            )
+        pulse = self.pulse()
+        while re.fullmatch(pattern, pulse) is None:
+            queue = self.cluster.run("squeue")
+            assert time.monotonic() < end, f"the last PULSE is {pulse!r}\n{queue}"
+            pulse = self.pulse()
         return pulse
 
 
@@ -91,20 +94,18 @@ def queue(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.1)
 
 
-def test_an_array_runs_element_by_element(queue: Queue) -> None:
+def test_pulse_of_an_array(queue: Queue) -> None:
     job = queue.submit("--array=1-3%1", "--nodes=2")
     running = rf"running for 0-00:00:\d\d since {CLOCK} \({job}_1 on n\[\d-\d\]\)"
-    waiting = (
-        rf"another is waiting for the previous array element \({job}_\[2-3%1\], JobArrayTaskLimit\)"
-    )
+    pending = rf"{job}_\[2-3%1\], JobArrayTaskLimit"
+    waiting = rf"another is waiting for the previous array task \({pending}\)"
     queue.wait_for(f"{running}; {waiting}")
     queue.cluster.run("scancel", f"{job}_1")
-    queue.wait_for(
-        rf"running for 0-00:00:\d\d since {CLOCK} \({job}_2 on .*\); another is waiting for .*{job}_\[?3.*"
-    )
+    running = rf"running for 0-00:00:\d\d since {CLOCK} \({job}_2 on .*\)"
+    queue.wait_for(rf"{running}; another is waiting for .*{job}_\[?3.*")
 
 
-def test_what_waits_says_for_what(queue: Queue) -> None:
+def test_pulse_of_pending_jobs(queue: Queue) -> None:
     first = queue.submit(name="another-run")
     job = queue.submit(f"--dependency=afterany:{first}")
     queue.wait_for(rf"waiting on a dependency \({job}, afterany:{first}\(unfulfilled\)\)")
@@ -116,22 +117,22 @@ def test_what_waits_says_for_what(queue: Queue) -> None:
     queue.wait_for(rf"pending for reason JobHeldUser \({job}\)")
 
 
-def test_nothing_left_is_mailed_once_and_its_end_too(queue: Queue) -> None:
-    with mail_server() as box:
-        where = ("--mail-to", "me@site.org", "--smtp", box.address, "--user", getpass.getuser())
+def test_empty_queue_and_its_end_are_mailed_once(queue: Queue) -> None:
+    with mail_server() as mailbox:
+        where = ("--mail-to", "me@site.org", "--smtp", mailbox.address, "--user", getpass.getuser())
         for _ in range(2):
             pulse, alert = queue.status(*where, code=1)
             assert pulse.endswith(f"PULSE: {NAME} is neither running nor scheduled")
             assert f"ALERT: {NAME} is neither running nor scheduled; " in alert
-        assert len(box.messages) == 1
+        assert len(mailbox.messages) == 1
         queue.submit()
         pulse, recovered = queue.status(*where)
         assert "RECOVERED: " in recovered
-        assert len(box.messages) == 2
+        assert len(mailbox.messages) == 2
 
 
-def test_what_can_never_start_is_an_alert(queue: Queue) -> None:
-    """The job it depends on has failed: it would stay in the queue permanently."""
+def test_job_that_can_never_start_is_an_alert(queue: Queue) -> None:
+    """The job that it depends on has failed, so it would stay in the queue permanently."""
     first = queue.submit("--hold", name="another-run")
     job = queue.submit(f"--dependency=afterok:{first}")
     queue.wait_for(r"waiting on a dependency .*")
@@ -144,10 +145,8 @@ def test_what_can_never_start_is_an_alert(queue: Queue) -> None:
     assert f"nothing that is queued can start by itself: {job} (DependencyNeverSatisfied)" in alert
 
 
-def test_a_queue_that_does_not_know_its_user(queue: Queue) -> None:
-    """squeue ends with 0 there."""
+def test_unknown_user_is_an_alert(queue: Queue) -> None:
+    """The exit code of squeue is 0 for an unknown user."""
     (line,) = queue.status("--user", "4242", code=2)
-    assert (
-        "ALERT: tr8-104B: the queue cannot be looked at: squeue failed with code 0: squeue: error: Invalid user: 4242"
-        in line
-    )
+    assert "ALERT: tr8-104B: the queue cannot be queried" in line
+    assert "squeue failed with code 0: squeue: error: Invalid user: 4242" in line

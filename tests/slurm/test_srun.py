@@ -1,4 +1,4 @@
-"""srun with one task a device starts a run: 2 nodes of 2 tasks train what the same four processes train elsewhere."""
+"""A run that srun starts, with one task for each device, on a real Slurm."""
 
 import sys
 from pathlib import Path
@@ -13,11 +13,13 @@ LAYOUT = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --exit-interval 
 
 
 @pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=pytest.mark.full)])
-def test_srun_is_a_launcher(
+def test_srun_starts_the_ranks(
     engine: str, cluster: Cluster, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    flags = NO_DROPOUT, LAYOUT, engine
-    script, log = tmp_path / "job.sh", tmp_path / "log.txt"
+    """Two nodes of two tasks give the curve of four processes without Slurm."""
+    flags = (NO_DROPOUT, LAYOUT, engine)
+    script = tmp_path / "job.sh"
+    log = tmp_path / "log.txt"
     arguments = " ".join(command(tmp_path / "slurm", corpus, "gpt2", "ramp", *flags))
     lines = ("#!/bin/bash", f"cd {ROOT}", f"srun {sys.executable} pretrain_gpt.py {arguments}")
     script.write_text("\n".join(lines) + "\n")
@@ -30,12 +32,16 @@ def test_srun_is_a_launcher(
     assert curve(tmp_path / "slurm") == curve(tmp_path / "pool")
 
 
-def test_a_batch_script_without_srun_is_one_process(
+def test_batch_script_without_srun_is_one_process(
     cluster: Cluster, corpus: str, tmp_path: Path
 ) -> None:
-    """Four tasks are allotted, and the script's own process has Slurm's rank 0 in its environment: it must not wait for others."""
-    script, log = tmp_path / "job.sh", tmp_path / "log.txt"
-    flags = NO_DROPOUT, "--micro-batch-size 4 --exit-interval 1"
+    """A process that srun did not start does not wait for other ranks.
+
+    The job has four tasks, and the environment of its script has Slurm's rank 0.
+    """
+    script = tmp_path / "job.sh"
+    log = tmp_path / "log.txt"
+    flags = (NO_DROPOUT, "--micro-batch-size 4 --exit-interval 1")
     arguments = " ".join(command(tmp_path / "run", corpus, "gpt2", "ramp", *flags))
     script.write_text(
         f"#!/bin/bash\ncd {ROOT}\nexec {sys.executable} pretrain_gpt.py {arguments}\n"

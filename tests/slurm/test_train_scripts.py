@@ -1,4 +1,4 @@
-"""Every job script of train/ and slurm/: Slurm would take it, and what it trains is what was published."""
+"""The job scripts of train/ and slurm/: Slurm accepts them, and their flags are as published."""
 
 import json
 import re
@@ -26,7 +26,7 @@ PUBLISHED = {
     "train/tr1-13B-base/tr1-13B.slurm": "tr1-13B",
     "train/tr11-176B-ml/tr11-176B-ml.slurm": "tr11-176B-ml",
 }
-PLACES = {
+LOCATIONS = {
     "config_file",
     "data.data_path",
     "data.train_weighted_split_paths_path",
@@ -42,10 +42,10 @@ PLACES = {
     "batch.kill_switch_path",
     "parallel.distributed_backend",
 }
-"""What names a file or folder, and the backend, which follows from the device."""
+"""Fields that name a file or folder, and the backend, which follows from the device."""
 
 
-def test_there_are_scripts() -> None:
+def test_scripts_are_found() -> None:
     assert len(TRAINING) >= 6
     assert {
         "train/tr8-104B/tr8-104B-hub-sync-logs.slurm",
@@ -54,29 +54,31 @@ def test_there_are_scripts() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_would_take_it(script: str, cluster: Cluster) -> None:
-    """On 128 nodes of 8 GPUs that never come."""
+def test_slurm_accepts_the_script(script: str, cluster: Cluster) -> None:
+    """The partition has 128 nodes of 8 GPUs, which never start."""
     cluster.run("sbatch", "--test-only", "--partition=absent", str(ROOT / script))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_shell_reads_it(script: str) -> None:
+def test_script_has_no_syntax_error(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
 
 @pytest.mark.parametrize("script", TRAINING)
-def test_the_plan_has_no_errors(script: str) -> None:
-    """From the first sample on."""
+def test_plan_has_no_errors(script: str) -> None:
+    """The plan has no errors for a run from the first sample."""
     command = [sys.executable, "tools/plan.py", "--json", "--consumed-samples", "0", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     plan = json.loads(done.stdout)
     assert plan["errors"] == []
-    assert not [warning for warning in plan["warnings"] if "--deepspeed does not run it" in warning]
+    assert not [
+        warning for warning in plan["warnings"] if "--deepspeed does not support it" in warning
+    ]
 
 
 @pytest.mark.parametrize(("script", "run"), PUBLISHED.items())
-def test_its_flags_are_the_published_ones(
+def test_flags_are_the_published_ones(
     script: str, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -90,7 +92,7 @@ def test_its_flags_are_the_published_ones(
         _flat(load_config(list(words)).config)
         for words in (read_launch_script(ROOT / script).arguments, arguments)
     )
-    differences = {name for name in ours if ours[name] != theirs[name]} - PLACES
+    differences = {name for name in ours if ours[name] != theirs[name]} - LOCATIONS
     assert differences == set()
 
 
@@ -105,8 +107,8 @@ def _flat(config: object, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def test_nothing_of_a_site_is_in_them() -> None:
-    """Account, partition and constraint are the environment's: SBATCH_ACCOUNT and its like."""
+def test_scripts_have_no_options_of_a_site() -> None:
+    """Account, partition and constraint come from the environment, as in SBATCH_ACCOUNT."""
     for script in SCRIPTS:
         options = re.findall(r"^#SBATCH\s+--([\w-]+)", (ROOT / script).read_text(), re.MULTILINE)
         assert not {"account", "partition", "constraint", "mail-user", "qos", "nodelist"} & set(

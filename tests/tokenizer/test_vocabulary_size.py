@@ -1,4 +1,4 @@
-"""The vocabulary's size for planning, and its padding."""
+"""The size of the vocabulary for planning, and its padding."""
 
 from pathlib import Path
 
@@ -13,42 +13,53 @@ from megatron.errors import ConfigError
 from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
 
 
+def pad(size: int, divisor: int, tensor_parallel: int, pad_to: int | None = None) -> int:
+    return compute_padded_vocab_size(
+        size,
+        make_divisible_by=divisor,
+        tensor_model_parallel_size=tensor_parallel,
+        pad_to=pad_to,
+    )
+
+
 def test_published_paddings() -> None:
-    """GPT-2 at TP 1, 8 (Megatron-LM's paper: 51,200 at 8), tr1-13B at TP 2, tr11 as its flag says."""
-    assert compute_padded_vocab_size(50257, 128, 1) == 50304
-    assert compute_padded_vocab_size(50257, 128, 8) == 51200
-    assert compute_padded_vocab_size(50257, 128, 2) == 50432
-    assert compute_padded_vocab_size(250680, 128, 4, pad_to=250880) == 250880
+    """GPT-2 at TP 1 and 8 (Megatron-LM's paper), tr1-13B at TP 2, and tr11 with its flag."""
+    assert pad(50257, divisor=128, tensor_parallel=1) == 50304
+    assert pad(50257, divisor=128, tensor_parallel=8) == 51200
+    assert pad(50257, divisor=128, tensor_parallel=2) == 50432
+    assert pad(250680, divisor=128, tensor_parallel=4, pad_to=250880) == 250880
 
 
 @given(st.integers(1, 300_000), st.integers(1, 256), st.integers(1, 64))
-def test_padding_is_the_least_that_divides(size: int, divisor: int, tensor_parallel: int) -> None:
-    padded = compute_padded_vocab_size(size, divisor, tensor_parallel)
+def test_padding_is_the_smallest_that_divides(
+    size: int, divisor: int, tensor_parallel: int
+) -> None:
+    padded = pad(size, divisor=divisor, tensor_parallel=tensor_parallel)
     assert padded % (divisor * tensor_parallel) == 0
     assert size <= padded < size + divisor * tensor_parallel
 
 
-def test_padding_errors() -> None:
-    with pytest.raises(
-        ConfigError, match="--pad-vocab-size-to 100 must not be smaller than the vocabulary, 101"
-    ):
-        compute_padded_vocab_size(101, 128, 1, pad_to=100)
-    with pytest.raises(
-        ConfigError,
-        match=r"--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4. Use 104",
-    ):
-        compute_padded_vocab_size(101, 2, 4, pad_to=102)
+def test_wrong_sizes_for_padding_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must not be smaller than the vocabulary, 101"):
+        pad(101, divisor=128, tensor_parallel=1, pad_to=100)
+    rule = "--pad-vocab-size-to 102 must be divisible by --tensor-model-parallel-size 4"
+    with pytest.raises(ConfigError, match=rule) as raised:
+        pad(101, divisor=2, tensor_parallel=4, pad_to=102)
+    assert "Use 104" in str(raised.value)
     with pytest.raises(ConfigError, match="must both be at least 1"):
-        compute_padded_vocab_size(101, 0, 1)
+        pad(101, divisor=0, tensor_parallel=1)
 
 
 @pytest.mark.parametrize(
     ("pad_to", "divisor", "tensor_parallel"),
     [(250_880, 128, 4), (5120, 128, 2), (50_304, 128, 2), (129, 1, 3)],
 )
-def test_a_size_to_pad_to_that_divides(pad_to: int, divisor: int, tensor_parallel: int) -> None:
-    """As in Megatron-DeepSpeed, 50,304 = 128 x 393 is taken at TP 2, although 256 does not divide it."""
-    assert compute_padded_vocab_size(pad_to - 1, divisor, tensor_parallel, pad_to) == pad_to
+def test_a_size_to_pad_to_that_divides_is_used(
+    pad_to: int, divisor: int, tensor_parallel: int
+) -> None:
+    """As in Megatron-DeepSpeed, 50,304 = 128 x 393 is valid at TP 2. 256 does not divide it."""
+    size = pad_to - 1
+    assert pad(size, divisor=divisor, tensor_parallel=tensor_parallel, pad_to=pad_to) == pad_to
 
 
 @pytest.mark.parametrize(
@@ -61,21 +72,20 @@ def test_a_size_to_pad_to_that_does_not_divide_is_refused(
     tensor_parallel: int,
     fitting: int,
 ) -> None:
-    rule = f"--pad-vocab-size-to {pad_to} must be divisible by --make-vocab-size-divisible-by {divisor}"
-    with pytest.raises(
-        ConfigError, match=f"{rule}. Use {fitting}, or a --make-vocab-size-divisible"
-    ):
-        compute_padded_vocab_size(100, divisor, tensor_parallel, pad_to)
-    assert compute_padded_vocab_size(100, divisor, tensor_parallel, fitting) == fitting
+    rule = f"must be divisible by --make-vocab-size-divisible-by {divisor}"
+    with pytest.raises(ConfigError, match=f"--pad-vocab-size-to {pad_to} {rule}") as raised:
+        pad(100, divisor=divisor, tensor_parallel=tensor_parallel, pad_to=pad_to)
+    assert f"Use {fitting}," in str(raised.value)
+    assert pad(100, divisor=divisor, tensor_parallel=tensor_parallel, pad_to=fitting) == fitting
 
 
-def test_size_for_planning(tmp_path: Path) -> None:
+def test_size_for_planning_comes_from_flags_and_files(tmp_path: Path) -> None:
     assert find_vocab_size(GPT2) == (5000, None)
     assert find_vocab_size(TokenizerConfig(vocab_file=VOCAB, vocab_size=5120)) == (5120, None)
     size, warning = find_vocab_size(TokenizerConfig(vocab_file="gone.json", merge_file="gone.txt"))
     assert size == 50257
     assert warning is not None
-    assert "--vocab-file gone.json is not there" in warning
+    assert "--vocab-file gone.json does not exist" in warning
     assert "no --vocab-file was given" in (find_vocab_size(TokenizerConfig())[1] or "")
     assert find_vocab_size(hf(folder_with(tmp_path / "tok"))) == (5001, None)
     size, warning = find_vocab_size(hf("bigscience/tokenizer", pad_vocab_size_to=250880))
@@ -88,10 +98,9 @@ def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) ->
     assert find_vocab_size(hf(slow_folder(tmp_path / "tok", eos_token="<unk>")))[0] >= 4
 
 
-def test_size_for_planning_errors() -> None:
-    with pytest.raises(
-        ConfigError, match="the vocabulary is unknown; give its folder, or --vocab-size N"
-    ):
+def test_an_unknown_size_for_planning_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="size of the vocabulary is unknown") as raised:
         find_vocab_size(hf("bigscience/tokenizer"))
+    assert "--vocab-size N" in str(raised.value)
     with pytest.raises(ConfigError, match="--vocab-size 0 must be at least 1"):
         find_vocab_size(TokenizerConfig(vocab_size=0))

@@ -1,4 +1,4 @@
-"""benchmarks/layouts.py runs, on shapes whose numbers are of no worth."""
+"""Tests that benchmarks/layouts.py runs. The measured numbers do not matter."""
 
 import re
 import subprocess
@@ -38,11 +38,6 @@ def test_quick_prints_every_table():
 @pytest.mark.full
 def test_ranks_on_one_device_train_as_one_process():
     printed = run("--ranks-on-one-gpu")
-    assert (
-        len(
-            re.findall(
-                r"^\| (?:TP|PP|DP) 2.* \| (?:\d\.\de-\d\d|0\.0e\+00) \|$", printed, re.MULTILINE
-            )
-        )
-        == 5
-    )
+    difference = r"(?:\d\.\de-\d\d|0\.0e\+00)"
+    rows = re.findall(rf"^\| (?:TP|PP|DP) 2.* \| {difference} \|$", printed, re.MULTILINE)
+    assert len(rows) == 5

@@ -1,4 +1,4 @@
-"""examples/curriculum_learning: its configuration, the numbers of its page, and the script as a user runs it."""
+"""Tests of examples/curriculum_learning: the numbers of its page, and its script."""
 
 import os
 import shutil
@@ -25,13 +25,13 @@ def test_the_page_shows_the_numbers_of_the_configuration() -> None:
         ).config,
         1,
     )
-    assert plan.errors == plan.warnings == ()
+    assert plan.errors == ()
+    assert plan.warnings == ()
     page = (EXAMPLE / "README.md").read_text()
     shown = [entry for entry in map(parse_log_line, page.splitlines()) if entry is not None]
     assert len(shown) == 3
-    for entry, progress in zip(
-        shown, plan.forecast().predict(int(entry["iteration"]) for entry in shown), strict=True
-    ):
+    expected = plan.forecast().predict(int(entry["iteration"]) for entry in shown)
+    for entry, progress in zip(shown, expected, strict=True):
         assert entry["train_iters"] == plan.train_iters
         assert entry["curriculum_seqlen"] == progress.seq_length
         assert entry["consumed_samples"] == progress.consumed_samples
@@ -70,4 +70,4 @@ def test_the_script_trains_and_resumes(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert empty.returncode == 1
-    assert "run 'bash examples/quickstart.sh' first" in empty.stderr
+    assert "Run 'bash examples/quickstart.sh' first" in empty.stderr

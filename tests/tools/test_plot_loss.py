@@ -1,4 +1,4 @@
-"""tools/plot_loss.py on metrics and logs."""
+"""Tests of tools/plot_loss.py on metrics and logs."""
 
 import importlib.util
 import math
@@ -55,41 +55,39 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         for report in reports:
             lines.append(f"[default3]:{format_training_line(report)}\n")
             if report.iteration in (3, 5):
-                lines.append(
-                    f"[default3]:{format_validation_line(report.iteration, report.lm_loss or 0.0)}\n"
-                )
+                line = format_validation_line(report.iteration, report.lm_loss or 0.0)
+                lines.append(f"[default3]:{line}\n")
         path.write_text("loading\n" + "".join(lines))
     return path
 
 
-def test_the_curve_is_the_run_without_what_was_lost(plot_loss: ModuleType, source: Path) -> None:
+def test_iterations_before_a_resume_are_replaced(plot_loss: ModuleType, source: Path) -> None:
     curves = plot_loss.read_curves(source)
     assert curves.train == ([1, 2, 3, 4, 5], [6.0, 5.0, 4.0, 3.5, 3.25])
     assert curves.validation == {"validation": ([3, 5], [4.0, 3.25])}
     assert curves.learning_rate == ([1, 2, 3, 4, 5], [1e-3] * 5)
 
 
-def test_it_writes_a_picture(plot_loss: ModuleType, source: Path, tmp_path: Path) -> None:
+def test_output_is_a_png(plot_loss: ModuleType, source: Path, tmp_path: Path) -> None:
     output = tmp_path / "pictures" / "loss.png"
     assert plot_loss.main([str(source), "--output", str(output), "--unigram-entropy", "6.2"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_loss_it_says_so(
+def test_a_source_without_a_loss_is_an_error(
     plot_loss: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plot_loss.main([str(tmp_path / "absent.jsonl")]) == 2
-    assert "is no file" in capsys.readouterr().err
+    assert "is not a file" in capsys.readouterr().err
     (tmp_path / "empty.log").write_text("nothing\n")
     assert plot_loss.main([str(tmp_path / "empty.log")]) == 2
-    assert "holds neither metrics" in capsys.readouterr().err
+    assert "has no loss" in capsys.readouterr().err
 
 
 def test_no_line_is_drawn_over_a_skipped_range(plot_loss: ModuleType) -> None:
     iterations, values = plot_loss.insert_gaps([1, 2, 3, 8, 9], [5.0, 4.0, 3.0, 2.0, 1.0])
     assert iterations == [1, 2, 3, 4, 8, 9]
     assert [i for i, value in zip(iterations, values, strict=True) if math.isnan(value)] == [4]
-    assert plot_loss.insert_gaps([10, 20, 30], [3.0, 2.0, 1.0]) == (
-        [10, 20, 30],
-        [3.0, 2.0, 1.0],
-    )  # every tenth is logged
+    # Only every tenth iteration is logged here, so no iteration is missing.
+    regular = ([10, 20, 30], [3.0, 2.0, 1.0])
+    assert plot_loss.insert_gaps(*regular) == regular

@@ -1,4 +1,4 @@
-"""examples/quickstart.sh as a user runs it."""
+"""Test of examples/quickstart.sh as a user runs it."""
 
 import os
 import re

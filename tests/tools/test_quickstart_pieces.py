@@ -1,4 +1,4 @@
-"""The Python pieces of examples/quickstart.sh, each for itself; the script itself runs in the long suite."""
+"""Tests of the Python scripts of the quickstart. The quickstart itself runs in the long suite."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_the_corpus_is_real_text_without_repetitions(
+def test_the_corpus_is_real_text_without_duplicates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_corpus = load("build_corpus")
@@ -32,7 +32,8 @@ def test_the_corpus_is_real_text_without_repetitions(
     assert build_corpus.main(["--output", str(corpus)]) == 0
     documents = [json.loads(line) for line in corpus.open(encoding="utf-8")]
     texts = [document["text"] for document in documents]
-    assert len(set(texts)) == len(texts) > 300
+    assert len(texts) > 300
+    assert len(set(texts)) == len(texts)
     assert sum(map(len, texts)) > 3e6
     assert any(
         document["source"] == "argparse.py" and "ArgumentParser" in document["text"]
@@ -48,7 +49,10 @@ def test_the_corpus_is_real_text_without_repetitions(
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Ten documents, of which the last two are for validation: half of their tokens are 7, a quarter 1, a quarter 2."""
+    """Write ten documents, of which the last two are for validation.
+
+    Half of the validation tokens are 7, a quarter are 1, and a quarter are 2.
+    """
     writer = IndexedDatasetWriter(tmp_path / "data", np.dtype(np.uint16))
     for _ in range(8):
         writer.add_document([0, 0, 0])
@@ -78,7 +82,7 @@ def compare(dataset: Path, loss: float | None) -> int:
     return status
 
 
-def test_entropy_is_that_of_the_validation_tokens(
+def test_unigram_entropy_is_that_of_the_validation_tokens(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entropy = 1.5 * math.log(2)
@@ -88,11 +92,9 @@ def test_entropy_is_that_of_the_validation_tokens(
     )
 
 
-def test_a_model_that_has_learned_too_little_fails(
-    dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_above_the_margin_fails(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(dataset, 1.5 * math.log(2) - 0.49) == 1
-    assert "should be lower by 0.5 at least" in capsys.readouterr().err
+    assert "must be lower by at least 0.5" in capsys.readouterr().err
     assert compare(dataset, math.nan) == 1
 
 

@@ -1,4 +1,4 @@
-"""Black-box runs."""
+"""Fixtures that run the main job as a black box."""
 
 from pathlib import Path
 

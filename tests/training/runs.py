@@ -1,4 +1,7 @@
-"""Runs of the main job in the pool's processes, as black boxes: a command line in, curve, log and files out."""
+"""Runs of the main job in the pool's processes, as black boxes.
+
+A command line goes in. Loss curve, log and files come out.
+"""
 
 from pathlib import Path
 
@@ -7,17 +10,20 @@ from process_pool import Outcome, ProcessPool, pretrain
 from megatron.observe.metrics import read_metrics
 
 SIZES = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "
-    "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --lr-decay-style constant --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0 --vocab-size 5000 --train-iters 10"
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --lr 2e-3 "
+    "--lr-decay-style constant --log-interval 1 --eval-interval 1000 --eval-iters 0 "
+    "--vocab-size 5000 --train-iters 10"
 )
 
 
 class Runner:
-    """Trains in a folder; each call is one launch."""
+    """Train in a folder. Each call is one launch."""
 
     def __init__(self, pool: ProcessPool, data: str, folder: Path) -> None:
-        self.pool, self.data, self.folder = pool, data, folder
+        self.pool = pool
+        self.data = data
+        self.folder = folder
 
     def argv(self, flags: str) -> list[str]:
         folder = str(self.folder)
@@ -37,13 +43,13 @@ class Runner:
         return self.pool.run(ranks, pretrain, self.argv(flags))
 
     def __call__(self, flags: str = "", ranks: int = 1) -> str:
-        """What rank 0 printed; fails the test if a rank failed."""
+        """Return what rank 0 printed. Fail the test if a rank failed."""
         from process_pool import succeed
 
         return succeed(self.outcomes(flags, ranks))
 
     def error(self, flags: str = "", ranks: int = 1) -> str:
-        """`Kind: message` of rank 0's error; fails the test if there was none."""
+        """Return rank 0's error as `Kind: message`. Fail the test if there was none."""
         outcome = self.outcomes(flags, ranks)[0]
         assert outcome.error is not None, f"there was no error:\n{outcome.output}"
         return f"{outcome.kind}: {outcome.error}"
@@ -52,7 +58,7 @@ class Runner:
         return read_metrics(self.folder / "metrics.jsonl")
 
     def losses_of_training(self) -> list[int]:
-        """Iterations that were trained."""
+        """Return the iterations that were trained."""
         return [entry["iteration"] for entry in self.metrics() if "lm_loss" in entry]
 
     def losses(self) -> dict[int, float]:

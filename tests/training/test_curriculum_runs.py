@@ -1,6 +1,8 @@
-"""Curriculum learning in real runs: lengths, tokens, end, learning rate, resume, skipping, evaluation, layouts.
+"""Curriculum learning in real runs.
 
-The curriculum grows from 8 to 32 tokens over 5 iterations in steps of 8: 8, 16, 16, 24, 32, then 32.
+These tests cover lengths, tokens, the end of training, learning rate, resume, skipped ranges,
+evaluation and layouts. The curriculum grows from 8 to 32 tokens over 5 iterations in steps of 8.
+The lengths are 8, 16, 16, 24, 32, and 32 from then on.
 """
 
 from pathlib import Path
@@ -15,14 +17,17 @@ from megatron.plan import resolve
 
 BATCH = 4
 LENGTHS = [8, 16, 16, 24, 32, 32, 32, 32]
-GROWING = "--curriculum-schedule-type fixed_linear --curriculum-min-difficulty 8 --curriculum-total-step 5 --train-iters 20"
+GROWING = (
+    "--curriculum-schedule-type fixed_linear --curriculum-min-difficulty 8 "
+    "--curriculum-total-step 5 --train-iters 20"
+)
 TOKENS = BATCH * sum(LENGTHS)
 CURRICULUM = f"{GROWING} --train-tokens {TOKENS} --lr-decay-tokens {TOKENS}"
 DECAY = "--lr-decay-style linear --lr-warmup-iters 2"
 
 
 def curve(run: Runner) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each iteration."""
+    """Return (loss, gradient norm) of each iteration."""
     return [(entry["lm_loss"], entry["grad_norm"]) for entry in run.metrics() if "lm_loss" in entry]
 
 
@@ -41,9 +46,8 @@ def test_lengths_and_tokens_until_the_tokens_are_trained(run: Runner) -> None:
         BATCH * (i + 1) for i in range(len(LENGTHS))
     ]
     assert list(lengths(run).values()) == LENGTHS
-    assert {entry["train_iters"] for entry in lines} == {
-        20
-    }  # as in the runs whose logs people have; the tokens ended it
+    # The log line has --train-iters, as in Megatron, although the tokens ended the run.
+    assert {entry["train_iters"] for entry in lines} == {20}
     # Operations grow faster than the length, because of attention.
     flops = [entry["gigaflops_without_embeddings"] for entry in run.metrics()]
     assert flops[4] - flops[3] > 4 * flops[0]
@@ -56,8 +60,8 @@ def test_lengths_and_tokens_until_the_tokens_are_trained(run: Runner) -> None:
     )
 
 
-def losses_of_cut_samples(argv: list[str], lengths: list[int]) -> list[float]:
-    """Losses of an engine that is given the full samples, cut here to their first tokens."""
+def compute_losses_of_truncated_samples(argv: list[str], lengths: list[int]) -> list[float]:
+    """Return the losses of an engine on full samples that are truncated here."""
     import dataclasses
 
     import torch
@@ -70,29 +74,29 @@ def losses_of_cut_samples(argv: list[str], lengths: list[int]) -> list[float]:
 
     plan = resolve(load_config(argv).config, 1)
     mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
-    sources, engine = open_data(plan, mesh, TrainState()), NativeEngine(plan, mesh)
+    sources = open_data(plan, mesh, TrainState())
+    engine = NativeEngine(plan, mesh)
     assert sources.train is not None
     losses = []
     for iteration, n in enumerate(lengths, 1):
-        whole = sources.train.read_batch(BATCH)
-        cut = [
+        truncated = [
             dataclasses.replace(
                 m, tokens=m.tokens[:, :n].contiguous(), labels=m.labels[:, :n].contiguous()
             )
-            for m in whole
+            for m in sources.train.read_batch(BATCH)
         ]
-        losses.append(engine.train_batch(cut, iteration=iteration, lr=2e-3).loss)
+        losses.append(engine.train_batch(truncated, iteration=iteration, lr=2e-3).loss)
     return losses
 
 
-def test_samples_are_cut_to_their_first_tokens(run: Runner, pool: ProcessPool) -> None:
+def test_samples_are_truncated_to_their_first_tokens(run: Runner, pool: ProcessPool) -> None:
     run(CURRICULUM)
-    outcomes = pool.run(1, losses_of_cut_samples, run.argv(""), LENGTHS)
+    outcomes = pool.run(1, compute_losses_of_truncated_samples, run.argv(""), LENGTHS)
     succeed(outcomes)
     assert [loss for loss, _ in curve(run)] == outcomes[0].value
 
 
-def test_a_run_without_curriculum_says_nothing_of_it(run: Runner) -> None:
+def test_log_line_without_a_curriculum_lacks_its_field(run: Runner) -> None:
     assert "curriculum seqlen" not in run("--train-iters 1")
     assert lengths(run) == {1: None}
 
@@ -105,14 +109,12 @@ def test_the_plan_forecasts_the_run(run: Runner) -> None:
     for entry, progress in zip(
         run.metrics(), forecast.predict(range(1, len(LENGTHS) + 1)), strict=True
     ):
-        assert (entry["consumed_tokens"], entry["curriculum_seqlen"]) == (
-            progress.consumed_tokens,
-            progress.seq_length,
-        )
+        assert entry["consumed_tokens"] == progress.consumed_tokens
+        assert entry["curriculum_seqlen"] == progress.seq_length
         assert entry["learning_rate"] == progress.lr
 
 
-def test_the_rate_decays_by_tokens_from_the_end_of_warm_up(run: Runner) -> None:
+def test_learning_rate_decays_by_tokens_from_the_end_of_warm_up(run: Runner) -> None:
     run(f"{CURRICULUM} {DECAY}")
     rates = [entry["learning_rate"] for entry in run.metrics()]
     warmup_tokens = BATCH * (8 + 16)
@@ -125,11 +127,11 @@ def test_the_rate_decays_by_tokens_from_the_end_of_warm_up(run: Runner) -> None:
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("cut", [2, 3, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(run: Runner, other: Runner, cut: int) -> None:
+@pytest.mark.parametrize("stop", [2, 3, 6])
+def test_resumed_run_equals_the_uninterrupted_one(run: Runner, other: Runner, stop: int) -> None:
     dropout = "--hidden-dropout 0.1 --attention-dropout 0.1"
     other(f"{CURRICULUM} {DECAY} {dropout}")
-    run(f"{CURRICULUM} {DECAY} {dropout} --exit-interval {cut}")
+    run(f"{CURRICULUM} {DECAY} {dropout} --exit-interval {stop}")
     output = run(f"{CURRICULUM} {DECAY} {dropout}")
     assert "successfully loaded checkpoint" in output
     assert curve(run) == curve(other)
@@ -139,14 +141,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: Runner, other: Runner, cut:
     ]
 
 
-def test_a_run_that_has_its_tokens_trains_no_more(run: Runner) -> None:
+def test_finished_run_trains_no_further_iterations(run: Runner) -> None:
     run(CURRICULUM)
     run(CURRICULUM)
     assert run.losses_of_training() == list(range(1, 9))
 
 
-def test_a_skipped_range_counts_its_own_lengths(run: Runner) -> None:
-    """Iterations 3 to 5 have 16, 24 and 32 tokens."""
+def test_skipped_range_counts_its_own_lengths(run: Runner) -> None:
+    """A skipped range advances the tokens by its own lengths, which are 16, 24 and 32 here."""
     output = run(f"{CURRICULUM} {DECAY} --skip-train-iteration-range 3-5")
     assert "Skipped iterations 3 to 5 due to --skip-train-iteration-range flag." in output
     entries = {entry["iteration"]: entry for entry in run.metrics()}
@@ -154,7 +156,8 @@ def test_a_skipped_range_counts_its_own_lengths(run: Runner) -> None:
     assert entries[6]["consumed_tokens"] == BATCH * sum(LENGTHS[:6])
     assert entries[6]["curriculum_seqlen"] == 32
     # The rate's tokens are those that were trained.
-    trained, warmup_tokens = BATCH * (8 + 16 + 32), BATCH * (8 + 16)
+    trained = BATCH * (8 + 16 + 32)
+    warmup_tokens = BATCH * (8 + 16)
     assert entries[6]["learning_rate"] == pytest.approx(
         2e-3 * (1 - (trained - warmup_tokens) / (TOKENS - warmup_tokens))
     )
@@ -170,7 +173,10 @@ EVALUATED = "--eval-interval 2 --eval-iters 4 --split 80,20,0"
 
 
 def evaluate(run: Runner, flags: str) -> float:
-    """Validation loss of the weights in the run's folder; with the counters at zero, so on the first validation samples."""
+    """Return the validation loss of the weights in the run's folder.
+
+    The counters start at zero, so this uses the first validation samples.
+    """
     run(f"{flags} {EVALUATED} --eval-only --finetune")
     return {
         entry["iteration"]: entry["validation"]["validation"]
@@ -179,8 +185,12 @@ def evaluate(run: Runner, flags: str) -> float:
     }[0]
 
 
-def test_evaluation_has_the_full_length_whatever_the_current_one(run: Runner) -> None:
-    """The same weights: in iteration 2 of a run at 16 tokens, before the first iteration at 8, and without a curriculum."""
+def test_evaluation_uses_the_full_sequence_length(run: Runner) -> None:
+    """Evaluation uses the full sequence length, whatever the curriculum's current length is.
+
+    The same weights are evaluated in iteration 2 of a run at 16 tokens, before the first iteration
+    at 8 tokens, and without a curriculum.
+    """
     run(f"{CURRICULUM} {EVALUATED} --exit-interval 2")
     inside = run.metrics()[-1]
     assert inside["curriculum_seqlen"] == 16
@@ -189,7 +199,8 @@ def test_evaluation_has_the_full_length_whatever_the_current_one(run: Runner) ->
         evaluate(run, CURRICULUM),
         evaluate(run, "--train-iters 20"),
     ]
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
+    assert losses[0] == losses[2]
     assert (
         evaluate(run, "--train-iters 20 --seq-length 16 --max-position-embeddings 32") != losses[0]
     )
@@ -198,29 +209,18 @@ def test_evaluation_has_the_full_length_whatever_the_current_one(run: Runner) ->
 def test_root_and_discrete_schedules(run: Runner, other: Runner) -> None:
     tokens = "--train-tokens 400 --lr-decay-tokens 400 --train-iters 20"
     run(
-        f"--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 32 16 --curriculum-max-steps 2 3 {tokens}"
+        "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 32 16 "
+        f"--curriculum-max-steps 2 3 {tokens}"
     )
-    assert list(lengths(run).values()) == [
-        8,
-        8,
-        32,
-        16,
-        16,
-        16,
-        16,
-    ]  # 64 tokens, then 128, then 64 each
+    # An iteration has 64 tokens at length 16 and 128 at length 32.
+    assert list(lengths(run).values()) == [8, 8, 32, 16, 16, 16, 16]
     other(
-        "--curriculum-schedule-type fixed_root --curriculum-min-difficulty 8 --curriculum-total-step 4 --curriculum-root-degree 2 "
+        "--curriculum-schedule-type fixed_root --curriculum-min-difficulty 8 "
+        "--curriculum-total-step 4 --curriculum-root-degree 2 "
         f"--curriculum-max-difficulty 24 {tokens}"
     )
-    assert list(lengths(other).values()) == [
-        16,
-        16,
-        16,
-        24,
-        24,
-        24,
-    ]  # 8 + 16 x (1/2, 0.71, 0.87, 1), in steps of 8
+    # The length is 8 + 16 x (1/2, 0.71, 0.87, 1), in steps of 8.
+    assert list(lengths(other).values()) == [16, 16, 16, 24, 24, 24]
 
 
 LAYOUTS = {
@@ -238,7 +238,7 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_train_as_one_process(run: Runner, single: Runner, layout: str) -> None:
+def test_layouts_train_like_one_process(run: Runner, single: Runner, layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
     run(f"{CURRICULUM} {flags}", ranks=ranks)
     assert lengths(run) == lengths(single)
@@ -246,52 +246,54 @@ def test_layouts_train_as_one_process(run: Runner, single: Runner, layout: str) 
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_changed_curriculum_is_refused_on_resume(run: Runner) -> None:
+def test_changed_curriculum_is_refused_on_resume(run: Runner) -> None:
     run(f"{CURRICULUM} --exit-interval 3")
     longer = CURRICULUM.replace("--curriculum-total-step 5", "--curriculum-total-step 8")
     error = run.error(longer)
-    assert error.startswith("ConfigError: the curriculum differs from the checkpoint's")
+    assert error.startswith("ConfigError: ")
+    assert "curriculum differs from the checkpoint's" in error
     assert "over 8 iterations in steps of 8 here" in error
     assert "over 5 iterations in steps of 8 in the checkpoint" in error
-    assert "iteration 4 has sequences of 16 tokens here and of 24 there" in error
+    assert "sequences of 16 tokens here and of 24 in the checkpoint" in error
     assert "--override-lr-scheduler" in error
     assert "--use-checkpoint-lr-scheduler" in error
     gone = run.error(f"--train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS}")
     assert "none here, fixed_linear" in gone
-    assert "iteration 4 has sequences of 32 tokens here and of 24 there" in gone
+    assert "sequences of 32 tokens here and of 24 in the checkpoint" in gone
     assert run.losses_of_training() == [1, 2, 3]
 
 
-def test_a_changed_curriculum_holds_by_override(run: Runner) -> None:
+def test_override_applies_a_changed_curriculum(run: Runner) -> None:
     run(f"{CURRICULUM} --exit-interval 3")
     longer = CURRICULUM.replace("--curriculum-total-step 5", "--curriculum-total-step 8")
     assert "--override-lr-scheduler changes the curriculum: fixed_linear" in run(
         f"{longer} --override-lr-scheduler --exit-interval 5"
     )
     assert list(lengths(run).values()) == [8, 16, 16, 16, 16]
-    run(longer)  # from then on it is the checkpoint's
+    run(longer)  # the override is in the checkpoint by now
     assert lengths(run)[8] == 32
 
 
-def test_the_checkpoints_curriculum_can_be_kept(run: Runner, other: Runner) -> None:
+def test_checkpoints_curriculum_can_be_kept(run: Runner, other: Runner) -> None:
     other(CURRICULUM)
     run(f"{CURRICULUM} --exit-interval 3")
     output = run(
-        f"--train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS} --use-checkpoint-lr-scheduler --exit-interval 4"
+        f"--train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS} "
+        "--use-checkpoint-lr-scheduler --exit-interval 4"
     )
     assert "--use-checkpoint-lr-scheduler keeps the checkpoint's" in output
     run(CURRICULUM)  # it was saved with the run
     assert curve(run) == curve(other)
 
 
-def test_a_curriculum_that_is_over_need_not_be_given(run: Runner, other: Runner) -> None:
+def test_completed_curriculum_may_be_left_out(run: Runner, other: Runner) -> None:
     other(CURRICULUM)
     run(f"{CURRICULUM} --exit-interval 6")
     run(f"--train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS}")
     assert curve(run) == curve(other)
 
 
-def test_a_run_may_turn_to_a_curriculum(run: Runner) -> None:
+def test_curriculum_can_be_added_on_resume(run: Runner) -> None:
     run("--exit-interval 2")
     assert "none in the checkpoint" in run.error(f"{CURRICULUM} --lr-decay-style linear")
     run(f"{CURRICULUM} --override-lr-scheduler")
@@ -305,18 +307,19 @@ def test_ranks_must_have_the_same_curriculum(run: Runner, pool: ProcessPool) -> 
     assert "curriculum.curriculum_total_step: 5 and 8" in str(outcomes[0].error)
 
 
-def test_a_yaml_file_is_the_same_run(
+def test_yaml_file_gives_the_same_run(
     run: Runner, other: Runner, tmp_path: Path, pool: ProcessPool
 ) -> None:
     run(CURRICULUM)
     file = tmp_path / "run.yaml"
     file.write_text(
-        "curriculum:\n  curriculum_schedule_type: fixed_linear\n  curriculum_min_difficulty: 8\n  curriculum_total_step: 5\n"
+        "curriculum:\n  curriculum_schedule_type: fixed_linear\n"
+        "  curriculum_min_difficulty: 8\n  curriculum_total_step: 5\n"
     )
     other(f"--config {file} --train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS}")
     assert curve(run) == curve(other)
 
 
-def test_a_ramp_beside_it_is_refused_before_anything_is_read(run: Runner) -> None:
+def test_curriculum_with_batch_size_ramp_is_refused(run: Runner) -> None:
     assert "leave out --rampup-batch-size" in run.error(f"{CURRICULUM} --rampup-batch-size 2 2 8")
     assert "give --train-tokens and --lr-decay-tokens" in run.error(GROWING)

@@ -1,5 +1,7 @@
-"""Data and tokenizer files that differ between ranks, or from those of the checkpoint, are refused
-before they do harm."""
+"""Data and tokenizer files that differ are refused before training or before the next save.
+
+They may differ between ranks, or from those that the checkpoint recorded.
+"""
 
 import dataclasses
 import json
@@ -27,8 +29,10 @@ TOKENIZER = f"--vocab-file {VOCAB} --merge-file {MERGES}"
 
 
 def pretrain_on_host(argv: list[str], folder: str, small_bytes: int = content.SMALL_BYTES) -> None:
-    """Train in a working folder of its own, so that a relative path means another file, as on
-    another host."""
+    """Train in another working folder.
+
+    A relative path then means another file, as on another host.
+    """
     before = os.getcwd()
     os.chdir(folder)
     content.SMALL_BYTES = small_bytes
@@ -40,17 +44,16 @@ def pretrain_on_host(argv: list[str], folder: str, small_bytes: int = content.SM
 
 
 def unsampled(size: int) -> list[int]:
-    """The even places of a file that the sampled fingerprint does not read."""
-    starts = [(size - 4096) * place // 63 for place in range(64)]
+    """Return the even positions of a file that the sampled fingerprint does not read."""
+    starts = [(size - 4096) * number // 63 for number in range(64)]
     sampled = {start + i for start in starts for i in range(4096)}
     free = [at for at in range(0, size - 1, 2) if at not in sampled and at + 1 not in sampled]
-    assert free, "the samples leave nothing out"
+    assert free, "the samples cover the complete file"
     return free
 
 
 def alter_between_samples(path: Path) -> None:
-    """Change every token that the sampled fingerprint does not read, and put the time of change
-    back."""
+    """Change every token that the sampled fingerprint does not read, and restore the mtime."""
     before = path.stat()
     raw = bytearray(path.read_bytes())
     for at in unsampled(len(raw)):
@@ -80,7 +83,7 @@ def alter_first_token(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with room between the samples of its fingerprint."""
+    """A corpus that is larger than the samples of its fingerprint."""
     folder = tmp_path_factory.mktemp("wide")
     source = IndexedDataset(corpus)
     with IndexedDatasetWriter(folder / "data", np.uint16) as writer:
@@ -100,7 +103,7 @@ def hosts(wide: Path, tmp_path: Path) -> list[Path]:
 
 
 class OnHosts:
-    """Launches of one run, each rank in the folder of its host."""
+    """Launch a run with each rank in the folder of its host."""
 
     def __init__(self, run: Runner, hosts: list[Path]) -> None:
         self.run = run
@@ -136,7 +139,7 @@ def on_hosts(run: Runner, hosts: list[Path]) -> OnHosts:
     return OnHosts(run, hosts)
 
 
-def test_equal_copies_train_and_are_recorded(on_hosts: OnHosts) -> None:
+def test_equal_copies_train_and_their_digest_is_recorded(on_hosts: OnHosts) -> None:
     on_hosts.succeed("--train-iters 2 --save-interval 2", ranks=2)
     digests = on_hosts.state(2)["data_digests"]
     assert list(digests.values()) == [content.digest_of_file(on_hosts.hosts[0] / "data.bin")]
@@ -152,7 +155,7 @@ def test_equal_copies_train_and_are_recorded(on_hosts: OnHosts) -> None:
     ],
     ids=["sampled", "index", "between the samples", "missing"],
 )
-def test_a_host_with_other_data_is_named_before_the_first_step(
+def test_host_with_different_data_is_named_before_the_first_step(
     on_hosts: OnHosts, file: str, alter, kind: str
 ) -> None:
     alter(on_hosts.hosts[1] / file)
@@ -163,8 +166,11 @@ def test_a_host_with_other_data_is_named_before_the_first_step(
     assert on_hosts.trained() == []
 
 
-def test_a_large_copy_that_differs_ends_the_run_before_its_save(on_hosts: OnHosts) -> None:
-    """Above the limit for small files the digests come from the background."""
+def test_large_file_that_differs_ends_the_run_before_its_save(on_hosts: OnHosts) -> None:
+    """A file above the limit for small files is compared before the save.
+
+    Its digest is computed in the background.
+    """
     alter_between_samples(on_hosts.hosts[1] / "data.bin")
     (error, _) = on_hosts.errors("--train-iters 40 --save-interval 20", ranks=2, small_bytes=0)
     assert error.startswith("DataError: rank 1 on ")
@@ -172,7 +178,7 @@ def test_a_large_copy_that_differs_ends_the_run_before_its_save(on_hosts: OnHost
     assert not step_folder(on_hosts.run.folder, 20).exists()
 
 
-def test_a_host_with_another_split_file_is_named(on_hosts: OnHosts) -> None:
+def test_host_with_a_different_split_file_is_named(on_hosts: OnHosts) -> None:
     (on_hosts.hosts[1] / "split.txt").write_text("train: 1.0 0:0.5 data")
     for error in on_hosts.errors(
         "--train-iters 2 --train-weighted-split-paths-path split.txt", ranks=2
@@ -181,7 +187,7 @@ def test_a_host_with_another_split_file_is_named(on_hosts: OnHosts) -> None:
         assert "split file split.txt" in error
 
 
-def test_a_host_with_another_tokenizer_is_named(on_hosts: OnHosts) -> None:
+def test_host_with_a_different_tokenizer_is_named(on_hosts: OnHosts) -> None:
     for folder, extra in zip(on_hosts.hosts, ("", "\n"), strict=True):
         shutil.copyfile(VOCAB, folder / "vocab.json")
         (folder / "merges.txt").write_text(Path(MERGES).read_text() + extra)
@@ -193,7 +199,7 @@ def test_a_host_with_another_tokenizer_is_named(on_hosts: OnHosts) -> None:
 
 
 @pytest.mark.parametrize("small_bytes", [content.SMALL_BYTES, 0], ids=["small", "large"])
-def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
+def test_corpus_altered_between_the_samples_is_refused_on_resume(
     on_hosts: OnHosts, small_bytes: int
 ) -> None:
     on_hosts.succeed("--exit-interval 2")
@@ -201,7 +207,7 @@ def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
     before = IndexedDataset(on_hosts.hosts[0] / "data").compute_fingerprint()
     alter_between_samples(on_hosts.hosts[0] / "data.bin")
     assert IndexedDataset(on_hosts.hosts[0] / "data").compute_fingerprint() == before, (
-        "else this shows nothing"
+        "the alteration must not change the sampled fingerprint"
     )
     (error,) = on_hosts.errors("--train-iters 40 --save-interval 20", small_bytes=small_bytes)
     assert "data.bin has changed" in error
@@ -214,14 +220,14 @@ def test_a_corpus_that_was_altered_between_the_samples_is_refused_on_resume(
     )
 
 
-def test_a_corpus_that_was_moved_goes_on(on_hosts: OnHosts, tmp_path: Path) -> None:
+def test_moved_corpus_is_accepted_on_resume(on_hosts: OnHosts, tmp_path: Path) -> None:
     on_hosts.succeed("--exit-interval 2")
     on_hosts.hosts[0] = shutil.copytree(on_hosts.hosts[0], tmp_path / "elsewhere")
     assert "warning: the checkpoint has no digest" not in on_hosts.succeed("--train-iters 3")
     assert on_hosts.trained() == [1, 2, 3]
 
 
-def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
+def test_digest_is_none_until_it_is_computed(
     on_hosts: OnHosts,
 ) -> None:
     held = threading.Event()
@@ -229,10 +235,9 @@ def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
     prefix = str(on_hosts.hosts[0] / "data")
     fingerprint = library.open(prefix).compute_fingerprint()
     library.background.submit("a check that takes long", lambda: held.wait(30) and None)
-    said: list[str] = []
     content.SMALL_BYTES = 0
     try:
-        files = DataFiles(library, TrainState(), Ranks(), "rank 0", said.append)
+        files = DataFiles(library, TrainState(), ranks=Ranks(), who="rank 0", say=lambda line: None)
         files.check()
         assert files.record() == {fingerprint: None}
         held.set()
@@ -245,7 +250,7 @@ def test_a_digest_that_is_not_computed_yet_is_unknown_and_filled_in_later(
 
 
 def strip_digests(folder: Path) -> None:
-    """As an older version wrote it."""
+    """Remove the digests from a checkpoint, as an older version wrote it."""
     manifest = read_manifest(folder)
     state = {
         name: value
@@ -255,7 +260,7 @@ def strip_digests(folder: Path) -> None:
     (folder / MANIFEST).write_text(dataclasses.replace(manifest, state=state).dump_json())
 
 
-def test_an_older_checkpoint_resumes_and_it_is_said_what_is_not_compared(on_hosts: OnHosts) -> None:
+def test_older_checkpoint_resumes_and_reports_what_is_not_compared(on_hosts: OnHosts) -> None:
     on_hosts.succeed(f"--exit-interval 2 {TOKENIZER}")
     strip_digests(step_folder(on_hosts.run.folder, 2))
     output = on_hosts.succeed(f"--train-iters 4 --save-interval 4 {TOKENIZER}")
@@ -267,7 +272,7 @@ def test_an_older_checkpoint_resumes_and_it_is_said_what_is_not_compared(on_host
     assert "no digest" not in output
 
 
-def test_another_tokenizer_of_the_same_size_is_refused_on_resume(
+def test_different_tokenizer_of_the_same_size_is_refused_on_resume(
     run: Runner, tmp_path: Path
 ) -> None:
     run(f"--exit-interval 2 {TOKENIZER}")
@@ -293,17 +298,19 @@ def test_another_tokenizer_of_the_same_size_is_refused_on_resume(
 
 
 def pretrain_with_large_indices(argv: list[str]) -> None:
-    """Take each cached array for a large one, of which the check at the start reads 64 single
-    bytes."""
-    whole, sample = array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES
-    array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = 0, 1
+    """Treat each cached array as large. The check at the start then reads only 64 bytes of it."""
+    complete = array_file.WHOLE_BYTES
+    sample = array_file.SAMPLE_BYTES
+    array_file.WHOLE_BYTES = 0
+    array_file.SAMPLE_BYTES = 1
     try:
         pretrain(argv)
     finally:
-        array_file.WHOLE_BYTES, array_file.SAMPLE_BYTES = whole, sample
+        array_file.WHOLE_BYTES = complete
+        array_file.SAMPLE_BYTES = sample
 
 
-def test_a_large_index_that_decays_ends_the_run_before_its_save_and_is_built_again(
+def test_damaged_large_index_ends_the_run_before_its_save_and_is_rebuilt(
     run: Runner, other: Runner
 ) -> None:
     def launch(flags: str, ranks: int = 2) -> list[Outcome]:

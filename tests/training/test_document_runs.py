@@ -1,4 +1,7 @@
-"""--reset-position-ids, --reset-attention-mask and --eod-mask-loss in real runs, on one process and on a grid."""
+"""Flags for document boundaries in real runs, on one process and on a grid.
+
+The flags are --reset-position-ids, --reset-attention-mask and --eod-mask-loss.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ def curve(run: Runner) -> list[float]:
 
 
 @pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
-def test_a_grid_trains_as_one_process(
+def test_grid_trains_like_one_process(
     positions: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     shape = f"{FLAGS} --num-layers 2 --position-embedding-type {positions}"
@@ -26,7 +29,8 @@ def test_a_grid_trains_as_one_process(
     )
     single(shape)
     grid(
-        f"{shape} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        f"{shape} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2",
         ranks=8,
     )
     assert curve(grid) == pytest.approx(curve(single), rel=1e-5)
@@ -34,7 +38,9 @@ def test_a_grid_trains_as_one_process(
     assert curve(plain) != pytest.approx(curve(single), rel=1e-5)
 
 
-def test_data_without_ends_are_refused(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_data_without_end_of_document_tokens_is_refused(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 
     source = IndexedDataset(corpus)
@@ -43,11 +49,9 @@ def test_data_without_ends_are_refused(pool: ProcessPool, corpus: str, tmp_path:
         writer.add_document(source.get(document, 0, int(source.sizes[document]) - 1))
     writer.finalize()
     run = Runner(pool, str(tmp_path / "endless"), tmp_path / "run")
-    assert "preprocess it with --append-eod, or leave these flags out" in run.error(
-        f"{FLAGS} --split 1,0,0"
-    )
+    assert "with --append-eod" in run.error(f"{FLAGS} --split 1,0,0")
 
 
-def test_the_end_must_be_known(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_document_flags_need_a_tokenizer(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
     message = Runner(pool, corpus, tmp_path).error("--reset-attention-mask")
     assert "--vocab-file" in message

@@ -1,4 +1,4 @@
-"""Reasons to stop, NaN losses, evaluation, and errors before anything is trained."""
+"""Reasons to stop, NaN losses, evaluation, and errors before training starts."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from megatron.observe.log_line import parse_validation_log_line
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_exit_interval_saves_and_leaves(run: Runner) -> None:
+def test_exit_interval_saves_and_exits(run: Runner) -> None:
     output = run("--exit-interval 3")
     assert "successfully saved checkpoint at iteration       3 to" in output
     assert "exiting program at iteration 3" in output
@@ -44,7 +44,7 @@ def test_kill_switch(run: Runner, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
+def test_sigterm_saves_and_ends_all_ranks(run: Runner, ranks: int) -> None:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -62,15 +62,15 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
             if "iteration        3/" in line:
                 process.send_signal(signal.SIGTERM)
                 if ranks == 1:
+                    # Slurm sends the signal to the tasks, and srun passes it on to them again.
                     time.sleep(0.02)
-                    process.send_signal(
-                        signal.SIGTERM
-                    )  # as srun passes on what Slurm has sent to the tasks, too
+                    process.send_signal(signal.SIGTERM)
                 break
         rest, _ = process.communicate(timeout=60)
         watchdog.cancel()
     output = "".join(lines) + rest
-    assert "received a signal to stop; exiting program at iteration" in output
+    assert "received a signal to stop" in output
+    assert "exiting program at iteration" in output
     last = int((run.folder / "latest_checkpointed_iteration.txt").read_text())
     assert last >= 3
     assert max(run.losses()) == last
@@ -78,7 +78,7 @@ def test_sigterm_saves_and_all_leave_together(run: Runner, ranks: int) -> None:
         assert process.returncode == 0
 
 
-def test_a_later_signal_ends_a_process_that_does_not_come_to_its_next_iteration() -> None:
+def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:
     code = """
 import time
 from megatron.training import exits
@@ -102,13 +102,15 @@ while True:
         assert process.wait(30) == -signal.SIGTERM
 
 
-def test_eval_and_named_validation_sets(run: Runner) -> None:
-    parts = [f"--{which}-weighted-split-paths" for which in ("train", "valid")]
+def test_named_validation_sets_are_evaluated(run: Runner) -> None:
     data = run.data
     argv = [
         *run.argv("--eval-interval 5 --eval-iters 2"),
-        *(parts[0], f"train: 1 0:0.8 {data}"),
-        *(parts[1], f"left: 1 0.8:0.9 {data}", f"right: 1 0.9:1 {data}"),
+        "--train-weighted-split-paths",
+        f"train: 1 0:0.8 {data}",
+        "--valid-weighted-split-paths",
+        f"left: 1 0.8:0.9 {data}",
+        f"right: 1 0.9:1 {data}",
     ]
     at = argv.index("--data-path")
     del argv[at : at + 2]
@@ -123,12 +125,12 @@ def test_eval_and_named_validation_sets(run: Runner) -> None:
     assert found[0]["lm_loss"] != found[1]["lm_loss"]
 
 
-def test_the_end_of_training_is_evaluated_whatever_the_interval(run: Runner, other: Runner) -> None:
+def test_end_of_training_is_evaluated_for_any_interval(run: Runner, other: Runner) -> None:
     flags = "--eval-interval 4 --eval-iters 1 --split 60,30,10"
     found = [entry for entry in map(parse_validation_log_line, run(flags).splitlines()) if entry]
     names = [(entry["name"], entry["iteration"]) for entry in found]
     assert names == [("validation", 4), ("validation", 8), ("validation", 10), ("test", 10)]
-    # A run that ended earlier and was prolonged evaluates the same samples as one that was not.
+    # A run that ended earlier and was extended evaluates the same samples as one that was not.
     for iterations in (6, 10):
         other(f"{flags} --train-iters {iterations}")
     assert [e["validation"] for e in other.metrics() if e["iteration"] == 8] == [
@@ -139,7 +141,8 @@ def test_the_end_of_training_is_evaluated_whatever_the_interval(run: Runner, oth
 def test_eval_only_trains_nothing_and_is_repeatable(run: Runner) -> None:
     run("--exit-interval 5 --eval-iters 2 --split 80,10,10")
     weights = (run.folder / "global_step5" / "rank_00000.safetensors").read_bytes()
-    first, second = (run("--eval-only --eval-iters 2 --split 80,10,10") for _ in range(2))
+    first = run("--eval-only --eval-iters 2 --split 80,10,10")
+    second = run("--eval-only --eval-iters 2 --split 80,10,10")
     lines = [line for line in first.splitlines() if "loss at iteration 5" in line]
     assert [line.split(" loss")[0].strip() for line in lines] == ["validation", "test"]
     assert all(line in second for line in lines)
@@ -147,13 +150,13 @@ def test_eval_only_trains_nothing_and_is_repeatable(run: Runner) -> None:
     assert sorted(run.losses_of_training()) == [1, 2, 3, 4, 5]
 
 
-def test_evaluation_leaves_training_as_it_was(run: Runner, other: Runner) -> None:
+def test_evaluation_does_not_change_training(run: Runner, other: Runner) -> None:
     run("--eval-interval 2 --eval-iters 3 --split 80,10,10")
     other("--split 80,10,10")
     assert run.losses() == other.losses()
 
 
-def test_evaluation_goes_on_where_it_stood_after_a_resume(run: Runner, other: Runner) -> None:
+def test_evaluation_continues_at_its_position_after_a_resume(run: Runner, other: Runner) -> None:
     flags = "--eval-interval 2 --eval-iters 1 --split 50,45,5"
     run(flags)
     other(f"{flags} --exit-interval 4")
@@ -165,7 +168,7 @@ def test_evaluation_goes_on_where_it_stood_after_a_resume(run: Runner, other: Ru
 
 
 def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
-    """The main job, with a weight made infinite for these iterations by the outside world (a cosmic ray, say)."""
+    """Run the main job with a weight that is infinite during these iterations."""
     import pretrain_gpt
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
@@ -189,7 +192,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 
 
-def test_a_nan_step_is_counted_and_never_trained_on(run: Runner, pool: ProcessPool) -> None:
+def test_nan_step_is_counted_and_changes_no_weight(run: Runner, pool: ProcessPool) -> None:
     output = succeed(
         pool.run(
             1,
@@ -201,14 +204,13 @@ def test_a_nan_step_is_counted_and_never_trained_on(run: Runner, pool: ProcessPo
     line = next(line for line in output.splitlines() if " iteration        4/" in line)
     assert "number of skipped iterations:   1 | number of nan iterations:   1" in line
     metrics = {entry["iteration"]: entry for entry in run.metrics()}
-    assert (
-        metrics[4]["learning_rate"] == metrics[3]["learning_rate"]
-    )  # the rate waits for an applied step
-    assert metrics[4]["consumed_samples"] == metrics[3]["consumed_samples"] + 4  # the data does not
+    # Only an applied step moves the learning rate, but every step consumes its samples.
+    assert metrics[4]["learning_rate"] == metrics[3]["learning_rate"]
+    assert metrics[4]["consumed_samples"] == metrics[3]["consumed_samples"] + 4
     assert np.isfinite([metrics[i]["lm_loss"] for i in (6, 7, 8, 9, 10)]).all()
 
 
-def test_too_many_in_a_row_stop_the_run(run: Runner, pool: ProcessPool) -> None:
+def test_too_many_nan_steps_in_a_row_stop_the_run(run: Runner, pool: ProcessPool) -> None:
     outcome = pool.run(
         1, poisoned_pretrain, run.argv("--max-nan-iterations 3"), list(range(3, 11))
     )[0]
@@ -217,7 +219,7 @@ def test_too_many_in_a_row_stop_the_run(run: Runner, pool: ProcessPool) -> None:
     assert "--skip-train-iteration-range" in str(outcome.error)
 
 
-def test_one_rank_with_another_configuration_is_named(run: Runner, pool: ProcessPool) -> None:
+def test_rank_with_a_different_configuration_is_named(run: Runner, pool: ProcessPool) -> None:
     commands = [run.argv(""), run.argv("--seed 99")]
     outcomes = pool.run(2, pretrain, PerRank(commands))
     for outcome in outcomes:
@@ -258,7 +260,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_before_anything_is_trained(case: str, run: Runner) -> None:
+def test_bad_input_is_refused_before_training(case: str, run: Runner) -> None:
     flags, mentions = BAD[case]
     error = run.error(flags)
     assert error.split(":")[0] in ("ConfigError", "DataError", "LayoutError"), error
@@ -267,12 +269,14 @@ def test_bad_input_is_refused_before_anything_is_trained(case: str, run: Runner)
 
 
 @pytest.mark.parametrize("damage", ["truncate bin", "truncate idx", "foreign idx", "no bin"])
-def test_damaged_data_is_named_with_sizes(damage: str, run: Runner, tmp_path: Path) -> None:
+def test_damaged_data_file_is_named_with_its_sizes(
+    damage: str, run: Runner, tmp_path: Path
+) -> None:
     prefix = tmp_path / "damaged"
     for ending in (".bin", ".idx"):
         Path(f"{prefix}{ending}").write_bytes(Path(f"{run.data}{ending}").read_bytes())
-    what, ending = damage.split()[0], f".{damage.split()[1]}"
-    victim = Path(f"{prefix}{ending}")
+    what, ending = damage.split()
+    victim = Path(f"{prefix}.{ending}")
     if what == "truncate":
         victim.write_bytes(victim.read_bytes()[:-100])
     elif what == "foreign":
@@ -287,11 +291,10 @@ def test_damaged_data_is_named_with_sizes(damage: str, run: Runner, tmp_path: Pa
         assert str(victim.stat().st_size + 100) in error
 
 
-def test_a_late_bad_token_is_a_clear_error_too(run: Runner, tmp_path: Path) -> None:
+def test_token_beyond_the_vocabulary_is_found_while_training(run: Runner, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "late", np.uint16) as writer:
-        writer.add_document(
-            np.zeros((1 << 20) + 10, np.uint16)
-        )  # beyond what is scanned at the start
+        # The second document is beyond the part that is scanned at the start.
+        writer.add_document(np.zeros((1 << 20) + 10, np.uint16))
         writer.add_document(np.full(5000, 4999, np.uint16))
         writer.finalize()
     error = run.error(
@@ -301,7 +304,7 @@ def test_a_late_bad_token_is_a_clear_error_too(run: Runner, tmp_path: Path) -> N
     assert "100" in error
 
 
-def test_traces_without_a_pointer(run: Runner) -> None:
+def test_checkpoints_without_a_pointer_are_an_error(run: Runner) -> None:
     run("--exit-interval 2")
     (run.folder / "latest").unlink()
     (run.folder / "latest_checkpointed_iteration.txt").unlink()
@@ -309,9 +312,9 @@ def test_traces_without_a_pointer(run: Runner) -> None:
     assert "global_step2" in error
     assert "--allow-fresh-start" in error
     (run.folder / "latest").write_text("global_step7")
-    assert (
-        "global_step7, which is not a finished checkpoint; there are: global_step2" in run.error()
-    )
+    error = run.error()
+    assert "global_step7, which is not a finished checkpoint" in error
+    assert "global_step2" in error
     (run.folder / "latest").write_text("the newest one")
     assert "names no checkpoint" in run.error()
     (run.folder / "latest").unlink()
@@ -323,5 +326,5 @@ def test_require_load(run: Runner) -> None:
     assert "--require-load" in run.error("--require-load")
 
 
-def test_a_missing_pointer_in_a_clean_folder_starts_fresh(run: Runner) -> None:
+def test_empty_folder_starts_from_scratch(run: Runner) -> None:
     assert f"Unable to find latest file at {run.folder}/latest" in run("--train-iters 1")

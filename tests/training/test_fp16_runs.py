@@ -1,4 +1,8 @@
-"""fp16 in real runs: close to fp32, overflows dropped on all ranks alike, the search for a scale, a residual stream in fp32."""
+"""fp16 in real runs.
+
+Losses are close to fp32, and an overflow drops the step on all ranks. These tests also cover the
+search for a loss scale, and a residual stream in fp32.
+"""
 
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
@@ -20,19 +24,19 @@ FP16 = f"{SIZES} --fp16 --initial-loss-scale 65536"
 def in_fp32(
     pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, float]:
-    """Losses of one process in fp32."""
+    """Return the losses of one process in fp32."""
     alone = Runner(pool, corpus, tmp_path_factory.mktemp("fp32"))
     alone(SIZES)
     return alone.losses()
 
 
-def distance(losses: dict[int, float], expected: dict[int, float]) -> float:
-    """The largest relative difference."""
+def compute_distance(losses: dict[int, float], expected: dict[int, float]) -> float:
+    """Return the largest relative difference."""
     assert losses.keys() == expected.keys()
     return max(abs(losses[i] - expected[i]) / expected[i] for i in expected)
 
 
-def of_metrics(run: Runner, key: str) -> list[float]:
+def get_metric(run: Runner, key: str) -> list[float]:
     return [entry[key] for entry in run.metrics()]
 
 
@@ -42,8 +46,8 @@ def test_losses_are_within_a_percent_of_fp32(
 ) -> None:
     ranks, flags = LAYOUTS[layout]
     run(f"{FP16} {flags}", ranks)
-    assert 0 < distance(run.losses(), in_fp32) < 0.01
-    assert of_metrics(run, "loss_scale") == [65536.0] * 8
+    assert 0 < compute_distance(run.losses(), in_fp32) < 0.01
+    assert get_metric(run, "loss_scale") == [65536.0] * 8
 
 
 OVERFLOW_AT = 3
@@ -51,46 +55,59 @@ DECAY = "--lr-decay-style linear --lr-decay-iters 9"
 
 
 def pretrain_with_overflow(argv: list[str], victim: int) -> list[bool]:
-    """Trains, but puts an infinity into one gradient of rank `victim` in the third step. Of each step: did the weights change?
+    """Put an infinity into one gradient of rank `victim` in the third step of a run.
 
-    A norm's gradient, which all tensor-parallel ranks have, but of which only the first one's counts in the norm.
+    It is the gradient of a norm. All tensor-parallel ranks have this gradient, and only that of the
+    first one counts in the gradient norm.
+
+    Returns:
+        For each step, whether it changed the weights or the moments.
     """
     import os
+    from unittest import mock
 
     import torch
+    from torch.distributed.tensor import DTensor
 
-    from megatron.engine.native import NativeEngine, _get_local_tensor
+    from megatron.engine.native import NativeEngine
 
     changed: list[bool] = []
-    original = NativeEngine._apply_gradients
+    original = NativeEngine.train_batch
 
-    def disturbed(engine: NativeEngine, *arguments):
-        if len(changed) + 1 == OVERFLOW_AT and int(os.environ["RANK"]) == victim:
-            master = next(
-                m for m in engine._masters if m.spec.shard_dim is None and m.weight.numel()
-            )
-            _get_local_tensor(master.model.grad).view(-1)[0] = torch.inf
-        before = [m.weight.detach().clone() for m in engine._masters] + [
-            _get_local_tensor(m.model).detach().clone() for m in engine._masters
-        ]
-        result = original(engine, *arguments)
-        after = [m.weight for m in engine._masters] + [
-            _get_local_tensor(m.model) for m in engine._masters
-        ]
-        changed.append(not all(map(torch.equal, before, after)))
+    def get_local(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def copy_state(engine: NativeEngine) -> list[torch.Tensor]:
+        masters = [shard.tensor for shard in engine.shards(optimizer=True)]
+        weights = [get_local(p.detach()) for stage in engine.stages for p in stage.parameters()]
+        return [tensor.clone() for tensor in (*masters, *weights)]
+
+    def train_batch(engine: NativeEngine, *arguments, **keywords):
+        run_passes = engine.runner.run
+
+        def run_and_disturb(*inputs, **options):
+            loss = run_passes(*inputs, **options)
+            if len(changed) + 1 == OVERFLOW_AT and int(os.environ["RANK"]) == victim:
+                norm = next(
+                    p for name, p in engine.stages[0].named_parameters() if "norm.weight" in name
+                )
+                get_local(norm.grad).view(-1)[0] = torch.inf
+            return loss
+
+        before = copy_state(engine)
+        with mock.patch.object(engine.runner, "run", run_and_disturb):
+            result = original(engine, *arguments, **keywords)
+        changed.append(not all(map(torch.equal, before, copy_state(engine))))
         return result
 
-    NativeEngine._apply_gradients = disturbed
-    try:
+    with mock.patch.object(NativeEngine, "train_batch", train_batch):
         pretrain(argv)
-    finally:
-        NativeEngine._apply_gradients = original
     return changed
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_an_overflow_on_one_rank_drops_the_step_on_all(
+def test_overflow_on_one_rank_drops_the_step_on_all(
     run: Runner, other: Runner, layout: str, victim: int
 ) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -105,19 +122,23 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(
     assert [line["loss_scale"] for line in lines] == [65536.0] * 3 + [32768.0] * 5
     assert [line["consumed_samples"] for line in lines] == [4 * i for i in range(1, 9)]
     other(flags, ranks)
-    # The rate is the next step's; the dropped step did not advance it.
-    ensure_undisturbed = of_metrics(other, "learning_rate")
-    assert of_metrics(run, "learning_rate") == [*ensure_undisturbed[:2], *ensure_undisturbed[1:-1]]
+    # The logged rate is that of the next step. The dropped step did not advance it.
+    undisturbed = get_metric(other, "learning_rate")
+    assert get_metric(run, "learning_rate") == [*undisturbed[:2], *undisturbed[1:-1]]
     assert list(run.losses().values())[:2] == list(other.losses().values())[:2]
     assert run.losses()[4] != other.losses()[4]
 
 
-def test_a_scale_comes_down_from_2_to_the_32(run: Runner) -> None:
+def test_search_for_a_scale_starts_at_2_to_the_32(run: Runner) -> None:
     output = run("--fp16 --train-iters 40 --loss-scale-window 1000")
-    scales, skipped = of_metrics(run, "loss_scale"), of_metrics(run, "skipped_iterations")
-    dropped = sum(skipped)
-    assert dropped > 10, "more than --max-nan-iterations: a search is no trouble"
-    assert scales[:3] == [2.0**32, 2.0**32, 2.0**31]  # hysteresis lets one pass
+    scales = get_metric(run, "loss_scale")
+    dropped = sum(get_metric(run, "skipped_iterations"))
+    assert dropped > 10, "the search must exceed --max-nan-iterations without ending the run"
+    assert scales[:3] == [
+        2.0**32,
+        2.0**32,
+        2.0**31,
+    ]  # the hysteresis of 2 tolerates the first overflow
     assert scales[-1] == 2.0 ** (32 - dropped + 1)
     assert scales == sorted(scales, reverse=True)
     losses = list(run.losses().values())[dropped:]
@@ -125,32 +146,33 @@ def test_a_scale_comes_down_from_2_to_the_32(run: Runner) -> None:
     assert "loss scale dynamic, now 4294967296" in output
 
 
-def test_a_static_scale_stays(run: Runner, in_fp32: dict[int, float]) -> None:
+def test_static_scale_does_not_change(run: Runner, in_fp32: dict[int, float]) -> None:
     assert "loss scale static 128" in run(f"{SIZES} --fp16 --loss-scale 128")
-    assert of_metrics(run, "loss_scale") == [128.0] * 8
-    assert distance(run.losses(), in_fp32) < 0.01
+    assert get_metric(run, "loss_scale") == [128.0] * 8
+    assert compute_distance(run.losses(), in_fp32) < 0.01
 
 
-def test_a_static_scale_that_always_overflows_ends_the_run(run: Runner) -> None:
+def test_static_scale_that_always_overflows_ends_the_run(run: Runner) -> None:
     error = run.error("--fp16 --loss-scale 1e12 --max-nan-iterations 3")
-    assert error.startswith(
-        "TrainingError: 3 iterations in a row up to 3 had a loss or gradient that is not finite"
-    )
-    assert "leave out --loss-scale 1000000000000.0, which is static" in error
-    assert of_metrics(run, "nan_iterations") == [1, 1, 1]
+    assert error.startswith("TrainingError: 3 iterations in a row up to 3")
+    assert "leave out --loss-scale 1000000000000.0" in error
+    assert get_metric(run, "nan_iterations") == [1, 1, 1]
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2"])
-def test_a_resumed_search_goes_on(run: Runner, other: Runner, layout: str) -> None:
-    """Doubled after 3 and 6 good steps, saved between: scale, window and hysteresis are in the checkpoint."""
+def test_resumed_search_continues(run: Runner, other: Runner, layout: str) -> None:
+    """Scale, window and hysteresis are restored from the checkpoint.
+
+    The scale doubles after 3 and 6 good steps. The checkpoint is saved between the two.
+    """
     ranks, flags = LAYOUTS[layout]
     flags = f"{SIZES} --fp16 --initial-loss-scale 1024 --loss-scale-window 3 {flags}"
     other(flags, ranks)
     run(f"{flags} --exit-interval 4", ranks)
     run(f"{flags} --require-load", ranks)
     assert (
-        of_metrics(run, "loss_scale")
-        == of_metrics(other, "loss_scale")
+        get_metric(run, "loss_scale")
+        == get_metric(other, "loss_scale")
         == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
     )
     assert run.losses() == other.losses()
@@ -161,15 +183,20 @@ def test_a_resumed_search_goes_on(run: Runner, other: Runner, layout: str) -> No
 def test_a_residual_stream_in_fp32_reaches_every_stage(
     run: Runner, other: Runner, in_fp32: dict[int, float], precision: str, layout: str
 ) -> None:
-    """tests/model/test_gpt.py shows that it is closer to fp32; a mean over few tokens in fp16 is too coarse to tell."""
+    """A residual stream in fp32 changes the losses on every layout.
+
+    tests/model/test_gpt.py shows that it is closer to fp32. In fp16, a mean over few tokens is too
+    coarse for that comparison.
+    """
     ranks, flags = LAYOUTS[layout]
     run(f"{SIZES} {precision} {flags} --fp32-residual-connection", ranks)
     other(f"{SIZES} {precision} {flags}", ranks)
     assert run.losses() != other.losses()
     if "bf16" in precision:
-        assert total(run.losses(), in_fp32) < total(other.losses(), in_fp32)
+        ours = sum_differences(run.losses(), in_fp32)
+        assert ours < sum_differences(other.losses(), in_fp32)
 
 
-def total(losses: dict[int, float], expected: dict[int, float]) -> float:
-    """Sum of the differences."""
+def sum_differences(losses: dict[int, float], expected: dict[int, float]) -> float:
+    """Return the sum of the absolute differences."""
     return sum(abs(losses[i] - expected[i]) for i in expected)

@@ -1,4 +1,7 @@
-"""Each launcher that a Megatron-DeepSpeed script may have starts the same run, whatever flags it appends. (srun: tests/slurm.)"""
+"""Each launcher that a Megatron-DeepSpeed script may use starts the same run.
+
+Launchers append different flags to the command line. tests/slurm covers srun.
+"""
 
 import os
 import subprocess
@@ -27,7 +30,9 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(launcher: str, pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+def test_launcher_trains_like_the_process_pool(
+    launcher: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
     if launcher == "deepspeed":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     flags = NO_DROPOUT, "--zero-stage 2 --micro-batch-size 2 --deepspeed --exit-interval 2"

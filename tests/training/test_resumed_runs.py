@@ -1,10 +1,10 @@
-"""What a launch takes from a checkpoint, and what it leaves."""
+"""Parts of a checkpoint that a launch loads, and parts that it replaces."""
 
 import pytest
 from runs import Runner
 
 
-def test_finetune_takes_the_weights_only(run: Runner, other: Runner) -> None:
+def test_finetune_loads_only_the_weights(run: Runner, other: Runner) -> None:
     run("--exit-interval 6")
     other(f"--finetune --load {run.folder} --lr 1e-3 --train-iters 3")
     entries = other.metrics()
@@ -14,16 +14,17 @@ def test_finetune_takes_the_weights_only(run: Runner, other: Runner) -> None:
     assert entries[0]["lm_loss"] < run.losses()[1] - 0.05  # trained weights on the first batch
 
 
-def test_without_the_optimizer_moments_start_afresh(run: Runner, other: Runner) -> None:
+def test_no_load_optim_starts_with_moments_of_zero(run: Runner, other: Runner) -> None:
     run("--exit-interval 5")
     other(f"--load {run.folder} --no-load-optim --exit-interval 7")
     run("--exit-interval 7")
-    with_moments, without = run.losses(), other.losses()
+    with_moments = run.losses()
+    without = other.losses()
     assert with_moments[6] == without[6]  # the same weights and data
     assert with_moments[7] != without[7]  # another step
 
 
-def test_a_checkpoint_without_the_optimizer_says_so(run: Runner, other: Runner) -> None:
+def test_checkpoint_without_the_optimizer_needs_a_flag(run: Runner, other: Runner) -> None:
     run("--no-save-optim --exit-interval 5")
     error = run.error()
     assert error.startswith("CheckpointError")
@@ -32,13 +33,13 @@ def test_a_checkpoint_without_the_optimizer_says_so(run: Runner, other: Runner) 
     assert sorted(other.losses()) == [6, 7]
 
 
-def test_another_architecture_is_refused_with_all_differences(run: Runner) -> None:
+def test_different_architecture_is_refused_with_all_differences(run: Runner) -> None:
     run("--exit-interval 2")
     error = run.error(
         "--hidden-size 64 --num-attention-heads 4 --embed-layernorm --normalization RMSNorm"
     )
     for part in (
-        "--hidden-size is 32 in it, and 64 here",
+        "--hidden-size is 32 in the checkpoint, and 64 in this run",
         "--num-attention-heads",
         "--embed-layernorm",
         "--normalization",
@@ -49,26 +50,28 @@ def test_another_architecture_is_refused_with_all_differences(run: Runner) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prolonged_run_keeps_its_order(run: Runner, other: Runner, ranks: int) -> None:
-    """The order of samples was made for 6 iterations; the run goes on to 10, and sees the same samples up to there."""
+def test_extended_run_keeps_its_order_of_samples(run: Runner, other: Runner, ranks: int) -> None:
+    """A run that is extended from 6 to 10 iterations sees the first samples in the same order."""
     run("--train-iters 6", ranks)
     output = run("--train-iters 10", ranks)
-    assert "data order: made for 24 samples, now 40 are asked for" in output
+    assert "made for 24 samples, now 40 are requested" in output
     other("--train-iters 10", ranks)
     assert sorted(run.losses()) == sorted(other.losses())
 
 
-def test_another_seed_shuffles_only_what_is_not_consumed(run: Runner, other: Runner) -> None:
+def test_changed_seed_shuffles_only_samples_that_are_not_consumed(
+    run: Runner, other: Runner
+) -> None:
     run("--exit-interval 5")
     output = run("--seed 99")
-    assert "--seed 1234 has become 99; from sample 20 on" in output
+    assert "from sample 20 on" in output
     other("")
     assert run.losses()[5] == other.losses()[5]
     assert run.losses()[6] != other.losses()[6]
 
 
-def test_ramp_up_across_a_resume(run: Runner, other: Runner) -> None:
-    """Batch sizes 2, 4, 6, 8: only those still ahead must divide on the new layout."""
+def test_batch_size_ramp_up_continues_after_a_resume(run: Runner, other: Runner) -> None:
+    """A resume during ramp-up continues with the same batch sizes, which are 2, 4, 6 and 8."""
     ramp = "--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 2 2 24"
     other(ramp)
     run(f"{ramp} --exit-interval 6")

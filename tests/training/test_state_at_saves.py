@@ -1,5 +1,7 @@
-"""What a save looks at first: copies that differ, and numbers that are not finite, are never
-stored; the run ends and names them."""
+"""A save verifies the state first.
+
+Replicas that differ and numbers that are not finite are never stored. The run ends and names them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +27,10 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Touch:
-    """What happens to the state of a rank once a step is done: one number is overwritten, or its
-    last bit flipped (None)."""
+    """A change to the state of a rank after a step.
+
+    One number is overwritten with `value`. If that is None, its last bit is flipped.
+    """
 
     after: int
     parameter: str
@@ -55,8 +59,10 @@ def replaced_method(owner: Any, name: str, method: Any) -> Iterator[None]:
 
 
 def pretrain_touched(argv: list[str], touch: Touch | None) -> list[int]:
-    """The main job, with this rank touched. Returns the iterations after which copies were
-    compared."""
+    """Run the main job with a change to this rank's state.
+
+    Return the iterations after which replicas were compared.
+    """
     engine = engine_class(argv)
     checks: list[int] = []
 
@@ -97,8 +103,8 @@ def touched(run: Runner, flags: str, ranks: int, who: int, touch: Touch) -> list
     return run.pool.run(ranks, pretrain_touched, run.argv(flags), PerRank(touches))
 
 
-def error_of(outcomes: list[Outcome]) -> str:
-    """The same one on all ranks."""
+def get_common_error(outcomes: list[Outcome]) -> str:
+    """Return the error, which must be the same on all ranks."""
     assert {outcome.kind for outcome in outcomes} == {"TrainingError"}, [
         outcome.output for outcome in outcomes
     ]
@@ -107,7 +113,7 @@ def error_of(outcomes: list[Outcome]) -> str:
 
 
 def check_only(folder: Path, iteration: int) -> None:
-    """One checkpoint, whole and finite, and nothing of another one."""
+    """Check that the folder has one valid and finite checkpoint, and no part of another one."""
     assert [entry.name for entry in folder.glob("global_step*")] == [f"global_step{iteration}"]
     assert read_pointed_iteration(folder) == iteration
     found = verify(folder / f"global_step{iteration}")
@@ -144,33 +150,32 @@ NOT_FINITE = [
 
 
 @pytest.mark.parametrize(("flags", "ranks", "touch"), NOT_FINITE)
-def test_what_is_not_finite_is_not_stored(
+def test_state_that_is_not_finite_is_not_stored(
     flags: str, ranks: int, touch: Touch, run: Runner
 ) -> None:
-    """The last rank's part is, after the last step before a save."""
+    """A number of the last rank that is not finite prevents the save and is named."""
     if DEEPSPEED in flags:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     flags = f"{SAVES} {flags} --check-invariants-interval 0"
-    error = error_of(touched(run, flags, ranks, ranks - 1, touch))
-    assert (
-        f"after iteration {touch.after}, the state of this run holds numbers that are not finite"
-        in error
-    )
+    error = get_common_error(touched(run, flags, ranks, ranks - 1, touch))
+    assert f"after iteration {touch.after}" in error
+    assert "numbers that are not finite" in error
     assert f"rank {ranks - 1} on " in error
     assert error.count("rank ") == 1
     assert touch.parameter in error.splitlines()[1]
     assert f"({touch.kind}): 1 {'NaN' if touch.value != touch.value else 'infinite'} of" in error
-    assert "the last: global_step2" in error
+    assert "the newest: global_step2" in error
     check_only(run.folder, 2)
-    assert "successfully loaded checkpoint" in run(
-        flags, ranks
-    )  # the same command goes on from the good one
+    # The same command resumes from the valid checkpoint.
+    assert "successfully loaded checkpoint" in run(flags, ranks)
     assert max(run.losses()) == (3 if "--exit-interval" in flags else 10)
 
 
 def pretrain_dropping(argv: list[str], first: int) -> None:
-    """The main job; from iteration `first` on, a weight is infinite during each step, so that the
-    step is dropped."""
+    """Run the main job with steps that are dropped from iteration `first` on.
+
+    A weight is infinite during each of these steps.
+    """
 
     def dropping(original: Any) -> Any:
         def train_batch(self: Any, microbatches: Any, *, iteration: int, lr: float) -> Any:
@@ -189,19 +194,17 @@ def pretrain_dropping(argv: list[str], first: int) -> None:
         pretrain(argv)
 
 
-def test_a_run_whose_steps_are_all_dropped_keeps_its_good_checkpoints(
-    run: Runner, pool: ProcessPool
-) -> None:
+def test_dropped_steps_do_not_replace_good_checkpoints(run: Runner, pool: ProcessPool) -> None:
     flags = "--save-interval 1 --keep-latest-checkpoints 2"
     succeed(pool.run(1, pretrain_dropping, run.argv(flags), 5))
     assert list_saved_iterations(run.folder) == [3, 4, 10]
     states = {i: read_manifest(run.folder / f"global_step{i}").state for i in (3, 4, 10)}
     assert [state["applied_steps"] for state in states.values()] == [3, 4, 4]
-    run(f"{flags} --train-iters 12")  # a resume goes on counting
+    run(f"{flags} --train-iters 12")  # a resume continues the count
     assert list_saved_iterations(run.folder) == [11, 12]
 
 
-def test_a_checkpoint_of_format_2_is_continued(run: Runner, other: Runner) -> None:
+def test_run_resumes_from_a_checkpoint_of_format_2(run: Runner, other: Runner) -> None:
     run("--exit-interval 4")
     make_format_2(run.folder / "global_step4")
     output = run("--save-interval 2 --keep-latest-checkpoints 2")
@@ -215,7 +218,7 @@ def test_a_checkpoint_of_format_2_is_continued(run: Runner, other: Runner) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_checkpoint_with_nan_is_refused_at_the_start(ranks: int, run: Runner) -> None:
+def test_checkpoint_with_nan_is_refused_at_the_start(ranks: int, run: Runner) -> None:
     flags = TP2 if ranks > 1 else ""
     run(f"{flags} --exit-interval 2", ranks)
     folder = run.folder / "global_step2"
@@ -225,20 +228,17 @@ def test_a_checkpoint_with_nan_is_refused_at_the_start(ranks: int, run: Runner) 
     outcomes = run.outcomes(flags, ranks)
     assert {outcome.kind for outcome in outcomes} == {"CheckpointError"}
     error = str(outcomes[0].error)
-    assert "global_step2 holds numbers that are not finite" in error
+    assert "numbers that are not finite" in error
     assert f"{name.partition('/')[2]} (exp_avg): 3 NaN of" in error
     assert "rollback.py" in error
-    assert (
-        read_pointed_iteration(run.folder) == 2
-    )  # it is not set aside: what to skip is the operator's decision
+    # The checkpoint is not renamed, because the operator must decide what to skip.
+    assert read_pointed_iteration(run.folder) == 2
     run(f"{flags} --no-load-optim", ranks)  # only the moments are bad
     assert max(run.losses()) == 10
 
 
-# Copies
-
-
-COPIES = [
+REPLICAS = [
+    # The changed replica is the first tensor rank's, which is the one that would be stored.
     (TP2, Touch(3, "input_norm", "weight", None)),
     (f"{TP2} --async-save", Touch(4, "embedding.position", "exp_avg", None)),
     (f"{TP2} {DEEPSPEED}", Touch(4, "input_norm", "weight", None)),
@@ -256,28 +256,27 @@ COPIES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "touch"), COPIES)
-def test_a_copy_that_differs_is_not_stored(flags: str, touch: Touch, run: Runner) -> None:
-    """It is the first tensor rank's, which is the one that would be stored, between two checks that
-    are 1000 iterations apart."""
+@pytest.mark.parametrize(("flags", "touch"), REPLICAS)
+def test_replica_that_differs_is_not_stored(flags: str, touch: Touch, run: Runner) -> None:
+    """A save finds a replica that differs, although no regular check is due."""
     if DEEPSPEED in flags:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    error = error_of(touched(run, f"{SAVES} {flags}", 2, 0, touch))
+    error = get_common_error(touched(run, f"{SAVES} {flags}", 2, 0, touch))
     at = 3 if "--exit-interval 3" in flags else 4
-    assert f"after iteration {at}, ranks disagree" in error
-    assert "a check after iteration 2 found nothing" in error
+    assert f"after iteration {at}, replicated state differs" in error
+    assert "after iteration 2 found no difference" in error
     found = error.splitlines()[1]
     assert touch.parameter in found
-    assert f"({touch.kind}) differs from the first copy on rank 1 on " in found
+    assert f"({touch.kind}) differs from the first rank's replica on rank 1 on " in found
     check_only(run.folder, 2)
 
 
-def test_a_copy_is_repaired_before_it_is_stored(run: Runner, other: Runner) -> None:
+def test_replica_is_repaired_before_it_is_stored(run: Runner, other: Runner) -> None:
     flags = f"{TP2} --save-interval 2"
     other(flags, 2)
     touch = Touch(4, "input_norm", "weight", 0.5)
     output = succeed(touched(run, f"{flags} --sync-tp-duplicated-parameters", 2, 1, touch))
-    assert output.count("warning: made equal to the first rank's after iteration 4: ") == 1
+    assert output.count("overwritten with the first rank's replica after iteration 4") == 1
     assert run.losses() == other.losses()
 
 
@@ -292,7 +291,9 @@ def test_a_copy_is_repaired_before_it_is_stored(run: Runner, other: Runner) -> N
         ("--save-interval 4 --check-invariants-interval 0", []),  # off, at saves too
     ],
 )
-def test_when_copies_are_compared(flags: str, checks: list[int], run: Runner) -> None:
+def test_replicas_are_compared_at_the_interval_and_at_saves(
+    flags: str, checks: list[int], run: Runner
+) -> None:
     outcomes = run.pool.run(2, pretrain_touched, run.argv(f"{TP2} {flags}"), None)
     succeed(outcomes)
     assert [outcome.value for outcome in outcomes] == [checks, checks]

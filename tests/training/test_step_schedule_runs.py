@@ -1,4 +1,4 @@
-"""A batch size in steps: what a launch and a resume make of thresholds without a unit."""
+"""Schedules of the batch size whose thresholds have no unit, at a launch and at a resume."""
 
 import dataclasses
 import re
@@ -14,7 +14,10 @@ BARE = "--step-batch-size-schedule 0:2 12:4"
 
 
 def make_old(folder: Path) -> None:
-    """Give a checkpoint the schedule that earlier versions stored: one text, thresholds without unit."""
+    """Give a checkpoint the schedule that earlier versions stored.
+
+    It is one text, and its thresholds have no unit.
+    """
     config = folder / CONFIG
     old, count = re.subn(r"(step_batch_size_schedule: ).*", r'\1"0:2 12:4"', config.read_text())
     assert count == 1
@@ -26,7 +29,7 @@ def make_old(folder: Path) -> None:
     (folder / MANIFEST).write_text(manifest.dump_json())
 
 
-def test_an_old_run_with_bare_thresholds_goes_on_in_samples(run: Runner, other: Runner) -> None:
+def test_old_run_with_bare_thresholds_continues_in_samples(run: Runner, other: Runner) -> None:
     other(STEPS)
     sizes = [entry["global_batch_size"] for entry in other.metrics()]
     assert sizes == [2] * 6 + [4] * 4
@@ -39,7 +42,7 @@ def test_an_old_run_with_bare_thresholds_goes_on_in_samples(run: Runner, other: 
     assert run.losses() == other.losses()
 
 
-def test_bare_thresholds_start_nothing(run: Runner) -> None:
+def test_bare_thresholds_are_refused_for_a_new_run(run: Runner) -> None:
     error = run.error(BARE)
     assert error.startswith("ConfigError")
     assert "'12:4' has no unit" in error
@@ -48,6 +51,6 @@ def test_bare_thresholds_start_nothing(run: Runner) -> None:
     assert not (run.folder / "latest").exists()
 
 
-def test_bare_thresholds_that_are_not_the_checkpoints_are_refused(run: Runner) -> None:
+def test_bare_thresholds_that_differ_from_the_checkpoints_are_refused(run: Runner) -> None:
     run(f"{STEPS} --exit-interval 4")
     assert "'16:4' has no unit" in run.error("--step-batch-size-schedule 0:2 16:4")

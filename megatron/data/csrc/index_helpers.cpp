@@ -33,7 +33,9 @@ using Array = py::array_t<T, py::array::c_style>;
 template <typename T>
 static inline T load(const T* base, int64_t index) {
     T value;
-    std::memcpy(&value, reinterpret_cast<const char*>(base) + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    std::memcpy(&value,
+                reinterpret_cast<const char*>(base) + index * static_cast<int64_t>(sizeof(T)),
+                sizeof(T));
     return value;
 }
 
@@ -46,7 +48,8 @@ static void require(bool holds, const char* what) {
 // Return `index` if it lies in [0, count), else throw.
 static inline int64_t checked(int64_t index, int64_t count, const char* name) {
     if (index < 0 || index >= count) {
-        fail(std::string(name) + " " + std::to_string(index) + " is out of range: there are " + std::to_string(count));
+        fail(std::string(name) + " " + std::to_string(index) + " is out of range: there are " +
+             std::to_string(count));
     }
     return index;
 }
@@ -54,9 +57,11 @@ static inline int64_t checked(int64_t index, int64_t count, const char* name) {
 // Fill in out[k] = (index into doc_idx, offset in that document) at which sample k begins.
 // Neighbouring samples share one token.
 template <typename Doc, typename Out>
-static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx, int64_t seq_length, Array<Out>& out) {
+static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
+                         int64_t seq_length, Array<Out>& out) {
     require(sizes.ndim() == 1 && doc_idx.ndim() == 1, "sizes and doc_idx must have one dimension");
-    require(out.ndim() == 2 && out.shape(0) >= 1 && out.shape(1) == 2, "the output must be [samples + 1, 2]");
+    require(out.ndim() == 2 && out.shape(0) >= 1 && out.shape(1) == 2,
+            "the output must be [samples + 1, 2]");
     require(seq_length >= 1, "the sequence length must be at least 1");
     const int32_t* size_of = sizes.data();
     const Doc* documents = doc_idx.data();
@@ -76,7 +81,9 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
         while (remaining != 0) {
             if (document >= num_documents) fail("the documents end before the last sample");
             const int64_t size = load(size_of, checked(documents[document], num_sizes, "document"));
-            if (size < offset) fail("document " + std::to_string(documents[document]) + " has size " + std::to_string(size));
+            if (size < offset)
+                fail("document " + std::to_string(documents[document]) + " has size " +
+                     std::to_string(size));
             const int64_t length = size - offset;
             remaining -= length;
             // The sample ends in this document if it has at least as many tokens as remain. Then
@@ -96,7 +103,8 @@ static void sample_index(const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
 
 // Choose at each step k the data set whose share of max(k, 1) samples lags most behind its weight.
 template <typename Which>
-static void blending_indices(const Array<double>& weights, Array<Which>& dataset_index, Array<int64_t>& dataset_sample_index) {
+static void blending_indices(const Array<double>& weights, Array<Which>& dataset_index,
+                             Array<int64_t>& dataset_sample_index) {
     require(weights.ndim() == 1 && weights.shape(0) >= 1, "a mixture needs at least one weight");
     require(dataset_index.ndim() == 1 && dataset_sample_index.ndim() == 1 &&
                 dataset_index.shape(0) == dataset_sample_index.shape(0),
@@ -131,12 +139,17 @@ static void blending_indices(const Array<double>& weights, Array<Which>& dataset
 // Copy to out[rows[k], :] the tokens that begin at starts[k] = (index into doc_idx, offset). Where
 // a document ends, the sample continues in the next one of doc_idx.
 template <typename Token, typename Doc>
-static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& pointers, const Array<int32_t>& sizes,
-                          const Array<Doc>& doc_idx, const Array<int64_t>& starts, const Array<int64_t>& rows, Array<int64_t>& out) {
-    require(tokens.ndim() == 1 && pointers.ndim() == 1 && sizes.ndim() == 1 && doc_idx.ndim() == 1 && rows.ndim() == 1,
+static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& pointers,
+                          const Array<int32_t>& sizes, const Array<Doc>& doc_idx,
+                          const Array<int64_t>& starts, const Array<int64_t>& rows,
+                          Array<int64_t>& out) {
+    require(tokens.ndim() == 1 && pointers.ndim() == 1 && sizes.ndim() == 1 &&
+                doc_idx.ndim() == 1 && rows.ndim() == 1,
             "tokens, pointers, sizes, doc_idx and rows must have one dimension");
-    require(pointers.shape(0) == sizes.shape(0), "pointers and sizes must be of the same documents");
-    require(starts.ndim() == 2 && starts.shape(1) == 2 && starts.shape(0) == rows.shape(0), "starts must be [rows, 2]");
+    require(pointers.shape(0) == sizes.shape(0),
+            "pointers and sizes must be of the same documents");
+    require(starts.ndim() == 2 && starts.shape(1) == 2 && starts.shape(0) == rows.shape(0),
+            "starts must be [rows, 2]");
     require(out.ndim() == 2, "the output must be [rows, tokens]");
     const Token* token = tokens.data();
     const int64_t num_tokens = tokens.shape(0);
@@ -161,11 +174,14 @@ static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& poin
         int64_t offset = start[2 * k + 1];
         while (to < end) {
             if (index >= num_documents) fail("a sample reaches past the last document");
-            const int64_t document = checked(documents[checked(index, num_documents, "place in doc_idx")], num_sizes, "document");
+            const int64_t document =
+                checked(documents[checked(index, num_documents, "place in doc_idx")], num_sizes,
+                        "document");
             const int64_t size = load(size_of, document);
             // A size is an int32, and the offset lies within it. None of these sums can overflow.
             if (offset < 0 || offset > size) {
-                fail("offset " + std::to_string(offset) + " is outside document " + std::to_string(document));
+                fail("offset " + std::to_string(offset) + " is outside document " +
+                     std::to_string(document));
             }
             // Pointers are in bytes.
             const int64_t begin = load(pointer_of, document) / static_cast<int64_t>(sizeof(Token));
@@ -188,17 +204,18 @@ static void gather_tokens(const Array<Token>& tokens, const Array<int64_t>& poin
 // as the file. An output that is copied would never reach the caller.
 template <typename Token, typename Doc>
 static void define_gather(py::module_& module) {
-    module.def("gather_tokens", &gather_tokens<Token, Doc>, py::arg("tokens").noconvert(), py::arg("pointers").noconvert(),
-               py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(), py::arg("starts").noconvert(),
+    module.def("gather_tokens", &gather_tokens<Token, Doc>, py::arg("tokens").noconvert(),
+               py::arg("pointers").noconvert(), py::arg("sizes").noconvert(),
+               py::arg("doc_idx").noconvert(), py::arg("starts").noconvert(),
                py::arg("rows").noconvert(), py::arg("out").noconvert());
 }
 
 template <typename Doc>
 static void define_for_documents(py::module_& module) {
-    module.def("sample_index", &sample_index<Doc, int32_t>, py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(),
-               py::arg("seq_length"), py::arg("out").noconvert());
-    module.def("sample_index", &sample_index<Doc, int64_t>, py::arg("sizes").noconvert(), py::arg("doc_idx").noconvert(),
-               py::arg("seq_length"), py::arg("out").noconvert());
+    module.def("sample_index", &sample_index<Doc, int32_t>, py::arg("sizes").noconvert(),
+               py::arg("doc_idx").noconvert(), py::arg("seq_length"), py::arg("out").noconvert());
+    module.def("sample_index", &sample_index<Doc, int64_t>, py::arg("sizes").noconvert(),
+               py::arg("doc_idx").noconvert(), py::arg("seq_length"), py::arg("out").noconvert());
     define_gather<uint8_t, Doc>(module);
     define_gather<int8_t, Doc>(module);
     define_gather<int16_t, Doc>(module);
@@ -209,8 +226,8 @@ static void define_for_documents(py::module_& module) {
 
 template <typename Which>
 static void define_blending(py::module_& module) {
-    module.def("blending_indices", &blending_indices<Which>, py::arg("weights").noconvert(), py::arg("dataset_index").noconvert(),
-               py::arg("dataset_sample_index").noconvert());
+    module.def("blending_indices", &blending_indices<Which>, py::arg("weights").noconvert(),
+               py::arg("dataset_index").noconvert(), py::arg("dataset_sample_index").noconvert());
 }
 
 PYBIND11_MODULE(_index_helpers, module) {

@@ -1,0 +1,200 @@
+"""Publishing of a checkpoint, and removal of what it makes superfluous. Only rank 0 does this.
+
+A written checkpoint gets its final name, and then the pointers move to it.
+
+Invariants:
+
+- A kill at any time leaves the pointers at one complete checkpoint, the old or the new one.
+- Nothing is renamed or removed unless this run still holds the lease of the folder.
+- Nothing is removed before the pointers name the new checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import (
+    LATEST,
+    point_to,
+    put_in_place,
+    remove,
+    remove_interrupted_leftovers,
+    remove_started_marker,
+    step_folder,
+)
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.lineage import (
+    Lineage,
+    LineageEntry,
+    is_entry_on_disk,
+    make_entry,
+    read_lineage,
+    select_removable_entries,
+    write_lineage,
+)
+from megatron.checkpoint.manifest import Manifest
+from megatron.config.checkpoint import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Published:
+    """A saved checkpoint that the pointers name."""
+
+    iteration: int
+    lineage: Lineage
+    """Checkpoints that the run came through, this one last, without those that were removed."""
+    lines: list[str]
+    """Messages and warnings to log."""
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Published":
+        """Return the checkpoint that `asdict` described on rank 0."""
+        lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
+        return cls(record["iteration"], lineage, record["lines"])
+
+
+class Publisher:
+    """Publishes the checkpoints of a run."""
+
+    def __init__(self, root: Path, config: CheckpointConfig, lease: Lease | None) -> None:
+        """Create a publisher without an unfinished attempt.
+
+        Args:
+            root: Folder of the run's checkpoints.
+            config: The flags of retention.
+            lease: The lease of `root`. None in tests and tools.
+        """
+        self._root = root
+        self._config = config
+        self._lease = lease
+        self._unpointed: Manifest | None = None
+        """Checkpoint that the pointers do not name because of an I/O error.
+
+        It may have its final name already.
+        """
+
+    def confirm_lease(self) -> None:
+        """Raise CheckpointError if another run has taken the folder over.
+
+        Call it before each rename or removal. The process may have been suspended since the last
+        call, and another run may own the folder now.
+        """
+        if self._lease is not None:
+            self._lease.confirm()
+
+    def publish(self, manifest: Manifest, fresh: Path | None) -> Published:
+        """Rename the folder, move the pointers to it and clean up.
+
+        After an I/O error, the state of the disk decides. The save has succeeded if `latest` names
+        the checkpoint. Otherwise it has failed. In that case a checkpoint that has its final name
+        stays, and the next attempt moves the pointers to it first.
+
+        Args:
+            manifest: The manifest of the checkpoint.
+            fresh: The folder to rename. None if it has its final name already.
+
+        Raises:
+            OSError: If `latest` does not name the checkpoint.
+            CheckpointError: If another run took the folder over.
+        """
+        iteration = manifest.iteration
+        lineage = read_lineage(manifest)
+        # Set before the first rename, so that no error below can lose track of the checkpoint.
+        self._unpointed = manifest
+        # The order of the writes below matters. The pointers move last. Otherwise a kill could
+        # leave them at a folder without its final name, or without the copy of its lineage.
+        try:
+            if fresh is not None:
+                put_in_place(fresh, step_folder(self._root, iteration))
+            write_lineage(self._root, manifest, self.confirm_lease)
+            point_to(self._root, iteration, self.confirm_lease)
+            self.confirm_lease()
+        except OSError as error:
+            if not self._is_in_place(manifest):
+                raise
+            if not self._is_pointed_to(iteration):
+                raise OSError(
+                    f"{error}; global_step{iteration} is complete and stays, but "
+                    f"{self._root / LATEST} does not name it. The next attempt first moves the "
+                    f"pointers to it. You can also write global_step{iteration} there by hand"
+                ) from error
+            self._unpointed = None
+            warning = (
+                f"warning: global_step{iteration} is saved in spite of an error: {error}; "
+                "nothing is removed before the next save"
+            )
+            return Published(iteration, lineage, [warning])
+        self._unpointed = None
+        return self._clean_up(iteration, lineage)
+
+    def publish_earlier(self) -> Published | None:
+        """Move the pointers to the checkpoint that an earlier attempt left without them.
+
+        Returns:
+            The checkpoint, or None if no attempt left one.
+
+        Raises:
+            OSError: See `publish`.
+            CheckpointError: See `publish`.
+        """
+        manifest = self._unpointed
+        if manifest is None:
+            return None
+        self.confirm_lease()
+        # An operator may have removed or replaced it meanwhile.
+        if not is_entry_on_disk(self._root, make_entry(manifest)):
+            self._unpointed = None
+            return None
+        return self.publish(manifest, None)
+
+    def _is_in_place(self, manifest: Manifest) -> bool:
+        """Return whether the checkpoint has its final name. False if that cannot be read."""
+        try:
+            return is_entry_on_disk(self._root, make_entry(manifest))
+        except OSError:
+            return False
+
+    def _is_pointed_to(self, iteration: int) -> bool:
+        """Return whether `latest` names the iteration. False if that cannot be read."""
+        try:
+            text = (self._root / LATEST).read_text(errors="replace")
+        except OSError:
+            return False
+        return text.strip() == f"global_step{iteration}"
+
+    def _clean_up(self, iteration: int, lineage: Lineage) -> Published:
+        """Remove what the checkpoint of `iteration`, the last of `lineage`, makes superfluous.
+
+        A failure here does not harm the checkpoint and does not stop the next removal. The next
+        save tries again.
+        """
+        messages = [f"warning: {trouble}" for trouble in remove_interrupted_leftovers(self._root)]
+        try:
+            remove_started_marker(self._root)
+        except OSError as error:
+            messages.append(f"warning: {error}; the next save tries again to remove it")
+        removed: list[LineageEntry] = []
+
+        def is_on_disk(entry: LineageEntry) -> bool:
+            try:
+                return entry == lineage[-1] or is_entry_on_disk(self._root, entry)
+            except OSError:
+                # A checkpoint that cannot be read may be lost. It does not count, so one more of
+                # the others stays.
+                return False
+
+        for entry in select_removable_entries(lineage, self._config, is_on_disk):
+            try:
+                # The folder may hold a checkpoint of another lineage, which is not ours to remove.
+                if is_entry_on_disk(self._root, entry):
+                    remove(step_folder(self._root, entry.iteration))
+                    messages.append(
+                        f"removed by --keep-latest-checkpoints: global_step{entry.iteration}"
+                    )
+                removed.append(entry)
+            except OSError as error:
+                messages.append(
+                    f"warning: global_step{entry.iteration} could not be removed: {error}"
+                )
+        remaining = tuple(entry for entry in lineage if entry not in removed)
+        return Published(iteration, remaining, messages)

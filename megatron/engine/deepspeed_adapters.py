@@ -1,0 +1,155 @@
+"""Our objects under the names and signatures that DeepSpeed calls.
+
+DeepSpeed calls a model, a loss scaler, an `mpu` and tied weights by names of its own. Each class
+here gives one of our objects these names. This module does not import deepspeed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.parallel.mesh import Mesh
+
+
+class StageWrapper(nn.Module):
+    """A stage with the signature that DeepSpeed calls.
+
+    DeepSpeed passes activations only. The wrapper takes the microbatches from `begin` in order.
+    """
+
+    def __init__(self, stage: GPT) -> None:
+        super().__init__()
+        self.stage = stage
+        self._inputs: Iterator[Inputs] = iter(())
+
+    def add_placeholder(self, part: str, device: torch.device) -> nn.Parameter:
+        """Return a parameter of one element that the model does not use.
+
+        It is zero, has no gradient, and is in no checkpoint.
+        """
+        placeholder = nn.Parameter(torch.zeros(1, device=device))
+        self.register_parameter(f"no_{part}", placeholder)
+        return placeholder
+
+    def begin(self, inputs: Sequence[Inputs]) -> None:
+        """Set the microbatches of the next global batch."""
+        self._inputs = iter(inputs)
+
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Run the next microbatch: [s, b, h] to [s, b, h], or to the loss on the last stage."""
+        # DeepSpeed passes the first stage what it loaded, which `make_empty_batches` left empty.
+        return self.stage(None if self.stage.stage.first else x, next(self._inputs))
+
+
+class TiedWeight:
+    """The gradient of a tied parameter, under the names that PipelineEngine reads.
+
+    PipelineEngine adds the gradient up over the two ends of the pipeline.
+
+    PipelineEngine (0.19.8) reads `_hp_grad` with BF16_Optimizer, and `grad` otherwise. ZeRO 1 moves
+    each 16-bit gradient into `grad_accum`, which is fp32, and leaves `grad` empty. So the sum of a
+    tied parameter would be left out without a message.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The accumulated gradient."""
+        accumulated: Tensor | None = getattr(self._parameter, "grad_accum", None)
+        if accumulated is None:
+            return self._parameter.grad
+        return accumulated
+
+    @property
+    def _hp_grad(self) -> Tensor:
+        gradient: Tensor = self._parameter._hp_grad  # type: ignore[attr-defined]
+        return gradient
+
+
+class FixedLossScaler:
+    """A loss scaler for DeepSpeed's optimizer whose scale is constant during a step.
+
+    `LossScale` determines the scale of each step.
+    """
+
+    # Part of the interface of DeepSpeed's loss scalers.
+    dynamic = True
+
+    def __init__(self, scale: float) -> None:
+        self.cur_scale = self.loss_scale = scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+        return loss * self.loss_scale
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward pass of the scaled loss."""
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing, because `LossScale` updates the scale."""
+
+
+class MeshMpu:
+    """Our mesh under the method names of Megatron's `mpu` module, which DeepSpeed calls."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        # Without a device mesh the world has one rank, so its group is every group.
+        alone = dist.group.WORLD
+        if mesh.devices is None:
+            self._tensor = alone
+        else:
+            self._tensor = mesh.devices.get_group("tp")
+        if mesh.devices is None:
+            self._data = alone
+        else:
+            self._data = mesh.devices.get_group("dp")
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's tensor-parallel rank."""
+        return self._mesh.coordinate.tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the tensor-parallel size."""
+        return self._mesh.grid.tensor
+
+    def get_model_parallel_group(self) -> Any:
+        """Return the tensor-parallel group."""
+        return self._tensor
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's data-parallel rank."""
+        return self._mesh.coordinate.data
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the data-parallel size."""
+        return self._mesh.grid.data
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the data-parallel group."""
+        return self._data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks of the data-parallel group."""
+        return dist.get_process_group_ranks(self._data)
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+def make_empty_batches(microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return dummy batches for DeepSpeed to load on the first and the last stage.
+
+    `StageWrapper` has the data.
+    """
+    nothing = torch.zeros(1, dtype=torch.long)
+    return iter([(nothing, nothing)] * microbatches)
