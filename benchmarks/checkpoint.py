@@ -251,7 +251,7 @@ class StoringRank:
                 target = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape)
                 for part in blocks(target):
                     while part:
-                        part = part[file.readinto(part) :]  # type: ignore[arg-type]
+                        part = part[file.readinto(part) :]
                 if target is not tensor:
                     tensor.copy_(target)
 

@@ -92,13 +92,12 @@ class BareRank:
 
     def _step(self, microbatches: list[Microbatch]) -> float:
         total = torch.zeros((), device=self._device)
+        ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
         for number, m in enumerate(microbatches):
-            last = number == len(microbatches) - 1 or not isinstance(
-                self._model, DistributedDataParallel
-            )
+            last = number == len(microbatches) - 1
             # Gradients are sent once per step, with the last microbatch. Without no_sync() DDP
             # would send them for every microbatch.
-            with nullcontext() if last else self._model.no_sync():
+            with nullcontext() if last or ddp is None else ddp.no_sync():
                 loss = self._model(None, Inputs(m.tokens, m.labels).to(self._device)) / len(
                     microbatches
                 )

@@ -120,7 +120,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
         if half:
             # Gradients are accumulated in fp32, as in the trainer. Without this line they would
             # have the dtype of the weights.
-            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            parameter.grad_dtype = torch.float32
     masters = [p.detach().float() if half else p for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
 
@@ -143,28 +143,31 @@ def bare_step(run: Run, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
-    """Return a step of Hugging Face's model in a bare loop."""
+def build_hf_model(plan: Plan, shape: str) -> torch.nn.Module:
+    """Build Hugging Face's model of the same shape."""
     import transformers
 
-    config = run.plan.config.model
-    vocab = run.plan.padded_vocab_size
+    config = plan.config.model
+    vocab = plan.padded_vocab_size
     if shape == "gpt2":
-        theirs = transformers.GPT2Config(
+        gpt2 = transformers.GPT2Config(
             vocab_size=vocab, n_positions=config.seq_length, n_embd=config.hidden_size,
             n_layer=config.num_layers, n_head=config.num_attention_heads,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(theirs)
-    else:
-        theirs = transformers.LlamaConfig(
-            vocab_size=vocab, hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
-            max_position_embeddings=config.seq_length, tie_word_embeddings=False,
-        )  # fmt: skip
-        model = transformers.LlamaForCausalLM(theirs)
-    model = model.to(device)
+        return transformers.GPT2LMHeadModel(gpt2)
+    llama = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=config.hidden_size,
+        intermediate_size=plan.ffn_hidden_size,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.seq_length, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(llama)
+
+
+def hf_step(run: Run, device: torch.device, shape: str) -> Callable[[], None]:
+    """Return a step of Hugging Face's model in a bare loop."""
+    model = build_hf_model(run.plan, shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def step() -> None:

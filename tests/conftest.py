@@ -3,14 +3,18 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from process_pool import ProcessPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator["ProcessPool"]:  # noqa: F821
+def pool() -> Iterator["ProcessPool"]:
     """Pool of eight real processes, which start once in a session."""
     from process_pool import ProcessPool
 

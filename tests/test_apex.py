@@ -14,7 +14,7 @@ def test_apex_is_recognised_by_its_contents(monkeypatch: pytest.MonkeyPatch) -> 
     assert apex.find("apex.optimizers", "FusedAdam")[0] is None
     # PyPI's package has no optimizers.
     toolkit = types.ModuleType("apex")
-    toolkit.__path__ = []  # type: ignore[attr-defined]
+    toolkit.__path__ = []
     monkeypatch.setitem(sys.modules, "apex", toolkit)
     monkeypatch.delitem(sys.modules, "apex.optimizers")
     found, reason = apex.find("apex.optimizers", "FusedAdam")

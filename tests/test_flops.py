@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -80,26 +81,17 @@ def count_built_parameters(shape: ModelShape, tp: TensorParallel) -> int:
 
 
 def test_counts_equal_those_of_the_built_model():
-    switches = itertools.product(
-        [None, 2],
-        ["LayerNorm", "RMSNorm"],
-        [None, "geglu"],
-        [True, False],
-        [True, False],
-        [True, False],
-        ["absolute", "rotary"],
-    )
-    for groups, norm, glu, bias, untied, embed_norm, position in switches:
-        model = dataclasses.replace(
-            GPT2,
-            num_query_groups=groups,
-            normalization=norm,
-            glu_activation=glu,
-            add_bias_linear=bias,
-            untie_embeddings_and_output_weights=untied,
-            embed_layernorm=embed_norm,
-            position_embedding_type=position,
-        )
+    switches: dict[str, list[Any]] = {
+        "num_query_groups": [None, 2],
+        "normalization": ["LayerNorm", "RMSNorm"],
+        "glu_activation": [None, "geglu"],
+        "add_bias_linear": [True, False],
+        "untie_embeddings_and_output_weights": [True, False],
+        "embed_layernorm": [True, False],
+        "position_embedding_type": ["absolute", "rotary"],
+    }
+    for values in itertools.product(*switches.values()):
+        model = dataclasses.replace(GPT2, **dict(zip(switches, values, strict=True)))
         assert flops.count_parameters(shaped(model)) == count_built_parameters(
             shaped(model), TensorParallel()
         )

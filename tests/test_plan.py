@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -409,7 +410,7 @@ def test_curriculum():
         "curriculum_total_step": 50,
         "curriculum_difficulty_step": 4,
     }
-    tokens = {
+    tokens: dict[str, dict] = {
         "batch": {"train_tokens": 10**6},
         "optimizer": {"lr_decay_tokens": 10**6},
         "curriculum": curriculum,
@@ -423,7 +424,7 @@ def test_curriculum():
     ).errors
     assert "leave out --rampup-batch-size" in alone[0]
     assert "give --train-tokens and --lr-decay-tokens" in alone[1]
-    sharded = {
+    sharded: dict[str, dict] = {
         **tokens,
         "parallel": {"sequence_parallel": True, "tensor_model_parallel_size": 8},
         "model": {"num_attention_heads": 8},
@@ -489,7 +490,7 @@ def test_curriculum_that_flags_describe():
         ({"max_difficulty": 256}, "max_difficulty 256 must not exceed --seq-length 128"),
     ],
 )
-def test_invalid_curriculum_flags_are_errors(changes: dict[str, object], message: str):
+def test_invalid_curriculum_flags_are_errors(changes: dict[str, Any], message: str):
     (error,) = resolve(with_changes(**curriculum_flags(**changes)), 1).errors
     assert message in error
 
@@ -501,7 +502,7 @@ def test_end_of_a_run_with_a_curriculum():
     tokens. The other 50 have 128 tokens a sample and take 102,400.
     """
 
-    def find_warnings(config: dict[str, dict], **position: int) -> list[str]:
+    def find_warnings(config: dict[str, dict], **position: Any) -> list[str]:
         return [
             text
             for text in resolve(with_changes(**config), 1, **position).warnings

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 class Microbatch:
     """Input of the model for one forward pass. All tensors are on the CPU."""
 
-    tokens: torch.LongTensor
-    """[b, s]"""
-    labels: torch.LongTensor
-    """[b, s], the token that follows each one."""
-    loss_mask: torch.FloatTensor | None = None
-    """[b, s], 0 for tokens that do not count. None counts every token."""
-    position_ids: torch.LongTensor | None = None
-    """[b, s]. None lets each sample count from 0."""
+    tokens: torch.Tensor
+    """int64[b, s]."""
+    labels: torch.Tensor
+    """int64[b, s]: the token that follows each one."""
+    loss_mask: torch.Tensor | None = None
+    """float32[b, s]: 0 for tokens that do not count. None counts every token."""
+    position_ids: torch.Tensor | None = None
+    """int64[b, s]. None lets each sample count from 0."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Bounds of the documents in each sample, first 0 and last s.
 
@@ -67,8 +67,8 @@ def split_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> lis
     labels = rows[:, 1:].contiguous()
     return [
         Microbatch(
-            tokens[at : at + micro_batch_size],  # type: ignore[arg-type]
-            labels[at : at + micro_batch_size],  # type: ignore[arg-type]
+            tokens[at : at + micro_batch_size],
+            labels[at : at + micro_batch_size],
         )
         for at in range(0, len(rows), micro_batch_size)
     ]

@@ -76,8 +76,8 @@ def find_document_bounds(tokens: Tensor, eod: int) -> tuple[tuple[int, ...], ...
     return tuple((*starts, length) for starts in samples)
 
 
-def make_position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
-    """Return [b, s]: the position of each token in its document.
+def make_position_ids(tokens: Tensor, eod: int) -> Tensor:
+    """Return int64[b, s]: the position of each token in its document.
 
     If a document began in an earlier sample, its positions count from the start of this sample.
     """
@@ -85,15 +85,15 @@ def make_position_ids(tokens: Tensor, eod: int) -> torch.LongTensor:
     # cummax carries the begin of a document on to all its tokens without a loop.
     begins = torch.zeros_like(places)
     begins[:, 1:] = torch.where(tokens[:, :-1] == eod, places[:, 1:], 0)
-    return places - begins.cummax(dim=1).values  # type: ignore[return-value]
+    return places - begins.cummax(dim=1).values
 
 
-def make_loss_mask(tokens: Tensor, eod: int) -> torch.FloatTensor:
-    """Return [b, s]: 0 at each end-of-document token, 1 elsewhere.
+def make_loss_mask(tokens: Tensor, eod: int) -> Tensor:
+    """Return float32[b, s]: 0 at each end-of-document token, 1 elsewhere.
 
     The token after the end of a document is the first one of another text. It cannot be predicted.
     """
-    return (tokens != eod).float()  # type: ignore[return-value]
+    return (tokens != eod).float()
 
 
 def check_documents_end(indexed: IndexedDataset, eod: int) -> None:

@@ -79,7 +79,7 @@ def test_save_is_refused_before_anything_is_written(
     saver.begin(CheckpointContents(1, {"optimizer_step": 1}, {}, ""), shards)
     saver.wait_for_copy()
     if what in tensors:
-        tensors[what][1, 2] = math.nan  # type: ignore[index]
+        tensors[what][1, 2] = math.nan
     with pytest.raises(TrainingError) as refused:
         saver.begin(CheckpointContents(2, scalars, state, ""), shards)
     message = str(refused.value)

@@ -1,6 +1,7 @@
 """DeepSpeed's JSON is merged with the flags, and the rest of it is passed on to DeepSpeed."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -500,7 +501,13 @@ def test_byte_order_mark_is_skipped_and_a_folder_is_refused(tmp_path: Path) -> N
 
 def test_every_key_is_in_one_table() -> None:
     """A key in two tables would follow only one of their rules."""
-    tables = (keys.FIELDS, keys.LOSS_SCALE, keys.CHECKED, keys.PASSED, keys.WITHOUT_EFFECT)
+    tables: tuple[Collection[str], ...] = (
+        keys.FIELDS,
+        keys.LOSS_SCALE,
+        keys.CHECKED,
+        keys.PASSED,
+        keys.WITHOUT_EFFECT,
+    )
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert not keys.LEAVES & keys.BLOCKS
     assert not set(keys.OFF) & (keys.LEAVES | keys.BLOCKS)

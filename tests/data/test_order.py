@@ -1,14 +1,18 @@
 """Combinations of sample orders, compared with lists."""
 
+from typing import cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.cache import IndexCache
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.order import (
     BlendedOrder,
     DatasetOrder,
+    Order,
     OrderSlice,
     build_order,
     collect_seeds,
@@ -26,6 +30,11 @@ class Numbers:
 
     def __len__(self):
         return self.length
+
+
+def make_numbers(seed: int, length: int) -> GPTDataset:
+    """Return a data set with the parts of GPTDataset that an order uses."""
+    return cast(GPTDataset, Numbers(seed, length))
 
 
 def list_order(order):
@@ -68,7 +77,7 @@ trees = st.recursive(
 @given(tree=trees)
 def test_an_order_equals_its_tree_in_lists(tmp_path_factory, tree):
     cache = IndexCache(tmp_path_factory.getbasetemp() / "orders")
-    order = build_order(tree, Numbers, cache)
+    order = build_order(tree, make_numbers, cache)
     assert list_order(order) == list_tree(tree)
     assert collect_seeds(tree) >= {seed for seed, _ in list_tree(tree)}
     dataset, sample = locate(order, len(order) - 1)
@@ -76,7 +85,8 @@ def test_an_order_equals_its_tree_in_lists(tmp_path_factory, tree):
 
 
 def test_a_blend_draws_from_its_orders():
-    orders = [DatasetOrder(Numbers(1, 5)), OrderSlice(DatasetOrder(Numbers(2, 9)), 4, 9)]
+    slice_of_second = OrderSlice(DatasetOrder(make_numbers(2, 9)), 4, 9)
+    orders: list[Order] = [DatasetOrder(make_numbers(1, 5)), slice_of_second]
     blended = BlendedOrder(orders, np.array([1, 0, 1, 1], np.uint8), np.array([0, 0, 1, 2]))
     assert list_order(blended) == [(2, 4), (1, 0), (2, 5), (2, 6)]
 
@@ -84,12 +94,12 @@ def test_a_blend_draws_from_its_orders():
 def test_a_blend_ends_before_the_first_sample_that_is_missing():
     which = np.array([0, 1, 0, 1, 0, 1], np.uint8)
     sample = np.array([0, 0, 1, 1, 2, 2])
-    three = DatasetOrder(Numbers(1, 3))
-    one = DatasetOrder(Numbers(2, 1))
+    three = DatasetOrder(make_numbers(1, 3))
+    one = DatasetOrder(make_numbers(2, 1))
     assert len(BlendedOrder([three, three], which, sample)) == 6
     assert len(BlendedOrder([three, one], which, sample)) == 3
 
 
 def test_a_slice_past_the_end_is_refused():
     with pytest.raises(AssertionError, match=r"no positions \[2, 6\) in 5 samples"):
-        OrderSlice(DatasetOrder(Numbers(1, 5)), 2, 6)
+        OrderSlice(DatasetOrder(make_numbers(1, 5)), 2, 6)

@@ -87,7 +87,9 @@ def test_a_wrong_entry_of_weighted_split_paths_is_refused(text):
 
 def test_one_path_gives_three_pieces():
     data = DataConfig(data_path=("a",), split="8,1,1")
-    assert find_train_mixture(data).parts[0].select_documents(10) == (0, 8)
+    train = find_train_mixture(data)
+    assert train is not None
+    assert train.parts[0].select_documents(10) == (0, 8)
     (valid,) = find_evaluation_mixtures(data, "valid")
     (test,) = find_evaluation_mixtures(data, "test")
     assert valid.name == "validation"

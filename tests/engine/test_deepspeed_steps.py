@@ -72,7 +72,7 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
         applied.append(result.applied)
         return result
 
-    DeepSpeedEngine.train_batch = train_and_disturb  # type: ignore[method-assign]
+    DeepSpeedEngine.train_batch = train_and_disturb  # type: ignore[method-assign, assignment]
     try:
         pretrain(argv)
     finally:

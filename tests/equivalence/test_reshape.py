@@ -104,7 +104,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
         return run
 
     original = pretrain_gpt.start_run
-    pretrain_gpt.start_run = start_and_look
+    pretrain_gpt.start_run = start_and_look  # type: ignore[assignment]
     try:
         pretrain_gpt.pretrain(load_config(argv))
     finally:

@@ -8,6 +8,7 @@ are as under torchrun.
 
 import contextlib
 import importlib
+import io
 import multiprocessing
 import os
 import re
@@ -50,6 +51,7 @@ def _rank(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # a line that was printed survives a kill
     os.environ.update(environment)
     die_with_launcher()
@@ -152,7 +154,11 @@ class Launch:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
+        found = []
+        for process in self.processes:
+            assert process.pid is not None
+            found.append(process.pid)
+        return found
 
     def output(self, rank: int = 0) -> str:
         return self._logs[rank].read_text(errors="replace")

@@ -172,7 +172,9 @@ def test_other_ranks_end_when_one_rank_is_killed(victim: int, new_job: NewJob) -
         assert launch.kill([victim]) == [victim]
         codes = launch.codes(by_themselves=True)
         assert codes[1 - victim] not in (0, None), launch.all_output()
-    output = job.succeed(f"--exit-interval {read_pointed_iteration(job.folder) + 3}")
+    pointed = read_pointed_iteration(job.folder)
+    assert pointed is not None
+    output = job.succeed(f"--exit-interval {pointed + 3}")
     assert loaded_line(output) > 0
     assert "waiting" not in output
     # Rank 0 holds the lease.

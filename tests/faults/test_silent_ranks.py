@@ -72,7 +72,7 @@ def test_stopped_rank_is_named_within_the_limit(victim: int, engine: str, new_jo
 
 def children(pid: int) -> dict[int, int]:
     """Return {rank: process id} of torchrun's ranks."""
-    found = {}
+    found: dict[int, int] = {}
     for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         variables = Path(f"/proc/{text}/environ").read_bytes().split(b"\0")
         ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]

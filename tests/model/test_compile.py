@@ -5,6 +5,8 @@ generates no code. Only a test about the numbers of generated code uses inductor
 """
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ from megatron.errors import ConfigError
 from megatron.model import compiling
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
-from megatron.model.inputs import Inputs
+from megatron.model.inputs import Documents, Inputs
 from megatron.parallel.rng import DropoutKey, RandomStreams
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "position_embedding_type": "rotary",
     "normalization": "RMSNorm",
     "glu_activation": "swiglu",
@@ -26,7 +28,11 @@ LLAMA = {
     "num_query_groups": 2,
     "add_bias_linear": False,
 }
-SHAPES = {"gpt2": {}, "llama": LLAMA, "bloom": {"position_embedding_type": "alibi"}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "bloom": {"position_embedding_type": "alibi"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +63,7 @@ def pair(
     *,
     eager: Execution | None = None,
     dynamic: bool = False,
-    **changes: object,
+    **changes: Any,
 ) -> tuple[GPT, GPT]:
     """Return the same model twice, not compiled and compiled."""
     plain = build(tiny_config(**(SHAPES[shape] | changes)))
@@ -74,7 +80,7 @@ def pair(
     return models[0], models[1]
 
 
-def _recompute(execution: Execution | None) -> dict[str, object]:
+def _recompute(execution: Execution | None) -> dict[str, Any]:
     if execution is None:
         return {}
     return {
@@ -84,14 +90,14 @@ def _recompute(execution: Execution | None) -> dict[str, object]:
 
 
 def step(
-    model: GPT, number: int = 1, *, length: int = 24, documents: object = None
+    model: GPT, number: int = 1, *, length: int = 24, documents: Documents | None = None
 ) -> list[torch.Tensor]:
     """Return the loss and all gradients of a microbatch."""
     model.zero_grad()
     tokens = some_tokens(length=length, seed=number)
     loss = model(
         None, Inputs(tokens, tokens, documents=documents, dropout_key=DropoutKey(number, 0))
-    )  # type: ignore[arg-type]
+    )
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -99,8 +105,8 @@ def step(
 @pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize(
     "execution",
-    [Execution(), Execution(recomputed_part=1), Execution(recompute_attention_core=True)],
-)  # type: ignore[arg-type]
+    [Execution(), Execution(recomputed_part=Fraction(1)), Execution(recompute_attention_core=True)],
+)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_compiled_model_has_the_same_numbers(shape: str, execution: Execution) -> None:
     eager, compiled = pair(shape, eager=execution)

@@ -3,6 +3,8 @@
 A sample of several documents is computed as if each document were a sample of its own.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from builders import VOCAB, build, some_tokens, tiny_config
@@ -13,7 +15,7 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 
 EOD = 5
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "learned": {},
     "rotary": {"position_embedding_type": "rotary", "num_query_groups": 2},
     "alibi": {"position_embedding_type": "alibi"},
@@ -38,6 +40,7 @@ def outputs(model: GPT, microbatch: Microbatch) -> torch.Tensor:
         microbatch.position_ids,
         microbatch.documents,
     )
+    assert model.head is not None
     return model.head.norm(model.run_blocks(None, inputs)).transpose(0, 1)
 
 

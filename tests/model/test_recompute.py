@@ -111,5 +111,6 @@ def test_inputs_in_host_memory_use_no_device_memory() -> None:
             # The output is the only allocation.
             assert torch.cuda.memory_allocated() - before < 1.5 * stream.numel() * 4
         y.sum().backward()
+        assert stream.grad is not None
         gradients.append(stream.grad)
     assert torch.equal(*gradients)

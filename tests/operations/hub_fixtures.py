@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ def assert_nothing_twice(server: HubServer, commits: int, repo: str = REPO) -> N
     """
     history = server.history(repo)
     assert [commit.title for commit in history[:-1]] == [
-        commit.title for commit in history[:-1] if commit.tree != commit.parent.tree
+        commit.title for commit, parent in pairwise(history) if commit.tree != parent.tree
     ]
     assert len(history) - 1 == commits
     assert len(server.uploaded) == len(set(server.uploaded))

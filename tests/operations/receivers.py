@@ -102,7 +102,7 @@ def make_certificate(folder: Path, name: str = "127.0.0.1") -> Path:
     public = folder / "public.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test"
     subject = ["-addext", f"subjectAltName=IP:{name}"]
-    files = ["-keyout", path, "-out", public]
+    files = ["-keyout", str(path), "-out", str(public)]
     subprocess.run([*command.split(), *subject, *files], check=True, capture_output=True)
     path.write_text(path.read_text() + public.read_text())
     return path

@@ -114,9 +114,12 @@ def test_unchanged_files_are_not_read_again(
     hub.requests.clear()
     read: list[Path] = []
     digest = hub_queue.digest
-    monkeypatch.setattr(
-        hub_queue, "digest", lambda path, **how: read.append(path) or digest(path, **how)
-    )
+
+    def note_and_digest(path: Path, **how: Any) -> hub_queue.LocalFile:
+        read.append(path)
+        return digest(path, **how)
+
+    monkeypatch.setattr(hub_queue, "digest", note_and_digest)
     started = time.monotonic()
     assert sync() == 0
     # It takes less than 5 s on an idle machine.

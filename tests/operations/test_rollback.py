@@ -595,7 +595,7 @@ class FixedTime(datetime):
     """A clock that has stopped, so that two rollbacks write the same files."""
 
     @classmethod
-    def now(cls, tz: Any = None) -> "FixedTime":  # type: ignore[override]
+    def now(cls, tz: Any = None) -> "FixedTime":
         return cls(2026, 2, 1, tzinfo=UTC)
 
 
@@ -632,7 +632,7 @@ def test_a_rollback_killed_before_any_change_can_be_continued(
     monkeypatch.setattr(plan_module, "datetime", FixedTime)
     # Without the cache most of the test's time would be spent here.
     monkeypatch.setattr(plan_module, "load_yaml", cache(plan_module.load_yaml))
-    options = {"reason": "spike", "skip": ("5-6",)}
+    options: dict[str, Any] = {"reason": "spike", "skip": ("5-6",)}
     run = fresh_copy(trained, tmp_path)
     before = read_all_files(run)
     roll_run_back(run, **options)

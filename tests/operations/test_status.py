@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from observe.reports import full_report
@@ -108,7 +109,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "logs" / "main_log.txt"
 
 
-def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **fields: object) -> None:
+def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **fields: Any) -> None:
     """Append training output, and set the log's modification time to `seconds_ago`."""
     with log.open("a") as file:
         for iteration in range(first, last + 1):
@@ -117,7 +118,7 @@ def train(log: Path, first: int, last: int, *, seconds_ago: float = 0.0, **field
                     replace(full_report(), nan_iterations=0, iteration=iteration, **fields)
                 )
                 + "\n"
-            )  # type: ignore[arg-type]
+            )
     then = time.time() - seconds_ago
     os.utime(log, (then, then))
 
@@ -434,7 +435,7 @@ def test_only_the_end_of_a_long_log_is_read(log: Path, monkeypatch: pytest.Monke
     [{"lm_loss": float("nan")}, {"lm_loss": float("inf")}, {"lm_loss": None, "nan_iterations": 1}],
 )
 def test_losses_that_are_not_finite_are_an_alert(
-    bad: dict[str, object], squeue: Squeue, log: Path
+    bad: dict[str, Any], squeue: Squeue, log: Path
 ) -> None:
     squeue(running(HOUR))
     train(log, 1, 50)
@@ -444,7 +445,7 @@ def test_losses_that_are_not_finite_are_an_alert(
                 replace(full_report(), iteration=51, **{"nan_iterations": 0, **bad})
             )
             + "\n"
-        )  # type: ignore[arg-type]
+        )
     train(log, 52, 99)
     text = found(log)
     assert "1 of the newest 99 log lines have a loss or gradient that is not finite" in text

@@ -5,6 +5,7 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
@@ -78,7 +79,7 @@ def test_unpickling_by_torch_is_counted(pool: ProcessPool) -> None:
 
 
 def test_values_of_any_length_arrive(pool: ProcessPool) -> None:
-    values = [None, {"ä": [1, 2.5, True, None], "b": {"c": "x" * 100_000}}, [], "€"]
+    values: list[Any] = [None, {"ä": [1, 2.5, True, None], "b": {"c": "x" * 100_000}}, [], "€"]
     for outcome in pool.run(4, gather_values, values):
         assert outcome.value == (values, []), outcome.output
 

@@ -65,6 +65,8 @@ def check_linears(sequence_parallel: bool) -> None:
     x = torch.randn(8, 2, 12, generator=generator)
     column = ColumnParallelLinear(12, 24, bias=True, tp=tp)
     row = RowParallelLinear(24, 12, bias=True, tp=tp)
+    assert column.bias is not None
+    assert row.bias is not None
     own = slice(tp.rank * 6, tp.rank * 6 + 6)
     for target, value in (
         (column.weight, up[own]),
@@ -83,6 +85,8 @@ def check_linears(sequence_parallel: bool) -> None:
     weights = torch.randn(expected.shape, generator=generator)
     (out * weights[positions]).sum().backward()
     (expected * weights).sum().backward()
+    assert reference.grad is not None
+    assert up_reference.grad is not None
     torch.testing.assert_close(mine.grad, reference.grad[positions], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(column.weight.grad, up_reference.grad[own], rtol=1e-4, atol=1e-4)
 
@@ -121,6 +125,7 @@ def check_loss(vocab: int, padded: int) -> float:
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-6)
+    assert real.grad is not None
     padding = F.pad(real.grad, (0, 0, 0, padded - vocab))
     torch.testing.assert_close(local.grad, padding[first : first + rows], rtol=1e-4, atol=1e-6)
     return loss.item()

@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ import preprocess_data
 SMALL = 1 << 14
 
 
-def job(output: Path, *inputs: Path | str, **changes: object) -> PreprocessJob:
+def job(output: Path, *inputs: Path | str, **changes: Any) -> PreprocessJob:
     """Return a job for the fixture's texts, or for other inputs."""
     paths = tuple(str(path) for path in inputs or (JSONL,))
     made = PreprocessJob(

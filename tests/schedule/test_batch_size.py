@@ -9,6 +9,7 @@ from megatron.schedule.batch_size import (
     ConstantBatchSize,
     RampupBatchSize,
     StepBatchSize,
+    Unit,
     bare_thresholds_as_samples,
     count_iterations_for_samples,
     count_samples_of_iterations,
@@ -189,7 +190,7 @@ def test_bare_thresholds_get_the_unit_samples():
 )
 @settings(max_examples=200, deadline=None)
 def test_counted_iterations_equal_those_of_a_loop(steps, first, seq_length, train_samples, tokens):
-    unit = "tokens" if tokens else "samples"
+    unit: Unit = "tokens" if tokens else "samples"
     schedule = StepBatchSize(
         ((0, "samples", first), *((threshold, unit, size) for threshold, size in sorted(steps)))
     )

@@ -28,7 +28,7 @@ class Cluster:
     folder: Path
     """Folder of configuration, logs and sockets. The name is short, as paths of sockets must be."""
 
-    def run(self, *command: str, timeout: float = 300, **variables: str) -> str:
+    def run(self, *command: str, **variables: str) -> str:
         """Run a client and return its output. A job inherits `variables` and the environment."""
         clean = {
             name: value
@@ -42,7 +42,7 @@ class Cluster:
             **variables,
         }
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+            command, capture_output=True, text=True, env=environment, timeout=300, check=False
         )
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout

@@ -26,7 +26,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.shard import TensorShard
+from megatron.parallel.shard import Kind, TensorShard
 from tools import inspect_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ CONFIG = (
     "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, seq_length: 4}\n"
     "batch: {micro_batch_size: 1}\n"
 )
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 SHAPES = {
     "embedding.word.weight": (700, 640),
     "blocks.0.qkv": (640, 640),
@@ -43,7 +43,7 @@ SHAPES = {
 }
 
 
-def make_state(seed: int = 0) -> dict[tuple[str, str], Tensor]:
+def make_state(seed: int = 0) -> dict[tuple[Kind, str], Tensor]:
     """Return tensors of about 10 MB, which fill a few blocks of a file."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -53,19 +53,19 @@ def make_state(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def make_full_shards(state: dict[tuple[str, str], Tensor]) -> list[TensorShard]:
+def make_full_shards(state: dict[tuple[Kind, str], Tensor]) -> list[TensorShard]:
     """Return each tensor as one shard."""
     return [make_shard(kind, name, tensor) for (kind, name), tensor in state.items()]
 
 
-def make_shard(kind: str, name: str, tensor: Tensor) -> TensorShard:
+def make_shard(kind: Kind, name: str, tensor: Tensor) -> TensorShard:
     """Return a complete tensor as one shard."""
     shape = tuple(tensor.shape)
     offset = (0,) * tensor.dim()
-    return TensorShard(kind, name, shape, offset, tensor, owner=True)  # type: ignore[arg-type]
+    return TensorShard(kind, name, shape, offset, tensor, owner=True)
 
 
-def make_split_shards(state: dict[tuple[str, str], Tensor]) -> list[TensorShard]:
+def make_split_shards(state: dict[tuple[Kind, str], Tensor]) -> list[TensorShard]:
     """Return each tensor as two shards."""
     shards = []
     for (kind, name), tensor in state.items():
@@ -74,7 +74,7 @@ def make_split_shards(state: dict[tuple[str, str], Tensor]) -> list[TensorShard]
             offset = (low, *(0 for _ in tensor.shape[1:]))
             shards.append(
                 TensorShard(kind, name, tuple(tensor.shape), offset, part.clone(), owner=True)
-            )  # type: ignore[arg-type]
+            )
     return shards
 
 
@@ -328,6 +328,7 @@ def test_verify_counts_numbers_that_are_not_finite(
     state["exp_avg", "embedding.word.weight"].fill_(math.inf)
     assert state["exp_avg", "embedding.word.weight"].numel() * 4 > BLOCK // 4
     contents = make_contents(3)
+    assert contents.scalars is not None
     contents.scalars["loss_scale"] = {"scale": math.inf}
     folder = save_unchecked(tmp_path, contents, make_split_shards(state))
     found = inspect_json(capsys, folder, "--verify", code=1)

@@ -42,6 +42,12 @@ def run_with_error(capsys, *argv: str) -> str:
     return capsys.readouterr().err
 
 
+def match_start(pattern: str, text: str) -> re.Match[str]:
+    found = re.match(pattern, text)
+    assert found is not None, text
+    return found
+
+
 def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
     """Save the checkpoint that a run would have saved at this iteration."""
     config = load_config(run).config
@@ -54,6 +60,7 @@ def save(root: Path, run: list[str], consumed: int, iteration: int) -> None:
         test_samples=0,
         batch_slice=BatchSlice(1),
     )
+    assert sources.train is not None
     sources.train.advance(consumed)
     state = TrainState(iteration=iteration, consumed_samples=consumed, data=sources.state())
     save_checkpoint(
@@ -65,7 +72,8 @@ def test_sample_text_is_that_of_its_document(capsys, run):
     lines = (CORPUS / "openwebtext-100.jsonl").read_text(encoding="utf-8").splitlines()
     documents = [json.loads(line)["text"] for line in lines]
     shown = show(capsys, "--samples", "0-20", "--", *run)
-    assert [int(re.match(r"sample (\d+):", heading)[1]) for heading, _ in shown] == list(range(21))
+    samples = [match_start(r"sample (\d+):", heading)[1] for heading, _ in shown]
+    assert [int(sample) for sample in samples] == list(range(21))
     checked = 0
     for heading, text in shown:
         match = re.search(r"token \d+ of document (\d+)$", heading)
@@ -79,7 +87,8 @@ def test_iterations_follow_the_ramp_up(capsys, run):
     """The first 4 iterations have batches of 2, until 8 samples are consumed. Later ones have 4."""
     shown = show(capsys, "--iterations", "4-6", "9", "--", *run)
     headings = [
-        re.match(r"sample (\d+) \(iteration (\d+)(.*?)\)", heading).groups() for heading, _ in shown
+        match_start(r"sample (\d+) \(iteration (\d+)(.*?)\)", heading).groups()
+        for heading, _ in shown
     ]
     expected = {4: range(6, 8), 5: range(8, 12), 6: range(12, 16), 9: range(24, 28)}
     assert [(int(sample), int(iteration)) for sample, iteration, _ in headings] == [

@@ -234,7 +234,11 @@ def test_digest_is_none_until_it_is_computed(
     library = DatasetRegistry(str(on_hosts.run.folder / "cache"))
     prefix = str(on_hosts.hosts[0] / "data")
     fingerprint = library.open(prefix).compute_fingerprint()
-    library.background.submit("a check that takes long", lambda: held.wait(30) and None)
+
+    def wait_until_released() -> str | None:
+        return None if held.wait(30) else "not released in 30 s"
+
+    library.background.submit("a check that takes long", wait_until_released)
     content.SMALL_BYTES = 0
     try:
         files = DataFiles(library, TrainState(), ranks=Ranks(), who="rank 0", say=lambda line: None)
