@@ -28,7 +28,7 @@ from megatron.training.evaluate import evaluate_only
 from megatron.training.loop import train
 from megatron.training.resume import resolve_job, select_checkpoint_config
 from megatron.training.setup import (
-    answer_roll_call,
+    build_roll_call,
     hold_folder_lease,
     join_ranks,
     leave,
@@ -69,7 +69,7 @@ def pretrain(loaded: LoadedConfig) -> None:
         loaded, world.size, find_start(select_checkpoint_config(config)).checkpoint
     ).plan
     mesh = join_ranks(plan, world)
-    with answer_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
+    with build_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
         run = start_run(loaded, mesh, lease)
         try:
             if config.batch.eval_only:

@@ -35,11 +35,11 @@ def build_command() -> dict[str, type]:
         def build_extension(self, ext: Extension) -> None:
             try:
                 super().build_extension(ext)
-            except (
-                Exception
-            ) as error:  # the compilers' error types differ by platform; none may stop the install
+            # The types of a compiler's errors differ by platform. None may stop the installation.
+            except Exception as error:
                 print(
-                    f"C++ index helpers were not built ({type(error).__name__}: {error}): the slower NumPy ones will be used."
+                    f"C++ index helpers were not built ({type(error).__name__}: {error}): "
+                    "the slower NumPy ones will be used."
                 )
 
     return {"build_ext": OptionalBuild}

@@ -239,7 +239,8 @@ def measure_bubble(arguments: Arguments, folder: str) -> None:
                 f"| {name} | {m} | {' | '.join(cells)} | {clock} | "
                 f"{compute_bubble_fraction(m, 2, v):.3f} |"
             )
-    table("| schedule | m | ms | ms / m | idle by the fit | idle by the clock | schedule |", rows)
+    head = "| schedule | m | ms | ms / m | idle by the fit | idle by the clock | idle in theory |"
+    table(head, rows)
     print("\n" + "\n".join(f"- {fit}" for fit in fits), flush=True)
 
 
@@ -284,15 +285,15 @@ def measure_memory(arguments: Arguments, folder: str) -> None:
         f"`{some}`. ZeRO: `{large}`."
     )
     print(
-        "*against*: the difference to the group's first row, measured and by `tools/plan.py` "
-        "(which leaves buffers out)."
+        "The last two columns are differences to the first row of a group (+0), measured and by "
+        "`tools/plan.py`, which leaves buffers out."
     )
     rows = [
         *_memory_rows(kept, lambda memory: memory["activations"], folder),
         *_memory_rows(core, lambda memory: memory["activations_with_scores"], folder),
         *_memory_rows(zero, lambda memory: memory["rank"]["total"], folder),
     ]
-    table("| case | measured | against | planner, against |", rows)
+    table("| case | measured | difference | difference by the planner |", rows)
 
 
 def _memory_rows(

@@ -26,7 +26,7 @@ import torch
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
-from megatron.training.loop import check_finite, train_iteration
+from megatron.training.loop import check_nan_iterations, train_iteration
 from megatron.training.report import StepRecord
 from megatron.training.resume import resolve_job
 from megatron.training.run import Run
@@ -191,7 +191,7 @@ class Rank:
 def one_iteration(run: Run) -> None:
     """Run one iteration as the training loop does."""
     train_iteration(run)
-    check_finite(run.plan, run.state)
+    check_nan_iterations(run.plan, run.state)
     run.exits.decide(run.state.iteration - 1, run.state.iteration)
 
 

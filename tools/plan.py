@@ -45,8 +45,8 @@ class PlanArguments:
     """
 
     world_size: int | None = None
-    """Number of processes (devices). Default: what the script or launcher asks for, otherwise one
-    replica of the model."""
+    """Number of processes (devices). Default: what the script or launcher asks for, otherwise as
+    many as one replica of the model needs."""
     at: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ITER ...")] = field(default=())
     """Iterations to forecast. For each one the report has samples, tokens, batch size and the
     learning rate of the iteration's log line."""
@@ -125,8 +125,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     at = plan.forecast().predict(options.at)
     refused = list_unsupported(plan)
     if refused:
-        warnings.append(f"planned, but --deepspeed does not support it: {'; '.join(refused)}.")
-    # Two stages of planning may report the same warning. A dict keeps the order and drops
+        warnings.append(f"planned here, but --deepspeed does not support it: {'; '.join(refused)}.")
+    # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
     warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
     if options.json:
@@ -197,12 +197,12 @@ def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSou
     unset = ", ".join(f"${name}" for name in command.unresolved)
     warnings: tuple[str, ...] = ()
     if unset:
-        warnings = (f"left as written, because nothing here sets them: {unset}.",)
+        warnings = (f"variables without a value here stay as they are written: {unset}.",)
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
 def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict[str, Any]:
-    """Return the plan as plain data, with memory in bytes and FLOPs in units."""
+    """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     tokens = plan.config.model.seq_length
     shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
     return {
@@ -264,9 +264,10 @@ def get_recomputed_share(plan: Plan) -> Fraction:
 def estimate_memory(plan: Plan) -> dict[str, Any]:
     """Estimate memory in bytes for the model and for the pipeline rank that needs most.
 
-    The parameter memory follows a rule of bytes per parameter, listed by part. "activations" are as
-    configured. The other entries estimate them with everything kept, and with all layers
-    recomputed.
+    The memory of parameters is listed by part and follows a rule of bytes per parameter.
+    "activations" is the estimate for the configuration. "activations_kept" assumes no recomputation
+    of layers, and "activations_recomputed" assumes that of all layers. "activations_with_scores"
+    adds the attention scores to "activations_kept", unless --recompute-attention-core is given.
     """
     share = get_recomputed_share(plan)
     config = plan.config
@@ -304,7 +305,7 @@ def _compute_parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMem
 
 
 def _choose_final_schedule(plan: Plan) -> PipelineSchedule:
-    """Return the schedule at the final batch size, rounded down if that does not fit the grid."""
+    """Return the schedule at the final batch size, rounded down to one that fits the grid."""
     # A plan with errors may have a size of 0. The errors are reported, and this estimate must not
     # fail.
     share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
@@ -374,7 +375,7 @@ def compute_flops(plan: Plan) -> dict[str, int]:
         "hardware_per_iteration": flops.count_iteration_flops(
             shape, plan.batch_size.final, recompute=recompute
         ),
-        # A run that ends by tokens may have fewer of them than samples x length.
+        # A run that ends by --train-tokens may train fewer tokens than samples x sequence length.
         "model_whole_run": per_token
         * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
     }
@@ -491,7 +492,7 @@ def _format_training(plan: Plan) -> list[str]:
         lines.append(
             _format_row(
                 "ends by tokens",
-                f"{batch.train_tokens:,} tokens or the end above: iteration {last:,}",
+                f"{batch.train_tokens:,} tokens or all samples, at iteration {last:,}",
             )
         )
     lr = plan.lr_schedule
@@ -532,9 +533,9 @@ def _format_memory(plan: Plan) -> list[str]:
         )
     )
     if share := get_recomputed_share(plan):
-        note = f"{_format_layer_share(share)} recomputed; {kept:,.2f} if all were kept"
+        note = f"{_format_layer_share(share)} recomputed; {kept:,.2f} without recomputation"
     else:
-        note = f"{scores:,.2f} without a flash kernel, {again:,.2f} recomputed"
+        note = f"{scores:,.2f} without a flash kernel, {again:,.2f} with all layers recomputed"
     if plan.pipeline_size > 1:
         # The number in flight explains why an early stage needs more memory than a late one.
         visits = _choose_final_schedule(plan).count_in_flight(memory_bytes["pipeline_rank"])
@@ -569,8 +570,8 @@ def _format_flops(plan: Plan) -> list[str]:
         ),
         _format_row(
             "FLOPs of the run",
-            f"{counts['model_whole_run']:.4e} model (forward and backward, attention counted "
-            "as full)",
+            f"{counts['model_whole_run']:.4e} model (forward and backward, causal attention "
+            "counted as full)",
         ),
     ]
 

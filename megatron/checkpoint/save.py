@@ -1,19 +1,21 @@
 """Saving of checkpoints.
 
 Every rank writes the shards that it owns into a new folder `global_stepN.unfinished`. Then rank 0
-renames the folder to `global_stepN` and moves the pointers to it, see `publish.py`.
+renames the folder to `global_stepN` and moves the pointers to it (the files `latest` and
+`latest_checkpointed_iteration.txt`), see `publish.py`. The checkpoint is called safe from then on.
 
 Invariants:
 
 - A kill at any time leaves the pointers at one complete checkpoint, the old or the new one.
 - Nothing is removed before a newer checkpoint was read back from the disk.
 - All ranks agree on the outcome of a save.
-- No number that is not finite is stored.
+- Only finite numbers are stored.
 
-A save is a sequence of phases: copy and write, read back, finish. All ranks work on the same phase.
-A phase runs in a thread, and the threads of different ranks never communicate. The training loop
-calls `poll` once an iteration. It starts the next phase when all ranks have finished the present
-one. A synchronous save runs the same phases and waits for each of them.
+A save has three phases: copy and write, read back, finish. The second one is left out unless older
+checkpoints are removed (--keep-latest-checkpoints). All ranks work on the same phase. A phase runs
+in a thread, and the threads of different ranks never communicate. The training loop calls `poll`
+once an iteration. It starts the next phase when all ranks have finished the present one. A
+synchronous save runs the same phases and waits for each of them.
 """
 
 import os
@@ -42,7 +44,7 @@ from megatron.errors import CheckpointError, DamagedError, TrainingError
 from megatron.parallel.shard import TensorShard
 
 _ITEM = 4
-"""Bytes of an fp32."""
+"""Bytes of an fp32 number."""
 SMALL_FILES = 1 << 20
 """Bytes that must be free in addition to the tensors, for index, manifest and metadata."""
 
@@ -89,11 +91,11 @@ class _PendingSave:
     work: Work
     """The present phase."""
     copied: threading.Event
-    """Set when the shards may change again, because they are copied, written, or failed."""
+    """Set when the shards may change again: they were copied or written, or the write failed."""
     phases: list[Callable[[list[WrittenFile]], Any]]
     """The phases still to run. Each receives the files of all ranks."""
     keep: bool
-    """Retention never removes this checkpoint."""
+    """Whether --keep-latest-checkpoints must never remove this checkpoint."""
     parts: list[WrittenFile] | None = None
     """The files of all ranks. None until the first phase is finished."""
 
@@ -119,11 +121,11 @@ class Saver:
 
         Args:
             root: Folder of the run's checkpoints.
-            config: Intervals and retention.
+            config: The flags that determine when to save and which checkpoints to keep.
             ranks: The ranks that save together. Default: this process alone.
             lease: The lease of `root` on rank 0. None on the other ranks, and in tests and tools.
             say: Called with each message and warning that people must see immediately.
-            saved: Called with each iteration whose checkpoint is safe.
+            saved: Called with the iteration of each checkpoint as soon as it is safe.
             lineage: The checkpoints in `root` that the run came through so far.
         """
         self._root = root
@@ -142,9 +144,9 @@ class Saver:
         """Checkpoints that the run came through, the newest last, without those removed."""
         self._publisher = Publisher(root, self._config, lease)
         self._keep = False
-        """The next checkpoint must be kept permanently."""
+        """Whether the next checkpoint must be kept permanently."""
         self._ending = False
-        """The run has no further iteration."""
+        """Whether the run has no further iteration."""
 
     @property
     def in_flight(self) -> bool:
@@ -157,9 +159,9 @@ class Saver:
         The second cell also has the retention and the number of checkpoints that fit on the disk.
         """
         size = self._count_total_bytes(shards)
-        # Through `work`: a call of a network file system can hang, and then the rank is named.
+        # A call of a network file system can hang. `work` then names this rank.
         free = self._ranks.work(
-            lambda: free_bytes(self._root), f"looking at {self._root}", self._say
+            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._say
         )
         room = int(free // (size + SMALL_FILES))
         if self._config.async_save:
@@ -196,14 +198,14 @@ class Saver:
         kept = self._config.keep_every
         passed = any(before < at <= after for at in named)
         if passed or (kept is not None and after // kept > before // kept):
-            # It stays set until a checkpoint is safe. If this save fails, the next one that
-            # succeeds after this iteration is the one to keep.
+            # If a save fails, this is still True or is set again. The next checkpoint that is saved
+            # is then the one to keep.
             self._keep = True
         if self._retry_at is not None and after >= self._retry_at:
             return True
         return passed or bool(interval and after // interval > before // interval)
 
-    def end_of_run(self) -> None:
+    def mark_end_of_run(self) -> None:
         """Record that no further iteration follows.
 
         The caller then tries a failed save again immediately, and the messages say so.
@@ -213,8 +215,8 @@ class Saver:
     def begin(self, contents: CheckpointContents, shards: Sequence[TensorShard]) -> None:
         """Start a save.
 
-        After the return, the tensors of `shards` may be read. They must not change until
-        `wait_for_copy` has returned.
+        When this method has returned, a thread may still read the tensors of `shards`. They must
+        not change until `wait_for_copy` has returned.
 
         Args:
             contents: The contents of the checkpoint, except its tensors.
@@ -241,8 +243,8 @@ class Saver:
         fresh = step_folder(self._root, contents.iteration)
         fresh = fresh.with_name(fresh.name + UNFINISHED)
         self._retry_at = None
-        # An earlier attempt may have left a complete checkpoint without pointers. Its pointers move
-        # first. Otherwise the next start would not find it if this save is killed.
+        # An earlier attempt may have left a complete checkpoint that no pointer names. The pointers
+        # move to it first. Otherwise the next start would not find it if this save is killed.
         finished = Work(
             lambda: self._publish_earlier() if self._ranks.rank == 0 else None, in_thread=True
         )
@@ -283,7 +285,8 @@ class Saver:
         """Raise if a number that would be stored is not finite.
 
         Raises:
-            TrainingError: On every rank. It names the tensor, its rank, and how many numbers.
+            TrainingError: On every rank. The message names each tensor, its rank, and the number of
+                such values.
         """
         mine = describe_not_finite(shards)
         # The counters and scalars are equal on all ranks, so one rank reports them.
@@ -456,7 +459,9 @@ class Saver:
             retry = "immediately"
         else:
             retry = f"after iteration {self._retry_at}"
-        self._say(f"warning: {problem}\nolder checkpoints are untouched; tried again {retry}")
+        self._say(
+            f"warning: {problem}\nolder checkpoints are untouched; the save is tried again {retry}"
+        )
 
     # The phases follow. Each runs in its own thread and returns JSON, which `gather` can send.
     # A phase must not use a collective, because the main thread uses the same group meanwhile.
@@ -471,7 +476,7 @@ class Saver:
                 f"{format_gigabytes(free)} free; make room"
             )
         remove(fresh)
-        # Without its parents. If the file system was unmounted, making them would write the
+        # The parents are not created. If the file system was unmounted, this would write the
         # checkpoint onto the local disk under the mount point.
         fresh.mkdir()
 
@@ -532,7 +537,8 @@ class Saver:
         """
         if self._ranks.rank != 0:
             return None
-        # The new checkpoint replaces one of the same iteration, which then is no longer on disk.
+        # The new checkpoint replaces an earlier one of the same iteration, so that entry is left
+        # out.
         before = tuple(entry for entry in self.lineage if entry.iteration != contents.iteration)
         manifest = write_small_files(fresh, contents, parts, before, keep=keep)
         # Read back before the pointers move, because older checkpoints are removed after that.
@@ -546,7 +552,7 @@ class Saver:
     def _publish_earlier(self) -> dict[str, Any] | None:
         """Publish what an earlier attempt left, and return the `Published` checkpoint as JSON.
 
-        None if there is none. Rank 0 only.
+        Return None if no attempt left one. Only rank 0 calls it.
         """
         published = self._publisher.publish_earlier()
         if published is None:
@@ -582,7 +588,7 @@ def copy_to_host(
     Args:
         tensors: Key -> a tensor on the host or the device.
         buffers: Key -> the buffer of an earlier save. New buffers are added.
-        ready: Recorded on the computation's stream when the save started. None on the host.
+        ready: CUDA event that was recorded when the save started. None if no tensor is on a GPU.
     """
     copies = {}
     for key, tensor in tensors.items():
@@ -627,7 +633,7 @@ def write_small_files(
         contents: The contents of the checkpoint, except its tensors.
         parts: The tensor files of all ranks.
         lineage: The checkpoints that the run came through before this one.
-        keep: Retention never removes this checkpoint.
+        keep: Whether --keep-latest-checkpoints must never remove this checkpoint.
     """
     index = TensorIndex({}, {part.file: part.digest.blocks for part in parts})
     for part in parts:

@@ -1,7 +1,8 @@
-"""The decision from which checkpoint a run starts, and what happens to damaged ones.
+"""Decide from which checkpoint a run starts, and rename damaged ones.
 
-Invariants: rank 0 decides for all ranks. A run falls back only to checkpoints of its own lineage.
-Nothing on the disk changes unless this run holds the lease of the folder.
+Invariants: rank 0 decides for all ranks. A run falls back only to checkpoints of its own lineage,
+which are those that it came through (see `lineage.py`). Nothing on the disk changes unless this run
+holds the lease of the folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +41,7 @@ class StartPoint:
     checkpoint: Checkpoint | None
     """None if the run starts from scratch."""
     damaged: tuple[tuple[int, str], ...] = ()
-    """(iteration, what is wrong) of each damaged checkpoint that has precedence over this one."""
+    """(iteration, what is wrong) of each damaged checkpoint that would have been chosen instead."""
     notes: tuple[str, ...] = ()
     """Warnings to log."""
 
@@ -99,13 +100,13 @@ def find_start(
         for _ in range(_ATTEMPTS - 1):
             pointed = _read_pointed(config)
             try:
-                start = _find(config, known_damage)
+                start = _find_once(config, known_damage)
                 if not start.damaged or _read_pointed(config) == pointed:
                     return start
             except DamagedError:
                 if _read_pointed(config) == pointed:
                     raise
-        return _find(config, known_damage)
+        return _find_once(config, known_damage)
     except DamagedError as damage:
         raise CheckpointError(str(damage)) from damage
     except OSError as error:
@@ -125,7 +126,7 @@ def _read_pointed(config: CheckpointConfig) -> int | None:
     return pointer.iteration
 
 
-def _find(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
+def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
     """Find the start point in one attempt. See `find_start`.
 
     Raises:
@@ -284,8 +285,8 @@ def _open_complete(
     Raises:
         DamagedError: If a file is missing, cut off or altered, or `known_damage` has the iteration.
     """
-    # The tensor files have the right sizes in this case. Without the record, the checkpoint would
-    # be chosen again and again.
+    # An earlier attempt has found damage inside a tensor file. Its size is right, so `check_files`
+    # would not find the damage, and the checkpoint would be chosen again and again.
     if known_damage and iteration in known_damage:
         raise DamagedError(known_damage[iteration], "")
     checkpoint = open_checkpoint(root, iteration)
@@ -307,13 +308,13 @@ def _make_no_start_error(damaged: list[tuple[int, str]], why: str) -> DamagedErr
 
 
 def _note_later(saved: list[int], iteration: int, config: CheckpointConfig) -> tuple[str, ...]:
-    """Return a note that lists the checkpoints of later iterations, if this run saves over them."""
+    """Return a note that lists the later checkpoints, if this run saves into the same folder."""
     later = [f"global_step{i}" for i in saved if i > iteration]
     if not later or not config.resumes_itself:
         return ()
     return (
-        f"later than global_step{iteration}, from which this run starts: {', '.join(later)}; each "
-        "stays until a save of the same iteration replaces it",
+        f"checkpoints later than global_step{iteration}, from which this run starts: "
+        f"{', '.join(later)}; each stays until a save of the same iteration replaces it",
     )
 
 
@@ -372,7 +373,7 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         else:
             leave_out = ""
         if config.resumes_itself:
-            why = "--finetune would start at iteration 0 and overwrite it"
+            why = "--finetune would start at iteration 0 and overwrite its checkpoints"
         else:
             why = "--load does not lead there"
         raise CheckpointError(
@@ -438,7 +439,7 @@ def _report(
     """
     for note in start.notes:
         say(f"warning: {note}")
-    # Those that were renamed in an earlier attempt have been reported then.
+    # Those that were renamed in an earlier attempt were reported at that time.
     remaining = [
         (i, what)
         for i, what in start.damaged
@@ -451,11 +452,12 @@ def _report(
             # Before the rename. After a kill between the two, the pointers would name a folder that
             # does not exist.
             point_to(root, start.iteration)
-            say(f"warning: set aside as {set_aside(root, iteration).name}")
+            aside = set_aside(root, iteration)
+            say(f"warning: global_step{iteration} is set aside as {aside.name}")
     if remaining:
         say(
             f"warning: resuming from global_step{start.iteration}, "
-            "the newest intact checkpoint before it"
+            "the newest intact checkpoint of this lineage"
         )
 
 
@@ -501,8 +503,8 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
             return None, problem, error
         problem = (
             f"rank {rank} found in {checkpoint.folder}: {what}; but rank 0 finds {file} intact. "
-            "Check that the folder is the same on all hosts, and the memory and network of that "
-            "host"
+            "Check that the folder is the same on all hosts, and check the memory and network of "
+            f"the host of rank {rank}"
         )
         return None, problem, None
 

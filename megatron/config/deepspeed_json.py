@@ -1,18 +1,19 @@
 """Reads DeepSpeed's JSON into the same configuration as the flags.
 
-What both give must agree. "auto" leaves a value to the flags.
+If the flags and the JSON both set a value, the two must be equal. "auto" leaves a value to the
+flags.
 
-Invariant: no key is dropped silently. This is what can become of a key:
+Invariant: no key is dropped silently. A key is handled in one of these ways:
 
 - It is a field of the configuration under another name.
-- It has a closed set of values that are accepted.
+- It has a fixed set of accepted values.
 - It has no effect, and a warning reports that.
-- It goes to DeepSpeed unchanged (`select_passed_on`).
+- It is passed on to DeepSpeed unchanged (`select_passed_on`).
 - It is an error.
 
 The tables are in `deepspeed_keys.py`. Two blocks have rules of their own. The fp16 block overrides
 the loss scale of the flags, as in Megatron-DeepSpeed. The legacy `curriculum_learning` block, which
-DeepSpeed itself has dropped, describes this trainer's schedule.
+DeepSpeed itself does not support any more, sets this trainer's own schedule.
 """
 
 import functools
@@ -45,8 +46,8 @@ def read_json(path: str) -> dict[str, Any]:
     """Read DeepSpeed's JSON from a file.
 
     Raises:
-        ConfigError: the file is missing, is not JSON (with the line), or is not an object. A key is
-            there twice, or a number is not finite.
+        ConfigError: the file is missing, is not JSON (the message has the line), or is not an
+            object. Or an object has a key twice, or a number is not finite.
     """
     named = f"--deepspeed-config {path}"
     if Path(path).is_dir():
@@ -65,10 +66,11 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _parse_json(text: str, named: str) -> Any:
-    """Return the value of a JSON text. `named` is the file in messages.
+    """Return the value of a JSON text. `named` is how messages name the file.
 
     Raises:
-        ConfigError: the text is not JSON, has a key twice in an object, or a number out of range.
+        ConfigError: the text is not JSON, has a key twice in an object, or a number that is not
+            finite or has too many digits.
     """
     parse_number = functools.partial(_parse_finite, named)
     try:
@@ -93,7 +95,7 @@ def _parse_json(text: str, named: str) -> Any:
         raise ConfigError(f"{named} has a number with too many digits: {error}.") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{named} is nested too deeply; a configuration has four levels."
+            f"{named} is nested too deeply; a configuration has at most four levels."
         ) from error
 
 
@@ -103,13 +105,13 @@ def _refuse_doubled_keys(named: str, pairs: list[tuple[str, Any]]) -> dict[str, 
     json.loads by itself keeps the last of two equal keys without a message.
 
     Raises:
-        ConfigError: a key is there twice.
+        ConfigError: the object has a key twice.
     """
     keys = [key for key, _ in pairs]
     doubled = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if doubled:
         raise ConfigError(
-            f"{named} has {_format_key(doubled[0])} twice in one object; leave one of them."
+            f"{named} has {_format_key(doubled[0])} twice in one object; remove one of them."
         )
     return dict(pairs)
 
@@ -176,13 +178,11 @@ def merge_json(
                     f'{_format_value(value)}; change one of them, or write "auto" there.'
                 )
     fp16 = found.get("precision.fp16") or given.get("precision.fp16")
-    # DeepSpeed accumulates in fp16 here, although the key asks for fp32. Training would differ
-    # without a message.
+    # `engine/deepspeed_settings.py` requests fp32 itself, so the key is not needed.
     if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
         errors.append(
-            f'{path}: data_types.grad_accum_dtype is "fp32", but in fp16 DeepSpeed accumulates '
-            "gradients in fp16; leave it out, or use --bf16, or run without --deepspeed, which "
-            "accumulates in fp32."
+            f'{path}: data_types.grad_accum_dtype is "fp32"; in fp16 DeepSpeed accumulates '
+            "gradients in fp32 without it, because the trainer requests that; leave it out."
         )
     return found, list(dict.fromkeys(errors)), warnings
 
@@ -199,7 +199,7 @@ def select_passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
             part = result
             for block in blocks:
                 part = part.setdefault(block, {})
-            # Convert the value, because DeepSpeed needs an integer where a template has 5e8.
+            # Convert the value, because DeepSpeed needs an integer where many files have 5e8.
             part[name] = PASSED[key](value)
     return result
 
@@ -227,7 +227,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for name, value in part.items():
             key = prefix + name
             if key in OFF:
-                # An empty block and a block with "enabled": false ask for nothing.
+                # An empty block, and a block with "enabled": false, request no feature.
                 if value != {} and not (
                     isinstance(value, Mapping) and value.get("enabled") is False
                 ):
@@ -254,7 +254,7 @@ def _rename_bfloat16(content: Mapping[str, Any], problems: list[str]) -> Mapping
     if "bfloat16" not in content:
         return content
     if "bf16" in content:
-        problems.append("bfloat16 and bf16 are the same block; leave one of them")
+        problems.append("bfloat16 and bf16 are the same block; remove one of them")
     return {
         "bf16" if name == "bfloat16" else name: value
         for name, value in content.items()
@@ -267,7 +267,7 @@ def _drop_disabled_blocks(
 ) -> dict[str, Any]:
     """Return the values without those of blocks that are switched off.
 
-    An fp16 block without a loss scale means a dynamic one.
+    An fp16 block that is switched on and has no loss scale gets a dynamic loss scale.
     """
     fp16 = flat.get("fp16.enabled", False)
     # "auto" leaves the decision to --fp16, so the block counts as switched on only with that flag.

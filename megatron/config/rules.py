@@ -1,12 +1,13 @@
-"""Rules that connect fields, and need neither the number of processes nor a derived number.
+"""Rules about fields and their combinations that need only the configuration.
 
-Rules that need those are with the plan.
+Rules that need the number of processes or a derived number are in `plan_rules.py`.
 
-Invariant: a rule raises nothing and reads nothing but the configuration. All of them run, and all
-failures are reported together. What a schedule itself refuses is reported once, when the plan
-builds it. Examples are ramp arithmetic, --min-lr above --lr, and skip ranges.
+Invariant: a rule raises nothing and reads nothing but the configuration. All rules run, and all
+failures are reported together. Schedules check their own numbers when the plan builds them, so
+those errors are not reported here. Examples are the steps of a ramp-up, --min-lr above --lr, and
+skipped ranges.
 
-Source of the defaults and of what may be combined: Megatron-LM and Megatron-DeepSpeed.
+The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
 """
 
 import math
@@ -42,16 +43,16 @@ def _run(rules: tuple[Rule, ...], settings: ConfigWithOrigin) -> list[str]:
 
 
 def check_no_empty_text(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that no text is empty.
+    """Check that no value is an empty string.
 
-    An empty path would mean the present folder, or nothing at all.
+    An empty path would mean the current folder, or no path at all.
     """
     for dotted, value in settings.list_values().items():
         if value == "" or (isinstance(value, tuple) and "" in value):
             flag = all_fields()[dotted].flag
             yield (
-                f"{flag} is given an empty text; is a shell variable unset? Leave the flag out, "
-                "or give a value."
+                f"{flag} has an empty value; is a shell variable unset? Leave the flag out, or "
+                "give a value."
             )
 
 
@@ -73,7 +74,8 @@ def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
 def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that the learning rate is given in the unit that gives the length of training.
 
-    A run by samples has its learning rate by samples. A run by iterations has it by iterations.
+    With --train-samples, warm-up and decay are in samples. With --train-iters, they are in
+    iterations.
     """
     batch = settings.config.batch
     # Without exactly one length there is no unit to compare with. `check_one_training_length`
@@ -328,9 +330,9 @@ def check_one_kind_of_start(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def check_deepspeed_optimizers(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that DeepSpeed's two optimizers are not combined, and have --deepspeed.
+    """Check that --cpu-optimizer and --use-bnb-optimizer are not combined, and need --deepspeed.
 
-    FSDP2 has neither of them.
+    The native engine (FSDP2) supports neither of them.
     """
     optimizer = settings.config.optimizer
     if optimizer.cpu_optimizer and optimizer.use_bnb_optimizer:
@@ -403,8 +405,8 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
         files = [tokenizer.tokenizer_name_or_path]
     if wanted and None in files:
         yield (
-            f"{settings.describe(*wanted)} must have the tokenizer of the data, for the id of its "
-            "end-of-document token: give --vocab-file and --merge-file, or "
+            f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "
+            "its end-of-document token is needed: give --vocab-file and --merge-file, or "
             "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
         )
 
@@ -414,7 +416,7 @@ def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
     try:
         fraction = Fraction(settings.config.recompute.checkpoint_fraction)
     except (ValueError, ZeroDivisionError):
-        # 0 is outside of the valid range, so a text that is no fraction gets the same message.
+        # A text that is not a fraction counts as 0. 0 is out of range, so the message is the same.
         fraction = Fraction(0)
     if not 0 < fraction <= 1:
         yield (

@@ -60,7 +60,7 @@ class Segment:
 
     start_sample: int
     num_samples: int
-    """Samples that were requested of it, from its start on. A single data set may cover more."""
+    """Number of samples that were requested when it was made. A single data set may have more."""
     seed: int
     seq_length: int
     parts: tuple[SegmentDataset, ...]
@@ -161,8 +161,8 @@ class DatasetRegistry:
             if opened.compute_fingerprint() == part.fingerprint:
                 return opened
         needed = (
-            f"The order of samples that the checkpoint records is made of {part.prefix}. Restore "
-            "these data, or start without the data position of that checkpoint."
+            f"The checkpoint records an order of samples from {part.prefix}. Restore these data, "
+            "or start a new run from its weights with --finetune and another --save."
         )
         try:
             opened = self.open(part.prefix)
@@ -264,7 +264,7 @@ class OpenSegment:
 
     @property
     def end(self) -> int:
-        """The consumed sample at which the segment has no more."""
+        """Number of consumed samples at which the segment ends."""
         return self.segment.start_sample + len(self.order)
 
     def count_given_samples(self, samples: int) -> list[int]:
@@ -275,7 +275,7 @@ class OpenSegment:
             return blend.count_drawn_samples(self._blend()[0][:samples], len(self.segment.parts))
 
     def _blend(self) -> tuple[NDArray, NDArray[np.int64]]:
-        """Return the data set, and its sample, for each sample of the segment."""
+        """Return the data set of each sample, and the sample's number in that data set."""
         cache = self._registry.cache(self.segment.parts[0].prefix)
         return blend.blend(
             [part.weight for part in self.segment.parts], self.segment.num_samples, cache
@@ -297,7 +297,7 @@ def open_mixture(
     for part in mixture.parts:
         data = registry.open(part.prefix)
         first, last = part.select_documents(len(data))
-        # A range of few percent may have no document of a small data set.
+        # A split of a few percent may contain no document of a small data set.
         if first < last:
             check_large_enough(
                 part.prefix, (first, last), count_tokens(data, (first, last)), seq_length
@@ -320,7 +320,7 @@ def open_mixture(
 
 
 def make_first_segment(requested: RequestedData) -> Segment:
-    """Return the segment of a run that starts. Its order is the one of the reference code."""
+    """Return the first segment of a new run. Its order is that of Megatron-DeepSpeed."""
     counts = blend.compute_samples_per_dataset(
         requested.num_samples, [part.weight for part in requested.parts]
     )
@@ -346,7 +346,7 @@ class History:
 
     @property
     def end(self) -> int:
-        """Number of samples that can be drawn, from the first of the run on."""
+        """Number of samples that the run can consume, counted from its first one."""
         return self._open[-1].end
 
     def prepare(self, consumed: int) -> None:
@@ -401,7 +401,7 @@ class History:
             history = History([*history.segments, segment], self._registry)
             notes.append(
                 f"data order: {requested.num_samples} samples are requested, {end} are covered; "
-                f"after these {description}"
+                f"from sample {end} on {description}"
             )
         return history, notes
 
@@ -465,7 +465,8 @@ class History:
         parts = []
         descriptions = []
         for number, (part, count) in enumerate(zip(requested.parts, counts, strict=True)):
-            # A mixture may name the same data twice. The n-th use continues the n-th earlier one.
+            # A mixture may name the same data twice. Its n-th use then continues the n-th use in
+            # the earlier segment.
             occurrence = sum(earlier.key == part.key for earlier in requested.parts[:number])
             tree, words = self._continue_dataset(part, occurrence, count, start, requested)
             parts.append(dataclasses.replace(part, order=tree))
@@ -485,7 +486,7 @@ class History:
 
         Args:
             part: The data set.
-            occurrence: How often the mixture named the same data before.
+            occurrence: How often the mixture names the same data before this part.
             count: Number of samples that it has to give.
             start: The position at which the new segment begins.
             requested: What the configuration requests.
@@ -515,7 +516,7 @@ class History:
                 trees.append({"cut": [middle, length], "of": old})
         else:
             trees.append({"cut": [used, length], "of": old})
-        # The data set has too few samples left. A new index continues after them.
+        # If the data set has too few samples left, a new index provides the rest.
         if length - used < count:
             trees.append(order.make_index_tree(fresh, count - (length - used)))
             words += f", then starts again with seed {fresh}"

@@ -1,4 +1,4 @@
-"""Where batches come from: `state()`, `load(state)`, `advance(samples)`, `read_batch(batch_size)`.
+"""Sources of batches: `state()`, `load(state)`, `advance(samples)` and `read_batch(batch_size)`.
 
 Invariant: what `read_batch` returns is a function of the state, the configuration and the rank's
 coordinate. Threads do not influence it, nor does the way in which the position was reached. All
@@ -32,7 +32,8 @@ from megatron.data.segments import (
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
 from megatron.errors import ConfigError, DataError
 
-# Of each data set at the start. Every other token is checked when its batch is read.
+# Number of tokens of each data set whose ids are checked at the start. The ids of all tokens are
+# checked when their batch is read.
 _SCANNED_TOKENS = 1 << 20
 
 
@@ -51,7 +52,7 @@ class BatchSlice:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """One batch, as the key under which it is read ahead."""
+    """What identifies a batch. The prefetcher uses it as its key."""
 
     consumed: int
     batch_size: int
@@ -59,9 +60,9 @@ class _Request:
 
 
 class _Source(abc.ABC):
-    """What training and evaluation share.
+    """Base class of the sources of training and evaluation samples.
 
-    Subclasses define what a resume and the end of the data mean.
+    Subclasses define what happens on a resume and at the end of the data.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class _Source(abc.ABC):
 
     @property
     def consumed_samples(self) -> int:
-        """Number of samples of all ranks that were read or passed over."""
+        """Number of samples that all ranks together have read or skipped."""
         return self._consumed
 
     @property
@@ -156,9 +157,9 @@ class _Source(abc.ABC):
         request = _Request(self._consumed, batch_size, length)
         if not self._has_samples_for(request):
             raise DataError(
-                f"a batch of {request.batch_size} samples at {request.consumed} reaches past the "
-                f"{self.history.end} training samples that the order was made for. Raise "
-                "--train-samples or --train-iters."
+                f"a batch of {request.batch_size} samples that starts at sample "
+                f"{request.consumed} reaches past the {self.history.end} training samples of the "
+                "data order. Raise --train-samples or --train-iters."
             )
         microbatches = self._prefetcher.take(request, self._guess_requests(request))
         # Only after success, so that a failed read does not move the position.
@@ -189,7 +190,7 @@ class _Source(abc.ABC):
             batch_slice.dp_size,
             batch_slice.micro_batch_size,
         )
-        # One microbatch after the other, which is how split_microbatches splits the samples.
+        # Flatten the positions in the order of the microbatches, which split_microbatches expects.
         positions = self._wrap_around(positions.reshape(-1))
         samples = np.empty((len(positions), request.seq_length + 1), np.int64)
         self.history.read(positions, samples)
@@ -299,7 +300,7 @@ class Sources:
 
         They report changed orders, rebuilt caches and empty splits.
         """
-        # Several sources may use the same cache, and note the same.
+        # Several sources may use the same cache and report the same about it.
         notes = list(dict.fromkeys(self.registry.notes))
         self.registry.notes.clear()
         return notes
@@ -342,9 +343,9 @@ def count_evaluation_samples(
         train_iters: Iterations of the run.
         eval_interval: Iterations between two evaluations.
         eval_iters: Batches of each evaluation.
-        global_batch_size: The final one of a ramp.
+        global_batch_size: Samples of a global batch. With a ramp-up, its final value.
     """
-    # One evaluation more than the interval gives, for the one at the end of training.
+    # One evaluation is added, because there is one at the end of training as well.
     return (
         train_iters // eval_interval + 1
     ) * eval_iters * global_batch_size, eval_iters * global_batch_size
@@ -378,7 +379,7 @@ def build_sources(
         wait_seconds: Longest time to wait for another process that builds the same index.
 
     Raises:
-        ConfigError: the flags do not follow their grammar, or name no data at all.
+        ConfigError: the values of the flags cannot be parsed, or name no data at all.
         DataError: data are missing, damaged or too small, or need another vocabulary.
     """
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)

@@ -142,6 +142,6 @@ class Engine(Protocol):
         """Return the norm of all weights of the model."""
         ...
 
-    def describe_kernels(self) -> list[tuple[str, str, str]]:
+    def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows (what, which implementation, why) of the table printed at start."""
         ...

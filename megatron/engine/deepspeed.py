@@ -634,8 +634,8 @@ class DeepSpeedEngine:
         dist.all_reduce(squares)
         return math.sqrt(float(squares))
 
-    def describe_kernels(self) -> list[tuple[str, str, str]]:
-        """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
+    def describe_choices(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_choices`."""
         stage = get_effective_zero_stage(self._plan)
         requested = self._plan.config.parallel.zero_stage
         if stage == requested:

@@ -77,8 +77,8 @@ class NativeEngine:
                     plan.stages, mesh.coordinate.pipeline, mesh.grid.pipeline
                 )
             ]
-        # FSDP2 replaces the parameters by DTensors, which do not have the attribute `spec`. It must
-        # be read before.
+        # FSDP2 replaces the parameters by DTensors, which do not have the attribute `spec`. So it
+        # is read here, before the stages are sharded.
         specs = [
             # mypy does not know the attribute that `make_parameter` sets.
             {name: p.spec for name, p in stage.named_parameters()}  # type: ignore[attr-defined]
@@ -86,8 +86,8 @@ class NativeEngine:
         ]
         self._zeros = [self._shard(stage) for stage in self.stages]
         self._masters: list[MasterParameter] = []
-        # The masters keep references to the shards. So the shards must already have the memory that
-        # they keep during the run.
+        # The masters refer to the memory of the shards. So the shards get the memory that they keep
+        # during the run first.
         for stage, zero, spec in zip(self.stages, self._zeros, specs, strict=True):
             if zero is None:
                 stage.to_empty(device=mesh.device)
@@ -96,7 +96,8 @@ class NativeEngine:
             self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
-        # Both ends of a pipeline hold the word embedding. `ends` is None on the ranks between.
+        # The first and the last stage hold the word embedding. `ends` is their group, and None on
+        # all other ranks.
         shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
         self._tied = [m for m in self._masters if shared and m.name == WORD_EMBEDDING]
         replicated = [m for m in self._masters if m.spec.shard_dim is None]
@@ -150,8 +151,8 @@ class NativeEngine:
                 # Sums over many microbatches would lose small gradients in 16 bits.
                 parameter.grad_dtype = torch.float32
                 local = torch.zeros_like(local, dtype=torch.float32)
-            # `initialise` fills real rows only. Vocabulary padding stays zero permanently, because
-            # its gradient is zero too.
+            # `initialise` fills only the rows of real ids. Those of the vocabulary padding stay
+            # zero permanently, because their gradients are zero too.
             local.zero_()
             # A DTensor has the shape of the parameter before FSDP2 sharded it, which is the
             # tensor-parallel shard.
@@ -209,9 +210,9 @@ class NativeEngine:
         else:
             scale = self._loss_scale.scale
         with self._timers("forward-backward"):
-            # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
-            # the data-parallel ranks, gradients in fp16 are twice as large before they are
-            # averaged. They overflow one doubling of the scale earlier.
+            # As in Megatron-LM, the divisor is the number of this rank's microbatches. Twice the
+            # data-parallel ranks have half as many each. Their fp16 gradients are then twice as
+            # large before they are averaged, and overflow at half the loss scale.
             loss = self.runner.run(
                 build_inputs(microbatches, iteration, self._mesh.device),
                 scale / len(microbatches),
@@ -219,7 +220,7 @@ class NativeEngine:
             )
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, lr)
-            # Gradients without memory are allocated again by the next backward pass. That costs
+            # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
                 stage.zero_grad(set_to_none=True)
@@ -239,7 +240,7 @@ class NativeEngine:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
         Args:
-            loss: This rank's mean loss, a scalar. It is zero without the last stage.
+            loss: This rank's mean loss, a scalar. It is zero on a rank without the last stage.
             scale: The loss scale, which the gradients still contain.
             lr: The learning rate.
         """
@@ -249,7 +250,7 @@ class NativeEngine:
             master.weight.grad = _get_local_tensor(gradient)
         self._add_partial_gradients()
         self._add_tied_gradients()
-        # Norm and loss are only right after the partial and tied gradients were added up.
+        # The norm is only right after the partial and tied gradients were added up.
         loss_value, squares, zeros = self._reduce_step(loss)
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
@@ -291,10 +292,11 @@ class NativeEngine:
         )
 
     def _add_partial_gradients(self) -> None:
-        """Add up the partial gradients of norms and biases over the tensor-parallel ranks.
+        """Add up the partial gradients over the tensor-parallel ranks.
 
-        With sequence parallelism each rank has the gradient of its part of the sequence only. All
-        gradients go in one all-reduce, because each of them is small.
+        With sequence parallelism, the gradients of norms, learned positions and some biases cover
+        only this rank's part of the sequence. One all-reduce sends all of them, because each is
+        small.
         """
         gradients = [
             m.weight.grad
@@ -440,7 +442,7 @@ class NativeEngine:
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare replicated state over the ranks. See `Engine.check_invariants`."""
-        # A repair changes weights, which a save may still copy.
+        # A repair changes weights that a save may still be copying.
         if repair:
             self.pre_update_hook()
         repaired = self._invariants.check(
@@ -457,8 +459,8 @@ class NativeEngine:
         ).to(self._mesh.device)
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
-    def describe_kernels(self) -> list[tuple[str, str, str]]:
-        """Return the rows of the table printed at start. See `Engine.describe_kernels`."""
+    def describe_choices(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_choices`."""
         data = self._mesh.grid.data
         zero_stage = self._plan.config.parallel.zero_stage
         if data == 1:

@@ -1,11 +1,13 @@
 """Runners that pass the microbatches of a global batch through the stages.
 
 A single stage runs the microbatches one after the other. With several pipeline ranks, a schedule of
-`torch.distributed.pipelining` runs them: 1F1B, GPipe (https://arxiv.org/abs/1811.06965) or
-interleaved 1F1B (https://arxiv.org/abs/2104.04473).
+`torch.distributed.pipelining` runs them: 1F1B, GPipe (https://arxiv.org/abs/1811.06965),
+interleaved 1F1B (https://arxiv.org/abs/2104.04473) or looped BFS
+(https://arxiv.org/abs/2211.05953).
 
 The invariant: every microbatch passes every block once, forward and backward, and each stage's
-gradient is the mean over the microbatches. Only the rank with the last stage knows the loss.
+gradient is that of `factor` x the sum of the losses. Only the rank with the last stage knows the
+loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,7 +93,7 @@ class PipelineRunner:
 
         Args:
             models: This rank's stages, in the order of the layers.
-            zeros: What shards each of them, or None.
+            zeros: The `ShardedModel` of each stage, or None if it is not sharded.
             mesh: This rank's mesh.
             num_stages: The number of stages on all ranks together.
             dtype: The type of the residual stream that stages send to each other.
@@ -112,13 +114,15 @@ class PipelineRunner:
         """Run the microbatches by the pipeline schedule. See `Runner.run`."""
         for part in self._parts:
             part.begin(inputs)
-        # The loss function reads it. The schedule is kept, and the factor changes with the scale.
+        # The loss function of the schedule reads the factor from here. The schedule is kept over
+        # many steps, and the factor may change with each.
         self._factor = factor
         schedule = self._get_schedule(len(inputs), inputs[0].tokens.shape, train)
         # torch splits its arguments into microbatches. It gets only their numbers, and
         # `_StageModule` looks up the microbatch itself.
         numbers = torch.arange(len(inputs))
-        # The schedule computes a loss only with a target. Our labels are in the inputs.
+        # torch computes a loss only if it gets a target. The labels are in the inputs already, so
+        # the target is only a placeholder.
         if train:
             schedule.step(target=numbers, return_outputs=False, number=numbers)
         else:
@@ -138,7 +142,7 @@ class PipelineRunner:
         return self.schedules[train][1]
 
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
-        """Return a schedule for so many microbatches of the shape [b, s]."""
+        """Return a schedule for this number of microbatches of the shape [b, s]."""
         ranks = self._mesh.grid.pipeline
         per_rank = len(self._parts)
         stages = [
@@ -155,8 +159,9 @@ class PipelineRunner:
         return make(
             stages if per_rank > 1 else stages[0],
             n_microbatches=microbatches,
-            # The last stage's output is the loss already. torch would divide gradients by the
-            # number of microbatches, which is a part of the factor.
+            # The last stage's output is the loss already. With `scale_grads`, torch would divide
+            # the gradients by the number of microbatches once more. The factor contains this
+            # division.
             loss_fn=lambda loss, _: loss * self._factor,
             scale_grads=False,
         )
@@ -220,12 +225,12 @@ class _StageModule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, changed in two points.
+    """torch's stage, changed in three points.
 
-    It notifies `ShardedModel` before each backward pass. It holds receive buffers only for the
-    microbatches in flight. torch's own stage keeps a buffer for each microbatch in both directions
-    from the first step on. A large batch has hundreds of microbatches, and 1F1B has at most as many
-    in flight as there are stages.
+    It notifies `ShardedModel` before each backward pass. It does not keep outputs in evaluation. It
+    holds receive buffers only for the microbatches in flight. torch's own stage keeps a buffer for
+    each microbatch in both directions from the first step on. A large batch has hundreds of
+    microbatches, and 1F1B has at most as many in flight as there are stages.
     """
 
     def __init__(self, part: _StageModule, zero: ShardedModel | None, **stage: Any) -> None:
@@ -233,7 +238,7 @@ class _Stage(PipelineStage):
         super().__init__(part, **stage)
 
     # torch allocates all receive buffers in these two methods. On the meta device they have shapes
-    # and no memory. `_make_buffers` gives a buffer its memory just before it is received into.
+    # and no memory. `_make_buffers` gives a buffer its memory just before a message arrives in it.
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self._run_on_meta(
@@ -266,15 +271,15 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a microbatch's forward pass, and drop the buffer of its input."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        # `fwd_cache` still references the input until the backward pass needs it no more.
+        # torch's `fwd_cache` still references the input until the backward pass has used it.
         self._drop_buffers(self.args_recv_info[fwd_chunk_id])
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends of a microbatch's output."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        # The cache is for the backward pass. In evaluation there is none, so the activations of all
-        # microbatches would collect there.
+        # The backward pass removes entries from the cache. Evaluation has no backward pass, so the
+        # outputs of all microbatches would stay in the cache.
         if not self.has_backward:
             self.fwd_cache.pop(fwd_chunk_id)
         return ops
@@ -288,7 +293,7 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward pass after `ShardedModel` was prepared for it."""
+        """Prepare `ShardedModel` for a backward pass, and run it."""
         # torch would handle FSDP2 here, but it sees no FSDP2 module (`_StageModule`).
         if self._zero is not None:
             self._zero.prepare_backward(last=last_backward)

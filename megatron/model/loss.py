@@ -1,18 +1,20 @@
 """Next-token cross entropy over a vocabulary that is sharded over the tensor-parallel ranks.
 
 Every engine uses this loss. The output projection is part of it. Logits are computed for a few rows
-at a time and turned into their own gradient while they are in the cache. A step keeps one [n, v/t]
-matrix in the compute dtype until the projection's gradient is computed, and not several in fp32.
+at a time and turned into their own gradient while they are in the cache. Only their gradient is
+kept, one [n, v/t] matrix in the compute dtype, until the projection's gradient is computed. A loss
+on complete logits keeps several such matrices in fp32.
 
 Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) reduces maximum, sum and target over the
 ranks one after the other. Here each rank sends its own maximum, sum and target logit in one
 all-gather for each chunk of rows.
 
-The maximum is subtracted from the target's logit before log(sum) is added. Logits of some thousands
-would otherwise round a loss near 0 to multiples of 2.4e-4, the spacing of fp32 numbers there.
+The maximum is subtracted from the target's logit before log(sum) is added. With logits of some
+thousands, a loss near 0 would otherwise be rounded to multiples of 2.4e-4, the spacing of fp32
+numbers there.
 
-n = s b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients equal
-`F.cross_entropy(F.linear(..))` over the real vocabulary, for every sharding and padding.
+n = s x b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients
+equal `F.cross_entropy(F.linear(..))` over the real vocabulary, for every sharding and padding.
 """
 
 from collections.abc import Iterator
@@ -104,9 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Index of the target on this rank. It is out of range if another rank holds the target.
         local = labels - rows.first
         here = (local >= 0) & (local < real)
-        # `gather` below needs valid indices everywhere. The results of these are masked out.
+        # `gather` and `scatter_add_` need valid indices everywhere. Where another rank holds the
+        # target, `here` masks the result.
         local = local.where(here, 0)
-        # They have no rows if no gradients are kept. Nothing is written into them then.
+        # Without gradients, the next two matrices have no rows, and nothing is written into them.
         kept = n if keep_gradients else 0
         grad_logits = hidden.new_empty((kept, real))
         grad_hidden = torch.empty_like(hidden[:kept])
@@ -122,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # This turns exp(logit - top) into the softmax over the complete vocabulary.
             to_softmax = torch.exp(top - highest) / total
             gradient = logits.mul_(to_softmax[:, None])
-            # The gradient of the loss by the logits is softmax - one_hot(target).
+            # The gradient of the loss with respect to the logits is softmax - one_hot(target).
             if real:
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:

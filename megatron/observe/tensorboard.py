@@ -36,13 +36,13 @@ _RETRY_SECONDS = 10.0
 
 
 class TensorBoard:
-    """Writer of reports. Use it from one rank only.
+    """Writer of training and evaluation reports to TensorBoard. Use it from one rank only.
 
     It does nothing if `--tensorboard-dir` was not given or the package is not installed.
     """
 
     def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print) -> None:
-        """Open the event file if one is asked for.
+        """Open the event file if --tensorboard-dir is given.
 
         Args:
             logging: The settings.
@@ -191,19 +191,20 @@ class EventFile:
 
     def add(self, event: Event) -> None:
         """Add an event, and write all events in memory when it is time."""
-        # The disk has been full for a long time. Training must not run out of memory for charts.
+        # This many events collect only if the disk was full for a long time. They are dropped,
+        # because charts must not use up the memory of training.
         if self._pending.tell() > _MEMORY_BYTES:
             self._lost_events += self._events
             self._forget()
         self._record(event)
-        # While the disk fails, only the time decides. An attempt for each event would slow down
-        # training.
+        # While the disk fails, a full queue triggers no attempt, only the time does. An attempt for
+        # each event would slow down training.
         full = self._events >= self._queue_size and not self._failing
         if full or time.monotonic() >= self._write_at:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events in memory. A failure is reported once, and tried again later."""
+        """Write the events in memory. A failure is reported once, and the write is tried again."""
         try:
             self._write()
         except OSError as error:
@@ -211,7 +212,7 @@ class EventFile:
             if not self._failing:
                 self._say(
                     f"cannot write TensorBoard events to {self._folder}: {error.strerror}; "
-                    "training continues, and the events in memory are tried again"
+                    "training continues, and the events are kept in memory and written later"
                 )
             self._failing = True
             return
@@ -298,8 +299,8 @@ def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile | Non
         import tensorboard.summary.writer.record_writer  # noqa: F401
     except ImportError:
         say(
-            "--tensorboard-dir is given, but the package tensorboard is not installed: no "
-            "TensorBoard (pip install tensorboard)"
+            "--tensorboard-dir is given, but the package tensorboard is not installed, so no "
+            "events are written (pip install tensorboard)"
         )
         return None
     folder = str(logging.tensorboard_dir)

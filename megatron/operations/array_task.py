@@ -4,8 +4,8 @@ The task checks that it may start, checks its nodes, trains, and decides what fo
 starts the processes of the training and writes to the main log. A task that stops for a reason that
 needs a person cancels the rest of the array.
 
-Invariant: what the next array task finds does not depend on how this one ended. No decision is
-taken twice.
+Invariant: a task ends with exactly one `TaskOutcome`. Only `run_array_task` cancels or requeues
+jobs, and it records the outcome first.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of the log in which the last lines of the training are searched."""
 _TRIES = 4
-"""Number of tries of a command whose failure would lose something."""
+"""Number of tries of a query to Slurm whose failure would lose the list of excluded hosts."""
 _TRY_AGAIN_SECONDS = 2.0
 """Time between two of these tries."""
 
 
 class TaskOutcome(Enum):
-    """Reason for which an array task ended. The value is what is recorded."""
+    """Reason why an array task ended. The value is written to the log and to attempts.jsonl."""
 
     LEFT = "left in order"
     """The training saved and stopped by a time limit or a signal. The next array task continues."""
@@ -96,7 +96,7 @@ class ArrayTask:
     max_failed_starts: int
     """Number of failed starts in a row that ends the array."""
     nodes: node_report.NodeLimits | None
-    """What a node must do. None: nodes are not checked."""
+    """What each node must achieve in the check before training. None: nodes are not checked."""
     srun: tuple[str, ...]
     """Additional options of srun."""
     alert: Callable[[str], None]
@@ -106,7 +106,7 @@ class ArrayTask:
 def run_array_task(array_task: ArrayTask) -> TaskOutcome:
     """Run one array task and return how it ended.
 
-    After a crash or with bad nodes, the job has been requeued by then if Slurm allows it.
+    After a crash, or if nodes are bad, the job is requeued before the return if Slurm allows it.
 
     Args:
         array_task: What to run, and its limits.
@@ -167,7 +167,7 @@ def _may_start(array_task: ArrayTask, attempt: attempts.Attempt) -> TaskOutcome 
     if array_task.kill_switch is not None and array_task.kill_switch.exists():
         _say(array_task, f"{array_task.kill_switch} exists; nothing starts until it is removed")
         return TaskOutcome.KILL_SWITCH
-    # The last of them is this attempt. It has no outcome yet and does not count.
+    # The last entry of the list is this attempt. It has no outcome yet and does not count.
     failed = attempts.list_failed_in_a_row(array_task.save, attempt.job, IN_ORDER)[:-1]
     if len(failed) < array_task.max_failed_starts:
         return None
@@ -213,7 +213,8 @@ def _check_nodes(
                 # One bad rank must not end the others. All bad hosts have to be found in one check.
                 ["--kill-on-bad-exit=0", "--wait=0"],
                 program,
-                # The probe ends itself after `limits.seconds`. The minute is for starting the step.
+                # The probe ends itself after `limits.seconds`. The additional minute is for
+                # starting the step.
                 timeout=limits.seconds + 60,
             )
         bad = node_report.find_bad_hosts(
@@ -273,7 +274,7 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
     if unreadable:
         _say(
             array_task,
-            "error reports that cannot be read, because their ranks were killed: "
+            "error reports that cannot be read, probably because their ranks were killed: "
             f"{', '.join(unreadable[:10])}",
         )
     # Reports come before the exit code. The code does not show which host failed, or why.
@@ -313,10 +314,12 @@ def _follow_reports(
         if len(reports) > 1 and len({(report.kind, report.message) for report in reports}) == 1:
             # All ranks met the same error, so no rank is named.
             described = f"{first.kind}: {first.message}"
-        array_task.alert(f"training needs a person: {described}{shared}")
+        array_task.alert(
+            f"the training ended with an error that a person must fix: {described}{shared}"
+        )
         return TaskOutcome.NEEDS_PEOPLE, {}
     if signals.received:
-        # The job is not requeued here. That would bring back a job that somebody cancelled.
+        # The job is not requeued here. A requeue would bring back a job that somebody cancelled.
         array_task.alert(f"Slurm ended the job, and {_in_words(bad)}")
         return TaskOutcome.ENDED_BY_SLURM, {}
     for host, reason in bad.items():
@@ -349,7 +352,7 @@ def _run_srun(
     environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
     with open(array_task.main_log, "ab") as log:
-        # srun forwards its standard input to the tasks unless it is closed.
+        # srun would forward this script's standard input to the tasks.
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
             done = subprocess.run(
@@ -520,8 +523,8 @@ def _run_or_raise(*command: str) -> str:
 class _Signals:
     """Record Slurm's signals, and keep this script alive.
 
-    Slurm signals the training as well, which saves and leaves. This script must survive it to
-    record how the training ended.
+    Slurm signals the training as well, which then saves and exits. This script must survive the
+    signal to record how the training ended.
     """
 
     def __init__(self) -> None:
@@ -533,5 +536,5 @@ class _Signals:
             signal.signal(number, self._handle_signal)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal. The work is done elsewhere, because a handler interrupts any code."""
+        """Record the signal, and do nothing else, because a handler may interrupt any code."""
         self.received = number

@@ -1,7 +1,7 @@
 """Plan a rollback: the checkpoint, the records of later iterations, and the flags to continue with.
 
-Invariant: planning changes nothing. A plan holds everything that its execution needs, so that it
-can be continued after an interruption.
+Invariant: planning changes nothing. A plan holds everything that its execution needs, so that an
+interrupted execution can be continued.
 """
 
 import json
@@ -50,9 +50,9 @@ ROLLED_BACK = "rolled-back"
 PLAN = "plan.json"
 """File name of the plan, in the folder of its rollback."""
 CHRONICLES = "chronicles.md"
-"""File name of the chronicles, in the run's folder."""
+"""File name of the notes that people keep about a run (chronicles), in the run's folder."""
 NOTHING = "nowhere"
-"""Written in place of a path. The run wrote no such records."""
+"""A value for a flag that takes a path. It means that the run wrote no such records."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,22 @@ class RollbackRequest:
     to: int
     """Iteration of the checkpoint to go back to."""
     skip: tuple[str, ...] = ()
-    """FIRST-LAST ...: iterations to skip from there. They are checked, and printed as the flag to
-    continue with."""
+    """FIRST-LAST ...: iterations to skip after the rollback. They are checked, and printed as a
+    flag to continue the run with."""
     lr: float | None = None
     """Learning rate to continue with. It implies --override-lr-scheduler."""
     override_lr_scheduler: bool = False
     """Continue with another schedule of the learning rate."""
     reason: str = ""
-    """Reason, for the notes."""
+    """Reason of the rollback. It is written to interventions.jsonl and the chronicles."""
     main_log: str | None = None
-    """Log that the launches append to. It is cut too. Default: no log is cut."""
+    """Log that the launches append to. Its later lines are moved out of it. Default: no log is
+    changed."""
     chronicles: str | None = None
     """File in which the rollback is noted. Default: chronicles.md in RUN_FOLDER, if it exists."""
     tensorboard_dir: str | None = None
-    """Folder of the run's TensorBoard events. Default of this and the next two: as in the
-    checkpoint's configuration. 'nowhere': nothing to cut."""
+    """Folder of the run's TensorBoard events. Default, also of --metrics-file and --codecarbon-dir:
+    the path in the checkpoint's configuration. 'nowhere': the run wrote none."""
     metrics_file: str | None = None
     """metrics.jsonl of the run."""
     codecarbon_dir: str | None = None
@@ -94,7 +95,7 @@ class RollbackRequest:
         )
 
     def convert_to_record(self) -> dict[str, Any]:
-        """Return the request as JSON would give it back."""
+        """Return the request in the form in which it is read back from JSON."""
         # JSON turns tuples into lists. The record is compared with one that was read from a file.
         return dict(json.loads(json.dumps(asdict(self))))
 
@@ -108,7 +109,7 @@ def _make_absolute(path: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class FileCut:
-    """A file that is cut."""
+    """A file from which the records of later iterations are moved out."""
 
     kind: str
     """One of tensorboard, metrics, emissions and log."""
@@ -263,7 +264,7 @@ def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
         return now
     forward = (
         f"to go there write global_step{to} into {root / LATEST}, and give this command "
-        "again to cut what is later"
+        "again to move out the records of later iterations"
     )
     if to > now:
         raise OperationsError(
@@ -285,8 +286,9 @@ def _find_current_iteration(root: Path, to: int, target: Manifest) -> int:
             entry.iteration for entry in lineage if entry.iteration in saved
         )
         raise OperationsError(
-            f"--to {to}: this checkpoint is not in the lineage of global_step{now}, so the charts "
-            f"are not those of its iterations; the lineage has: {earlier or 'none that exists'}; "
+            f"--to {to}: this checkpoint is not in the lineage of global_step{now} (those "
+            f"that led to it), so the charts up to {to} are not those of its training; "
+            f"the lineage has: {earlier or 'none that exists'}; "
             f"{forward}"
         )
     return now
@@ -348,7 +350,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     moment: datetime | None = datetime.fromtimestamp(
         (find_stored_folder(root, to) / MANIFEST).stat().st_mtime, UTC
     )
-    # Metrics are better evidence. A copy of a checkpoint may be newer than what followed it.
+    # Metrics are better evidence. The manifest of a copied checkpoint may be newer than the
+    # iterations that followed it.
     if any(each.passed for each in trained):
         moment = min((each.moment for each in trained if each.moment is not None), default=None)
     files: list[FileCut] = []
@@ -417,8 +420,8 @@ def _read_present(
 def list_later_entries(root: Path, to: int) -> list[Path]:
     """Return whatever a save has made for iterations after `to`, complete or not.
 
-    Names with a suffix come first. A run that starts in between gives a `.replaced` folder the
-    plain name if that is free.
+    Names with a suffix come first. If the plain name were moved first, a run that starts between
+    the two moves could rename the `.replaced` folder to the plain name.
     """
     named = (
         # A name with a suffix (.unfinished, .replaced, .deleting, .damaged) belongs to an iteration
@@ -473,7 +476,8 @@ def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
                 f"--chronicles {path} is a folder, or the folder for it does not exist; give a "
                 "file to append to"
             )
-        # The note replaces the file by a rename, which would otherwise replace a link to it.
+        # The note is written to a new file, which is renamed to this path. A symbolic link at this
+        # path would be replaced, so it is resolved here.
         return os.path.realpath(path)
     own = root / CHRONICLES
     if own.is_file():
@@ -653,8 +657,8 @@ def _plan_skip_flags(
         flags = ["--skip-train-iteration-range", *_format_ranges(covered)]
         if known:
             notes.append(
-                f"the flag also has the checkpoint's own ranges to skip, {' '.join(known)}, "
-                "because it replaces them"
+                f"the flag repeats the checkpoint's own ranges to skip, {' '.join(known)}, "
+                "because it would otherwise replace them"
             )
     elif known:
         notes.append(
@@ -672,7 +676,7 @@ def _plan_skip_flags(
             f"later launches also skipped {' '.join(lost)}; add that to "
             "--skip-train-iteration-range if it should still be skipped"
         )
-    # Without --train-iters the run has no end that a range could reach.
+    # Without --train-iters, the iteration at which the run ends is not known here.
     last = newest.batch.train_iters
     if last is not None and any(end >= last for _, end in parse_ranges(request.skip)):
         notes.append(
@@ -732,7 +736,7 @@ def _explain_load_flags(root: Path, request: RollbackRequest, newest: Config) ->
 
 
 def _list_ranges_ahead(manifest: Manifest, to: int) -> list[str]:
-    """Return the ranges to skip of a checkpoint, as far as they are after `to`."""
+    """Return the parts after iteration `to` of the ranges that a checkpoint's run skips."""
     return [
         f"{max(first, to + 1)}-{last}"
         for first, last in manifest.state.get("skip_ranges", [])

@@ -2,11 +2,11 @@
 
 A collective that times out does not report which rank was missing. So a thread of each rank answers
 through the rendezvous store, even while the main thread waits in a collective. The rank whose
-collective fails first calls the roll and names those that do not answer. A called roll ends the
-run. Each rank ends by itself, whether or not the missing ones ever come back.
+collective fails first calls the roll and names those that do not answer. Then the run ends. Each
+rank ends by itself, whether or not the missing ones ever come back.
 
-The thread needs the interpreter. A rank whose main thread is in C code that holds Python's lock
-cannot answer either.
+The thread needs Python's global interpreter lock. A rank whose main thread is in C code that holds
+this lock cannot answer either.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ _FINISHED = "roll_call/finished"
 _LONGEST_SECONDS = 10.0
 """The longest time for a roll call, for any `--distributed-timeout-minutes`."""
 _SHOWN = 8
-"""Number of lines about ranks in a message."""
+"""Largest number of lines about ranks in a message."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """The parts of `--distributed-timeout-minutes`, whose sum is the limit.
+    """The limit of `--distributed-timeout-minutes`, divided into two parts.
 
-    After a rank is lost, the collective times out first and the roll call follows.
+    After a rank is lost, a collective times out first, and then the roll call takes place.
     """
 
     minutes: float
@@ -137,13 +137,15 @@ class RollCall:
         found = _Found()
         where = _find_location(traceback.walk_tb(error.__traceback__))
         if not self._answered.is_set():
-            # A request to a store whose process hangs never returns. In a thread it can be left.
+            # A request to a store whose process hangs never returns. In a thread it can be
+            # abandoned.
             call = _call_in_thread(lambda: self._call(where, found))
             call.join(self._window)
             # A store that has answered once is only slow, so it gets more time.
             if found.reached:
                 call.join(self._window)
-        # A caller that keeps the store may have left with it since this rank answered.
+        # This rank's thread may have answered another caller meanwhile. If that caller kept the
+        # store and has ended, `found` is empty, and `first` still has its default True.
         if not self._answered.is_set() and found.first:
             return LostRanksError(self._describe(found, error))
         # The store ends with rank 0, and the caller still needs it.
@@ -163,7 +165,7 @@ class RollCall:
             while not store.check([_CALLED]):
                 if self._leaving.wait(min(1.0, self._window / 4)):
                     return
-            # The main thread has failed too, and it answers itself.
+            # The main thread is leaving as well, and it answers for this rank.
             if self._leaving.is_set():
                 return
             stack = traceback.walk_stack(sys._current_frames()[self._main])
@@ -244,8 +246,8 @@ class RollCall:
         return (
             "the ranks cannot continue together:\n  "
             + "\n  ".join(lines)
-            + f"\n{self._names[self._rank]} noticed it, with --distributed-timeout-minutes "
-            f"{self._limit.minutes:g}: " + f"{str(error).splitlines()[0]}\n"
+            + f"\n{self._names[self._rank]} noticed it (--distributed-timeout-minutes "
+            f"{self._limit.minutes:g}): " + f"{str(error).splitlines()[0]}\n"
             "check the hosts that are named, and start the run again with the same command"
         )
 
@@ -325,7 +327,7 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
 def _call_in_thread(act: Callable[[], None]) -> threading.Thread:
     """Call `act` in a thread, because it may never return.
 
-    A request to the store does not, if the process that keeps the store hangs.
+    A request to the store does not return if the process that keeps the store hangs.
     """
 
     def attempt() -> None:
@@ -353,7 +355,7 @@ def _count_others(ranks: Sequence[int]) -> str:
 
 
 def _find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of this package, as `training/loop.py:102 train_iteration`.
+    """Return the innermost frame of this package, like `training/loop.py:102 train_iteration`.
 
     Args:
         frames: Frames and their line numbers, the outermost first.

@@ -2,8 +2,8 @@
 
 Invariant: the tokens are read in chunks, whatever the size of the data set.
 
-The checks look for mistakes that are invisible in a loss curve. One of them is a separator that two
-programs both added. It cost a 7B run its first 1.5T tokens.
+The checks look for mistakes that are invisible in a loss curve. One of them is a doubled separator,
+which two programs each added once. Because of it, a 7B run lost its first 1.5T tokens.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,10 @@ from megatron.errors import ConfigError
 _DOCUMENTS = 1 << 18
 # Tokens handled at once.
 _TOKENS = 1 << 24
+# Number of documents that are named as examples of a problem.
 _EXAMPLES = 5
-# If so many documents have the same token at the same place, a program has put it there.
+# If at least this fraction of the documents has the same token at the same place, a program has
+# probably added it.
 _CONSTANT = 0.9
 
 
@@ -46,9 +48,9 @@ class Problem:
 
     Attributes:
         kind: A short name.
-        text: What the count counts.
+        text: The words after the count, as in "documents end with two separators".
         sure: Whether the tokenizer confirms it. Otherwise it was guessed from a token that nearly
-            all documents share. A newline at the end of each text gives the same picture.
+            all documents share. A newline at the end of each text would look the same.
         count: How often it was found.
         examples: Numbers of the first documents that have it.
     """
@@ -224,7 +226,7 @@ def report(inspection: Inspection) -> str:
         else:
             word = "POSSIBLE PROBLEM"
         lines.append(
-            f"{word} {p.kind}: {p.count} {p.text}{doubt}; documents "
+            f"{word} {p.kind}: {p.count} {p.text}{doubt}; for example in documents "
             f"{', '.join(map(str, p.examples))}"
         )
     return "\n".join(lines if i.problems else [*lines, "no problems found"])
@@ -323,7 +325,7 @@ def _inspect_borders(
     empty = Problem("empty documents", "documents have no tokens except separators")
     start = Problem(
         "separator at the beginning",
-        "documents begin with a separator (EOD, BOS), after the one that ends the document before",
+        "documents begin with a separator (EOD, BOS), but one between two documents is enough",
         sure,
     )
     doubled = Problem("doubled separator at the end", "documents end with two separators", sure)
@@ -418,8 +420,8 @@ def _find_inside(
 ) -> NDArray[np.int64]:
     """Return those places that are inside a document.
 
-    Places at its begin or end are left out, and so is the first token of a doubled separator at its
-    end.
+    Places at its beginning or end are left out, and so is the first token of a doubled separator at
+    its end.
     """
     # A doubled separator at the end is reported by _inspect_borders already.
     ends = some.ends[some.lengths > 1] - 1

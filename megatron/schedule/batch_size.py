@@ -1,8 +1,8 @@
 """Global batch size as a function of progress: constant, ramp-up, or steps.
 
 Invariant: a size depends on the consumed samples and tokens alone. A resumed run therefore
-continues with the size of the uninterrupted one. The size is evaluated before each step, on what
-has been consumed until then.
+continues with the size of the uninterrupted one. The size of a step is computed before the step,
+from what has been consumed until then.
 
 Source: Megatron-LM's --rampup-batch-size and --step-batch-size-schedule.
 """
@@ -24,7 +24,7 @@ _AMOUNT = r"(?P<number>[\d_]*\.?[\d_]+(?:E\+?\d\d?)?)(?P<suffix>[KMBT]?)"
 _SIZE = re.compile(_AMOUNT, re.IGNORECASE)
 _THRESHOLD = re.compile(f"{_AMOUNT}(?P<unit>TOKENS|SAMPLES)?", re.IGNORECASE)
 _BARE_STEP = re.compile(r"(?P<number>[\d_]*[1-9][\d_]*):(?P<size>.*)")
-"""A threshold above 0 without suffix or unit, which earlier versions took for samples."""
+"""A threshold above 0 without suffix or unit, which earlier versions read as samples."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RampupBatchSize:
         """Check the numbers of the ramp.
 
         Raises:
-            ConfigError: they make no ramp.
+            ConfigError: they do not give a valid ramp-up.
         """
         given = (
             f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples} with "
@@ -83,7 +83,7 @@ class RampupBatchSize:
         if min(self.start, self.increment, self.ramp_samples) < 1:
             raise ConfigError(
                 f"{given}: START, INCREMENT and SAMPLES must each be at least 1; leave the flag "
-                "out for no ramp."
+                "out if no ramp-up is wanted."
             )
         if self.start > self.size:
             raise ConfigError(
@@ -108,7 +108,7 @@ class RampupBatchSize:
         edges of the ramp's steps.
         """
         increments = (self.size - self.start) // self.increment
-        # Without increments the division below would be one by zero.
+        # Without increments, the division below would be a division by zero.
         if consumed_samples > self.ramp_samples or increments == 0:
             return self.size
         return (
@@ -193,9 +193,9 @@ class StepBatchSize:
     def count_iterations_to_next(
         self, consumed_samples: int, consumed_tokens: int, seq_length: int
     ) -> int | None:
-        """Return the iterations of the present size until a later threshold is reached.
+        """Return how many iterations follow with the present size.
 
-        It is None in the last step. `seq_length` is in tokens.
+        The result is None in the last step, which has no end. `seq_length` is in tokens.
         """
         reached = self._find_step(consumed_samples, consumed_tokens)
         # Thresholds may have different units, so the nearest one is found in samples. Tokens are
@@ -232,8 +232,8 @@ def parse_step_schedule(words: Sequence[str], seq_length: int) -> StepBatchSize:
             raise ConfigError(
                 f"--step-batch-size-schedule '{text}': thresholds must rise, but {after} "
                 f"{after_unit} follows {threshold} {unit} (tokens are rounded down to samples of "
-                f"{seq_length}). Sort them, and give each one batch size; here {size} would never "
-                "be used."
+                f"{seq_length}). Sort them, and give each one batch size; here the batch size "
+                f"{size} would never be used."
             )
     return StepBatchSize(tuple(steps))
 
@@ -246,7 +246,7 @@ def step_entries(words: Sequence[str]) -> tuple[str, ...]:
 def bare_thresholds_as_samples(words: Sequence[str]) -> tuple[str, ...]:
     """Return a schedule's entries with 'samples' after each threshold that has no unit.
 
-    Earlier versions took such thresholds for samples. Megatron-LM takes them for tokens.
+    Earlier versions read such thresholds as samples. Megatron-LM reads them as tokens.
     """
     spelled = r"\g<number>samples:\g<size>"
     return tuple(_BARE_STEP.sub(spelled, entry) for entry in step_entries(words))
@@ -312,7 +312,7 @@ def count_iterations_for_samples(
     consumed_samples: int = 0,
     consumed_tokens: int = 0,
 ) -> int:
-    """Return how many iterations fit until no complete batch fits into `train_samples` any more.
+    """Return how many iterations follow until `train_samples` has no complete batch left.
 
     They are counted from (consumed_samples, consumed_tokens). `seq_length` is the number of tokens
     in a sample. The last, partial batch is dropped, as in Megatron-LM.
@@ -363,9 +363,10 @@ def count_samples_of_iterations(
 def _count_iterations_of_size(
     schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int
 ) -> int | None:
-    """Return a number of coming iterations that certainly have the present size.
+    """Return how many of the next iterations certainly have the present size.
 
-    A ramp is followed one iteration at a time. None means that the size does not change any more.
+    It is 1 during a ramp-up, because any iteration may change the size. None means that the size
+    does not change any more.
     """
     if isinstance(schedule, StepBatchSize):
         return schedule.count_iterations_to_next(consumed_samples, consumed_tokens, seq_length)

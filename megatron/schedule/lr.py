@@ -1,8 +1,9 @@
 """Learning rate as a function of progress: linear warm-up, then constant, linear, cosine, or WSD.
 
-Invariant: steps are samples of *applied* iterations (`lr_samples`), so a skipped iteration does not
-change the rate. A step uses the rate of the state before it, so the first warm-up step has rate 0.
-The log line shows the rate after the step.
+Invariant: the rate depends on the samples of *applied* iterations (`lr_samples`), so an iteration
+that is skipped does not change it. An iteration uses the rate of the state before it, so with a
+warm-up the first one has rate 0. The log line shows the rate after the iteration. Fields with
+"steps" in their name count samples.
 
 Sources:
 
@@ -40,13 +41,14 @@ class LRSchedule:
     It holds plain numbers, so that `dataclasses.asdict` and `LRSchedule(**d)` convert it to JSON
     and back.
 
-    Steps are in samples. `warmup_steps` is not an integer if it is a fraction of the decay.
-    `decay_steps` is the end of the decay, counted from the start of training. `wsd_decay_steps` is
-    the length of WSD's final decay. `decay_tokens`, if given, ends the decay in tokens instead of
-    `decay_steps`. Warm-up stays in samples.
+    `warmup_steps`, `decay_steps` and `wsd_decay_steps` are in samples. `warmup_steps` may have a
+    fractional part if --lr-warmup-fraction gave it. `decay_steps` is the end of the decay, counted
+    from the start of training. `wsd_decay_steps` is the length of WSD's final decay. If
+    `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`. The
+    warm-up is still in samples.
 
     Raises:
-        ConfigError: the numbers make no schedule.
+        ConfigError: the numbers do not give a valid schedule.
     """
 
     max_lr: float
@@ -59,7 +61,7 @@ class LRSchedule:
     wsd_decay_style: WSDDecayStyle = "exponential"
 
     def __post_init__(self) -> None:
-        """Check that the numbers make a schedule.
+        """Check that the numbers give a valid schedule.
 
         Raises:
             ConfigError: they do not. It lists all problems.
@@ -115,9 +117,9 @@ class LRSchedule:
     def check_decay_after_warmup(self) -> None:
         """Check that WSD's final decay starts after the warm-up.
 
-        Otherwise the rate would jump at the end of the warm-up. This is no condition of the class,
-        because a checkpoint of an earlier version may have such a schedule, which can be replaced
-        only after it was read.
+        Otherwise the rate would jump at the end of the warm-up. The constructor does not check
+        this. A checkpoint of an earlier version may have such a schedule, and it must be read
+        before a new one can replace it.
 
         Raises:
             ConfigError: the final decay reaches into the warm-up.
@@ -133,7 +135,7 @@ class LRSchedule:
             )
 
     def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
-        """Return the rate for a state whose applied steps took these samples and tokens.
+        """Return the rate of a state by the samples and tokens of all steps applied so far.
 
         Args:
             lr_samples: Samples of all applied steps.
@@ -154,8 +156,8 @@ class LRSchedule:
             done = float(lr_tokens)
             start = float(warmup_tokens)
             end = self.decay_tokens
-        # The second condition is for a decay in tokens that warm-up has used up. It avoids a
-        # division by zero.
+        # The second condition holds if the warm-up alone took as many tokens as a decay in tokens
+        # may take. It avoids a division by zero below.
         if done > end or start >= end:
             return self.min_lr
         if self.style == "WSD":
@@ -201,8 +203,8 @@ class LRSchedule:
 def list_schedule_differences(here: LRSchedule, checkpoint: LRSchedule) -> list[str]:
     """Return one entry for each parameter that differs, with its flag and both values.
 
-    The list is empty if the two agree. A constant rate has no decay. A run that is prolonged has
-    another default end of it, which changes nothing.
+    The list is empty if the two agree. For a constant rate the end of the decay is not compared. It
+    has no effect, and its default changes when a run is prolonged.
     """
     # Without this, each prolonged run with a constant rate would need --override-lr-scheduler.
     constant = here.style == checkpoint.style == "constant"

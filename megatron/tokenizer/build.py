@@ -1,7 +1,7 @@
 """The tokenizers, built from local files.
 
-Invariant: encoding a text adds nothing before, after or instead of it. There are no special tokens,
-no truncation and no padding, even if the tokenizer's own files ask for them. If two programs each
+Invariant: the ids of a text stand for this text and nothing else. No special token is added, and
+nothing is truncated or padded, even if the tokenizer's own files ask for that. If two programs each
 add a separator, the corpus has doubled ones.
 """
 
@@ -143,9 +143,9 @@ def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def find_tokenizer_json(name_or_path: str | None) -> Path | None:
-    """Return the tokenizer.json that --tokenizer-name-or-path names, or None if it is not here.
+    """Return the tokenizer.json that --tokenizer-name-or-path names, or None if there is none.
 
-    "Here" means on this machine. Nothing is downloaded.
+    Only files on this machine count. Nothing is downloaded.
     """
     if name_or_path is None:
         return None
@@ -194,17 +194,17 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
     """Return GPT-2's byte-level BPE (https://github.com/openai/gpt-2).
 
-    It takes special tokens in a text for ordinary text.
+    It encodes special tokens in a text as ordinary text.
 
     Raises:
-        ConfigError: the files do not make a BPE.
+        ConfigError: the files are not a valid BPE.
     """
     try:
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     # The library raises no more specific class.
     except Exception as error:
         raise ConfigError(
-            f"--vocab-file {vocab_file} and --merge-file {merge_file} do not make a BPE: {error}"
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a valid BPE: {error}"
         ) from error
     # GPT-2 adds no space before the first word, and the library does by default.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -259,7 +259,7 @@ def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
         token = END_OF_DOCUMENT
     if token is None or token not in vocabulary:
         raise ConfigError(
-            f"--tokenizer-name-or-path {name}: no end-of-document token (its files name "
+            f"--tokenizer-name-or-path {name}: no end-of-document token (eos_token in its files: "
             f'{token!r}). Name one that is in the vocabulary as "eos_token" in '
             "tokenizer_config.json next to tokenizer.json."
         )
@@ -308,8 +308,8 @@ def _build_from_transformers(name: str) -> TransformersTokenizer:
         else:
             first = type(error).__name__
         raise ConfigError(
-            f"--tokenizer-name-or-path {name} cannot be read: {first} Give a local folder that "
-            "holds a tokenizer; nothing is downloaded."
+            f"--tokenizer-name-or-path {name} cannot be read: {first.rstrip('.')}. Give a local "
+            "folder that holds a tokenizer; nothing is downloaded."
         ) from error
     if backend.eos_token_id is None:
         raise ConfigError(

@@ -32,7 +32,7 @@ Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the 
 class StopReason(IntEnum):
     """Reasons to stop. If several apply, the highest value is reported."""
 
-    NO = 0
+    NONE = 0
     INTERVAL = 1
     DURATION = 2
     KILL_SWITCH = 3
@@ -73,7 +73,7 @@ class Exits:
         if self._signal:
             mine = StopReason.SIGNAL
         else:
-            mine = StopReason.NO
+            mine = StopReason.NONE
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
         if self._mesh.grid.world_size == 1:
@@ -96,7 +96,7 @@ class Exits:
         # interval without ending on it.
         if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
             return StopReason.INTERVAL
-        return StopReason.NO
+        return StopReason.NONE
 
     def format_stop_line(self, reason: StopReason, iteration: int) -> str:
         """Return the log line for a stop."""

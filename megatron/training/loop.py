@@ -1,6 +1,6 @@
 """The training loop.
 
-It reads from top to bottom. Nothing happens in an iteration that is not written here.
+It reads from top to bottom. Every action of an iteration is visible here.
 """
 
 import time
@@ -29,7 +29,7 @@ def train(run: Run) -> StopReason:
     """Train until the end, or until there is a reason to stop. Save when due and at the end.
 
     Returns:
-        The reason to stop. `StopReason.NO` means that training is complete.
+        The reason to stop. `StopReason.NONE` means that training is complete.
 
     Raises:
         TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
@@ -42,22 +42,24 @@ def train(run: Run) -> StopReason:
     first = run.state.iteration
     try:
         stop, evaluated_at = train_until_stop(run)
-        # If no iteration was trained, there is nothing new to save.
+        # If no iteration was trained or skipped, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
     except TrainingError:
         if run.saver is not None:
-            # The checkpoint in flight was verified before the error, so it is worth completing.
+            # A save may still be in progress. Its state was checked when it began, before this
+            # error, so it is completed.
             run.saver.complete()
         raise
-    if stop != StopReason.NO:
+    if stop != StopReason.NONE:
         run.reporter.say(run.exits.format_stop_line(stop, state.iteration))
         if is_finished(plan, state):
             run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
         return stop
     if evaluated_at != state.iteration:
-        # This runs after the save, so the counters that it advances are not in the last checkpoint.
-        # A run that is continued later with more iterations is therefore not changed by it.
+        # This evaluation comes after the save, so the last checkpoint does not have the validation
+        # samples that it reads. A run that is continued later with more iterations then evaluates
+        # the same samples as a run that was never interrupted.
         evaluate_validation(run)
     evaluate_test(run)
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
@@ -68,7 +70,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     """Iterate and save when due, until the end or a reason to stop.
 
     Returns:
-        The reason to stop, and the last iteration that was evaluated (-1 if there was none).
+        The reason to stop, and the iteration of the last validation (-1 if there was none).
 
     Raises:
         TrainingError: See `train`.
@@ -77,12 +79,13 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     """
     plan = run.plan
     state = run.state
-    stop = StopReason.NO
+    stop = StopReason.NONE
     evaluated_at = -1
-    # A start in the past makes the difference below the time over all launches of the run.
+    # `started` is moved back by the time of earlier launches. `elapsed_seconds`, which is set
+    # below, then counts all launches of the run.
     started = time.monotonic() - state.elapsed_seconds
     run.reporter.start(state.iteration)
-    while stop == StopReason.NO and not is_finished(plan, state):
+    while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
@@ -92,7 +95,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         else:
             train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
-        check_finite(plan, state)
+        check_nan_iterations(plan, state)
         # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
         if skipped is None and is_due(
             plan.config.parallel.check_invariants_interval, before, state.iteration
@@ -122,7 +125,8 @@ def is_finished(plan: Plan, state: TrainState) -> bool:
 def is_due(interval: int | None, before: int, after: int) -> bool:
     """Return whether a multiple of `interval` lies in (before, after].
 
-    A skipped range is one jump over several iterations, so `after` alone is not enough.
+    A skipped range is one jump over several iterations, so `after` alone is not enough. With an
+    interval of 0 or None, nothing is ever due.
     """
     return bool(interval) and after // interval > before // interval  # type: ignore[operator]
 
@@ -173,7 +177,7 @@ def count_step(
     """
     tokens = batch_size * seq_length
     layers, _ = count_forward_flops_per_token(plan.shape, seq_length)
-    # A backward pass costs twice the forward pass, so both together are a factor of 3.
+    # A backward pass costs twice the forward pass, so a step costs three times the forward pass.
     state.gigaflops_without_embeddings += 3 * layers * tokens / 1e9
     if result.applied:
         state.advance_lr(plan.lr_schedule, batch_size, tokens)
@@ -195,7 +199,7 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     if first < state.iteration + 1:
         run.reporter.say(
             f"iterations {first} to {state.iteration} of the range {first}-{last} were trained "
-            "before this start and stay in the weights. To undo them, roll back to a checkpoint "
+            "by an earlier launch and stay in the weights. To undo them, roll back to a checkpoint "
             f"before iteration {first}"
         )
     before = state.iteration
@@ -210,10 +214,11 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     run.reporter.say(format_skipped_range_line(before + 1, state.iteration))
 
 
-def check_finite(plan: Plan, state: TrainState) -> None:
-    """Raise an error if too many iterations in a row were dropped.
+def check_nan_iterations(plan: Plan, state: TrainState) -> None:
+    """Raise an error if too many iterations in a row were not finite.
 
-    Going on would use up the allocation without training anything.
+    Steps that fp16 drops in the search for a loss scale do not count. Without this error, the run
+    would use compute time and train nothing.
 
     Raises:
         TrainingError: The number reached --max-nan-iterations.
@@ -237,7 +242,7 @@ def check_finite(plan: Plan, state: TrainState) -> None:
 
 
 def check_invariants(run: Run) -> None:
-    """Verify that replicas on different ranks are equal.
+    """Verify that parameters which several ranks hold are equal on these ranks.
 
     Nothing is done if --check-invariants-interval is 0, or if this iteration was verified already.
 
@@ -261,7 +266,7 @@ def check_invariants(run: Run) -> None:
 
 
 def save_when_due(run: Run, before: int) -> None:
-    """Advance a save in the background, and start a new one when it is due.
+    """Start the next phase of a save in progress, and start a new save when it is due.
 
     Raises:
         TrainingError: See `begin_save`.
@@ -297,7 +302,7 @@ def save_at_end(run: Run) -> None:
         # Without a save, this is the only place where a changed data file would be noticed.
         run.data_files.check()
         return
-    saver.end_of_run()
+    saver.mark_end_of_run()
     # A save in flight may already be the one of the last iteration. If it fails, the loop below
     # starts another one.
     with run.timers(SAVE):
@@ -314,7 +319,7 @@ def begin_save(run: Run, saver: Saver) -> None:
     """Pass the current state to the saver.
 
     Replicas are compared first. Only the first rank's replica is stored, so a later start could not
-    detect that it was wrong.
+    detect that they had differed.
 
     Raises:
         TrainingError: Replicas differ, or a number to be stored is not finite. Nothing was written.
@@ -337,8 +342,8 @@ def begin_save(run: Run, saver: Saver) -> None:
         version=get_code_version(),
         layout=str(run.mesh.grid),
     )
-    # Charts and emissions are flushed with each save, so that a killed run loses at most what lies
-    # after its last checkpoint.
+    # TensorBoard events and emissions are flushed with each save, so that a killed run loses at
+    # most those after its last checkpoint.
     run.reporter.flush()
     with run.timers(SAVE):
         saver.begin(contents, run.engine.shards(optimizer=with_optimizer))

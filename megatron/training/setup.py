@@ -81,10 +81,10 @@ def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
     )
 
 
-def answer_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which lost ranks are named.
+def build_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
+    """Return a context that names the missing ranks when a collective fails within it.
 
-    A collective that fails within it ends the run with the names of the ranks that are missing.
+    The run then ends with a `LostRanksError`. See `RollCall`.
     """
     if mesh.control is None:
         return contextlib.nullcontext()
@@ -109,7 +109,7 @@ def make_printer(mesh: Mesh) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
-    """Be the only writer of `--save` within this context.
+    """Make this run the only writer of the folder `--save` within a `with` block.
 
     Rank 0 holds the lease. The other ranks get None.
 
@@ -130,8 +130,8 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             if mesh.rank == 0:
                 check_writable(root)
                 lease = Lease.acquire(root, make_printer(mesh))
-                # The marker lets a restarted launch recognise the folder as its own while there is
-                # no checkpoint yet.
+                # The marker records that no checkpoint has been saved here yet. Without it, the
+                # next launch would take the files of this one for traces of a lost run.
                 if not list_run_leftovers(root):
                     mark_started(root)
         except CheckpointError as error:
@@ -163,7 +163,7 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.
         ConfigError: See `resolve_job`.
-        LayoutError: Ranks disagree.
+        LayoutError: Configuration, code version or files of a rank differ from rank 0's.
     """
     config = loaded.config
     ranks = build_ranks(mesh)
@@ -228,10 +228,10 @@ def build_run(
 ) -> Run:
     """Build data, reporter and saver around an engine that has its weights.
 
-    This also prints the table of what is in use.
+    This also prints the table at the start, which lists the device, kernels and checkpoints.
 
     Raises:
-        DataError: The data are missing, damaged, too small, or of another vocabulary.
+        DataError: The data are missing, damaged or too small, or have ids outside the vocabulary.
         TrainingError: Replicas of a parameter differ.
     """
     plan = job.plan
@@ -246,7 +246,7 @@ def build_run(
     reporter = Reporter(plan, mesh, device_name=get_device_name(mesh.device))
     rows = [
         ("device", *describe_devices(mesh)),
-        *engine.describe_kernels(),
+        *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
     ]
@@ -302,7 +302,7 @@ def open_data(
 ) -> Sources:
     """Open the data at the state's position, and build the indices.
 
-    All ranks are checked to read the same data.
+    This also checks that all ranks read the same data.
 
     Args:
         plan: The resolved plan.
@@ -354,7 +354,7 @@ def open_data(
         if position != state.consumed_samples:
             raise CheckpointError(
                 f"the checkpoint counts {state.consumed_samples} consumed samples, but its data "
-                f"position is {position}. It is damaged. Resume from an earlier checkpoint"
+                f"position is {position}. This checkpoint is damaged. Resume from an earlier one"
             )
     # Indices are built after the comparison, because building them takes long and is wasted if the
     # files are wrong.
@@ -365,7 +365,7 @@ def open_data(
 def build_document_rules(config: Config) -> DocumentRules | None:
     """Return the rules for documents, or None if document boundaries are ignored.
 
-    No tokenizer is built in the latter case, so none is needed.
+    Without the rules no tokenizer is needed, so none is built.
     """
     if not needs_documents(config.data):
         return None
@@ -380,7 +380,7 @@ def get_device_name(device: torch.device) -> str:
 
 
 def describe_devices(mesh: Mesh) -> tuple[str, str]:
-    """Return choice and reason of the row "device" in the start table."""
+    """Return the second and third cell of the row "device" in the table at the start."""
     grid = mesh.grid
     if grid.world_size > 1:
         layout = str(grid)
@@ -394,19 +394,19 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
 
 
 def describe_index_helpers() -> tuple[str, str]:
-    """Return choice and reason of the row "index helpers" in the start table."""
+    """Return the second and third cell of the row "index helpers" in the table at the start."""
     # The description has the form "name (reason)".
     name, _, why = describe_implementation().partition(" (")
     return name, why.removesuffix(")") or "built with this installation"
 
 
 def leave_with_error(error: MegatronError) -> NoReturn:
-    """Print one clear message and end the process immediately.
+    """Report the error, print its message, and end the process within a few seconds.
 
     Ranks that wait for this one in a collective must not wait long.
     """
     if isinstance(error, LostRanksError):
-        leave_without(error)
+        leave_after_lost_ranks(error)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         prefix = f"rank {rank} on {platform.node()}: "
@@ -447,7 +447,7 @@ def report_error(error: BaseException, message: str) -> None:
         if folder:
             write_report(Path(folder), build_report(error))
     except OSError as trouble:
-        # The error itself is still printed. A full disk must not replace it by another one.
+        # The error itself is still printed. An error of this report must not hide it.
         print(
             f"warning: the error could not be reported to the launcher: {trouble}",
             file=sys.stderr,
@@ -455,7 +455,7 @@ def report_error(error: BaseException, message: str) -> None:
         )
 
 
-def leave_without(error: LostRanksError) -> NoReturn:
+def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
     """End the process after ranks were lost.
 
     The exit code is 1, because no flag is wrong and the same command may succeed.

@@ -47,8 +47,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--keep-every 10 needs --keep-latest-checkpoints",
     ),
     ({"load_iteration": 5}, "--load-iteration 5 needs --load"),
-    ({"save": ""}, "--save is given an empty text; is a shell variable unset?"),
-    ({"data_path": ("1", "", "1", "b")}, "--data-path is given an empty text"),
+    ({"save": ""}, "--save has an empty value; is a shell variable unset?"),
+    ({"data_path": ("1", "", "1", "b")}, "--data-path has an empty value"),
     (
         {"rampup_batch_size": (1, 1, 5), "step_batch_size_schedule": ("0:1",)},
         "--rampup-batch-size 1 1 5 and --step-batch-size-schedule 0:1 exclude each other",

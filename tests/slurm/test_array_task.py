@@ -241,7 +241,7 @@ def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", MICRO_BATCH_SIZE="7")
     tiny.wait_for_end(job)
     assert "ALERT" in tiny.main_log()
-    assert "training needs a person: ConfigError" in tiny.main_log()
+    assert "an error that a person must fix: ConfigError" in tiny.main_log()
     assert len(tiny.attempts()) == 1
 
 

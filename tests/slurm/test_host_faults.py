@@ -36,7 +36,7 @@ def test_full_disk_of_one_node_excludes_that_node(tiny: TinyRun) -> None:
         log,
     )
     assert f"job {job}_1 is requeued: bad nodes" in log
-    assert "training needs a person" not in log
+    assert "a person must fix" not in log
     first, *later = tiny.attempts()
     assert first["nodes"] == "n[1-2]"
     assert all("1" not in attempt["nodes"] for attempt in later)

@@ -199,7 +199,7 @@ def drop_token(token: str) -> dict[str, int]:
         ({"a": "b"}, "must be a JSON object of token: id"),
         (drop_token("a"), "lacks 1 of the 256 byte symbols (a ...)"),
         (drop_token("<|endoftext|>"), "has no <|endoftext|>"),
-        (drop_token("he"), "do not make a BPE"),
+        (drop_token("he"), "are not a valid BPE"),
     ],
     ids=["list", "text ids", "no byte a", "no end of document", "no token of a merge"],
 )

@@ -144,7 +144,7 @@ def test_empty_value_of_a_path_flag_is_named(flag: str, run: Runner) -> None:
 
     outcome = run.pool.run(1, pretrain, [*run.argv(""), flag, ""])[0]
     assert outcome.kind == "ConfigError"
-    assert f"{flag} is given an empty text" in str(outcome.error)
+    assert f"{flag} has an empty value" in str(outcome.error)
 
 
 def test_evaluating_an_old_checkpoint_does_not_change_the_curve(run: Runner) -> None:
