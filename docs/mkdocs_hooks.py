@@ -1,0 +1,108 @@
+"""Hooks of the documentation site. mkdocs calls them by their names.
+
+Pages under docs/ link to files outside it, such as `../megatron/plan.py`. These links work where the
+repository is browsed. The site has no such files, so each link becomes its text. A link to a file
+that does not exist is an error on the site, too.
+
+The reference pages and the list of decisions exist only on the site. They are made from the files
+that exist, so a new module or decision needs no change here.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+REFERENCE = {
+    "config": "Every flag, its rules, and how flags, YAML and other projects' spellings are read.",
+    "schedule": "Pure functions of the progress of a run.",
+    "parallel": "The rank grid, process groups, collectives and parallel layers.",
+    "data": "Indexed data sets, the order of samples, and their sources.",
+    "preprocess": "Text files to indexed data sets.",
+    "tokenizer": "Text to ids and back.",
+    "model": "The network, its initialisation, its loss and its FLOPs.",
+    "engine": "What executes one training step.",
+    "checkpoint": "Saving, loading and checking.",
+    "observe": "Log line, metrics, TensorBoard and timers.",
+    "training": "The loop, the state and the resume.",
+    "operations": "What operators do around a run.",
+}
+"""Package -> the first sentence of its reference page."""
+
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the reference pages and the list of decisions.
+
+    Args:
+        files: All pages. The new ones are appended.
+        config: The site's configuration.
+    """
+    repository = Path(config["docs_dir"]).resolve().parent
+    for package, sentence in REFERENCE.items():
+        modules = sorted((repository / "megatron" / package).rglob("*.py"))
+        names = [
+            ".".join(path.relative_to(repository).with_suffix("").parts)
+            for path in modules
+            if path.name != "__init__.py"
+        ]
+        lines = [f"# megatron.{package}", sentence, *(f"::: {name}" for name in names)]
+        files.append(
+            File.generated(config, f"reference/{package}.md", content="\n\n".join(lines) + "\n")
+        )
+    decisions = sorted((repository / "docs" / "decisions").glob("[0-9]*.md"))
+    rows = [_make_row(path) for path in decisions]
+    header = [
+        "# Decisions",
+        "",
+        "Each page has a context, a decision and its cost.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    content = "\n".join([*header, *rows, ""])
+    files.append(File.generated(config, "decisions/index.md", content=content))
+    return files
+
+
+def _make_row(path: Path) -> str:
+    """Return the row of a decision, whose first line is `# 007 Title`."""
+    number, title = path.read_text().splitlines()[0].removeprefix("# ").split(maxsplit=1)
+    return f"| [{number}]({path.name}) | {title} |"
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Replace the links of a page that lead out of docs/ by their texts.
+
+    Args:
+        markdown: The text of the page.
+        page: The page.
+        config: The site's configuration. With `repo_url` the links lead to the repository.
+        files: All pages, which this hook does not need.
+
+    Raises:
+        FileNotFoundError: A link names a file that does not exist.
+    """
+    docs = Path(config["docs_dir"]).resolve()
+    repository = docs.parent
+    folder = (docs / page.file.src_uri).parent
+
+    def replace(match: re.Match[str]) -> str:
+        target = match["target"]
+        if re.match(r"[a-z]+:", target) or target.startswith("#"):
+            return match[0]
+        name, _, anchor = target.partition("#")
+        path = (folder / name).resolve()
+        if path.is_relative_to(docs) and path.suffix != ".py":
+            return match[0]
+        if not path.is_relative_to(repository) or not path.exists():
+            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which does not exist")
+        if not config.get("repo_url"):
+            return match["text"]
+        suffix = f"#{anchor}" if anchor else ""
+        url = f"{config['repo_url'].rstrip('/')}/blob/main/{path.relative_to(repository)}{suffix}"
+        return f"[{match['text']}]({url})"
+
+    return _LINK.sub(replace, markdown)
