@@ -21,8 +21,8 @@ from typing import BinaryIO
 import tyro
 
 from megatron.errors import ConfigError, MegatronError
-from megatron.operations.follow import Follower
-from megatron.operations.hub import Hub, HubUnavailableError
+from megatron.operations.hub.client import Hub, HubUnavailableError
+from megatron.operations.hub.follow import Follower
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import MegatronError, OperationsError
-from megatron.operations.alerts import Outlets, deliver
-from megatron.operations.disk_watch import check_disks, parse_watch
+from megatron.operations.monitor.alerts import Outlets, deliver
+from megatron.operations.monitor.disk_watch import check_disks, parse_watch
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import ConfigError, MegatronError, OperationsError
-from megatron.operations.hub import Hub, HubUnavailableError, RetryPolicy
-from megatron.operations.hub_checkpoints import push_checkpoints
-from megatron.operations.hub_push import (
+from megatron.operations.hub.checkpoints import push_checkpoints
+from megatron.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
+from megatron.operations.hub.push import (
     FolderSync,
     SyncInProgressError,
     SyncRequest,

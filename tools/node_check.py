@@ -18,7 +18,7 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import MegatronError
-from megatron.operations.node_report import NodeLimits, NodeReport, write
+from megatron.operations.slurm.node_report import NodeLimits, NodeReport, write
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     watch.daemon = True
     watch.start()
     # This imports torch, which may hang on a bad node. So the timer is started first.
-    from megatron.operations.node_probe import probe
+    from megatron.operations.slurm.node_probe import probe
 
     try:
         report = probe(options, keep)

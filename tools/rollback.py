@@ -19,8 +19,8 @@ from typing import Annotated
 import tyro
 
 from megatron.errors import MegatronError
-from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import RollbackRequest
+from megatron.operations.rollback.execution import roll_back
+from megatron.operations.rollback.plan import RollbackRequest
 
 
 @dataclass(frozen=True)

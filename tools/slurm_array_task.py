@@ -35,9 +35,9 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import MegatronError
-from megatron.operations.alerts import Alert, Outlets, deliver
-from megatron.operations.array_task import EXIT_CODES, ArrayTask, run_array_task
-from megatron.operations.node_report import NodeLimits
+from megatron.operations.monitor.alerts import Alert, Outlets, deliver
+from megatron.operations.slurm.array_task import EXIT_CODES, ArrayTask, run_array_task
+from megatron.operations.slurm.node_report import NodeLimits
 from megatron.standard_streams import protect_standard_streams
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import MegatronError
-from megatron.operations.alerts import Outlets, deliver
-from megatron.operations.status import StatusLimits, WatchedRun, check_run
+from megatron.operations.monitor.alerts import Outlets, deliver
+from megatron.operations.monitor.status import StatusLimits, WatchedRun, check_run
 
 
 @dataclass(frozen=True)

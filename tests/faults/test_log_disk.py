@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.observe.report import Axes
-from megatron.operations.cutting import find_events_cut
+from megatron.operations.rollback.cutting import find_events_cut
 
 ROOT = Path(__file__).resolve().parents[2]
 Curves = Callable[..., dict[int, tuple[float, float]]]

@@ -26,8 +26,14 @@ from megatron.observe.log_line import (
     parse_log_line,
     parse_validation_log_line,
 )
-from megatron.operations import alerts
-from megatron.operations.alerts import Alert, Outlets, deliver, log_line, parse_own_line_time
+from megatron.operations.monitor import alerts
+from megatron.operations.monitor.alerts import (
+    Alert,
+    Outlets,
+    deliver,
+    log_line,
+    parse_own_line_time,
+)
 
 NOON = 1_800_000_000.0
 HOUR = 3600.0

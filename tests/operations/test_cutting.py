@@ -17,7 +17,7 @@ from megatron.errors import OperationsError
 from megatron.observe.log_line import format_training_line
 from megatron.observe.metrics import read_metrics
 from megatron.observe.tensorboard import TensorBoard
-from megatron.operations.cutting import (
+from megatron.operations.rollback.cutting import (
     CutSpans,
     cut_out,
     find_emissions_cut,

@@ -33,10 +33,11 @@ from megatron.checkpoint.manifest import Manifest, collect_digests, is_plain_nam
 from megatron.checkpoint.verification import verify
 from megatron.durable import replace_file
 from megatron.errors import DamagedError
-from megatron.operations import hub_push, hub_queue
-from megatron.operations.inside import OutsideError, open_inside
-from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import RollbackPlan, RollbackRequest, make_plan
+from megatron.operations.hub import push as hub_push
+from megatron.operations.hub import queue as hub_queue
+from megatron.operations.hub.inside import OutsideError, open_inside
+from megatron.operations.rollback.execution import roll_back
+from megatron.operations.rollback.plan import RollbackPlan, RollbackRequest, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
@@ -303,7 +304,7 @@ def test_large_files_are_sent_from_the_file_that_was_opened(
     root = run / "checkpoints"
     folder = save_checkpoint(root, 10, b"weights" * 100)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("megatron.operations.hub_checkpoints.IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr("megatron.operations.hub.checkpoints.IN_MEMORY_BYTES", 100)
     upload = hub_push.Hub.upload
 
     def replace_then_upload(self: hub_push.Hub, branch: str, additions: list) -> frozenset[str]:
@@ -335,7 +336,7 @@ def test_large_files_are_closed_after_their_upload(
     )
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))\n"
-        "from megatron.operations import hub_checkpoints; hub_checkpoints.IN_MEMORY_BYTES = 1\n"
+        "from megatron.operations.hub import checkpoints; checkpoints.IN_MEMORY_BYTES = 1\n"
         "from tools import hub_sync; sys.exit(hub_sync.main(sys.argv[1:]))"
     )
     command = [

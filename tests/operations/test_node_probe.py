@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations.node_probe import probe
-from megatron.operations.node_report import NodeLimits, NodeReport
+from megatron.operations.slurm.node_probe import probe
+from megatron.operations.slurm.node_report import NodeLimits, NodeReport
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operations import array_task
-from megatron.operations.array_task import ArrayTask, TaskOutcome, run_array_task
+from megatron.operations.slurm import array_task
+from megatron.operations.slurm.array_task import ArrayTask, TaskOutcome, run_array_task
 
 SRUN = """#!/bin/sh
 echo '{"rank": 2, "host": "n2", "kind": "DataError", "message": "m", "io_error": 5}' \\

@@ -20,8 +20,8 @@ from process_pool import ProcessPool
 from training.runs import Runner
 
 import megatron.checkpoint.lease as lease_module
-import megatron.operations.rollback as rollback_module
-import megatron.operations.rollback_plan as plan_module
+import megatron.operations.rollback.execution as rollback_module
+import megatron.operations.rollback.plan as plan_module
 from megatron.checkpoint.folder import list_saved_iterations, remove_interrupted_leftovers
 from megatron.checkpoint.lease import Lease, LeaseHolder
 from megatron.checkpoint.lineage import find_lineage_before
@@ -30,8 +30,8 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, MegatronError, OperationsError
 from megatron.observe.log_line import parse_log_line
 from megatron.observe.metrics import read_metrics
-from megatron.operations.rollback import roll_back
-from megatron.operations.rollback_plan import RollbackRequest
+from megatron.operations.rollback.execution import roll_back
+from megatron.operations.rollback.plan import RollbackRequest
 
 RECORD_KINDS = {"tensorboard", "metrics", "emissions", "log"}
 

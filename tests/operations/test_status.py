@@ -29,15 +29,21 @@ from megatron.observe.log_line import (
     format_training_line,
     format_validation_line,
 )
-from megatron.operations.alerts import log_line
-from megatron.operations.queue import (
+from megatron.operations.monitor.alerts import log_line
+from megatron.operations.monitor.queue import (
     QueuedJob,
     find_idle_reason,
     format_duration,
     format_pulse,
     read_answer,
 )
-from megatron.operations.status import StatusLimits, StatusMemory, WatchedRun, check_run, read_tail
+from megatron.operations.monitor.status import (
+    StatusLimits,
+    StatusMemory,
+    WatchedRun,
+    check_run,
+    read_tail,
+)
 from tools import slurm_status
 
 HOUR = 3600.0
@@ -418,7 +424,7 @@ def test_only_the_end_of_a_long_log_is_read(log: Path, monkeypatch: pytest.Monke
     size = log.stat().st_size
     line = len(format_training_line(full_report())) + 1
     for tail in (10 * line, 10 * line - 1, 10 * line + 1):
-        monkeypatch.setattr("megatron.operations.status._TAIL_BYTES", tail)
+        monkeypatch.setattr("megatron.operations.monitor.status._TAIL_BYTES", tail)
         read = read_tail(log, StatusMemory(read_bytes=size - 3 * line))
         assert [report["iteration"] for report in read.reports] == list(
             range(101 - tail // line, 101)

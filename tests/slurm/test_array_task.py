@@ -21,7 +21,7 @@ from slurm.cluster import Cluster
 
 from megatron.launch_script import read_launch_script
 from megatron.observe.metrics import read_metrics
-from megatron.operations.attempts import FILE
+from megatron.operations.slurm.attempts import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "train/tiny/tiny.slurm"

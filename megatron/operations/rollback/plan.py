@@ -35,7 +35,7 @@ from megatron.config.cli import load_yaml
 from megatron.config.tree import Config
 from megatron.errors import CheckpointError, ConfigError, DamagedError, OperationsError
 from megatron.observe.report import Axes
-from megatron.operations.cutting import (
+from megatron.operations.rollback.cutting import (
     CutSpans,
     find_emissions_cut,
     find_events_cut,

@@ -23,8 +23,8 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, OperationsError
 from megatron.observe.log_line import format_training_complete_line, parse_log_line
-from megatron.operations.alerts import Alert, format_time, parse_own_line_time, read_record
-from megatron.operations.queue import (
+from megatron.operations.monitor.alerts import Alert, format_time, parse_own_line_time, read_record
+from megatron.operations.monitor.queue import (
     QueuedJob,
     ask_queue,
     find_idle_reason,

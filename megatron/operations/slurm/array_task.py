@@ -27,8 +27,8 @@ from megatron.durable import append_lines
 from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
 from megatron.errors import OperationsError
 from megatron.observe.log_line import format_training_complete_line
-from megatron.operations import attempts, node_report
-from megatron.operations.alerts import format_time
+from megatron.operations.monitor.alerts import format_time
+from megatron.operations.slurm import attempts, node_report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 """Root of the repository. The steps of srun run in this folder."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.hub import (
+from megatron.operations.hub.client import (
     Hub,
     HubOfflineError,
     HubUnavailableError,
@@ -23,14 +23,14 @@ from megatron.operations.hub import (
     Say,
     UnknownRepositoryError,
 )
-from megatron.operations.hub_push import (
+from megatron.operations.hub.inside import OutsideError, open_inside, real_name
+from megatron.operations.hub.push import (
     IN_MEMORY_BYTES,
     SyncRequest,
     create_missing_repository,
     format_size,
 )
-from megatron.operations.hub_queue import SyncState, digest, read_state
-from megatron.operations.inside import OutsideError, open_inside, real_name
+from megatron.operations.hub.queue import SyncState, digest, read_state
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

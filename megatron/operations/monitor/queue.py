@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.errors import OperationsError
-from megatron.operations.alerts import format_time
+from megatron.operations.monitor.alerts import format_time
 
 _SEPARATOR = "\x1f"
 """The unit separator, which is not in any name or reason."""

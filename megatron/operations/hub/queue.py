@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.durable import replace_file
-from megatron.operations.inside import OutsideError, open_inside, real_name
+from megatron.operations.hub.inside import OutsideError, open_inside, real_name
 
 PART_BYTES = 1 << 20
 """Largest size of a part of a log."""

@@ -25,7 +25,7 @@ from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.alerts import Alert, read_record
+from megatron.operations.monitor.alerts import Alert, read_record
 
 _DAY = 86_400.0
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}

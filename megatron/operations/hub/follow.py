@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.errors import OperationsError
-from megatron.operations.hub import Hub, HubMovedError
-from megatron.operations.hub_queue import format_part_name, parse_part_name
+from megatron.operations.hub.client import Hub, HubMovedError
+from megatron.operations.hub.queue import format_part_name, parse_part_name
 
 _ASKED_AT_ONCE = 500
 """Parts to ask for in one request. The Hub takes at most 1,000 paths."""

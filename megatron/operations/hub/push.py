@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron.durable import without_links
 from megatron.errors import OperationsError
-from megatron.operations.hub import (
+from megatron.operations.hub.client import (
     MAIN,
     Hub,
     HubMovedError,
@@ -27,7 +27,8 @@ from megatron.operations.hub import (
     Say,
     UnknownRepositoryError,
 )
-from megatron.operations.hub_queue import (
+from megatron.operations.hub.inside import open_inside
+from megatron.operations.hub.queue import (
     CommitGroup,
     FolderScan,
     RemoteFile,
@@ -40,7 +41,6 @@ from megatron.operations.hub_queue import (
     plan_remote_files,
     read_state,
 )
-from megatron.operations.inside import open_inside
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.operations.node_report import NodeLimits, NodeReport
+from megatron.operations.slurm.node_report import NodeLimits, NodeReport
 from megatron.parallel.launcher import read_launcher_world
 
 _DISK_BYTES = 64 << 20

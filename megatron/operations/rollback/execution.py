@@ -29,8 +29,8 @@ from megatron.checkpoint.lineage import write_lineage
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.durable import replace_file, sync_folder, write_file
 from megatron.errors import CheckpointError, OperationsError
-from megatron.operations.cutting import CutSpans, cut_out, replace_by
-from megatron.operations.rollback_plan import (
+from megatron.operations.rollback.cutting import CutSpans, cut_out, replace_by
+from megatron.operations.rollback.plan import (
     PLAN,
     ROLLED_BACK,
     FileCut,

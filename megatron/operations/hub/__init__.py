@@ -1,0 +1,1 @@
+"""Synchronisation of a run's records and checkpoints with the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""Reports and alerts about a run, its jobs and its disks."""

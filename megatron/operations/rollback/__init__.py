@@ -1,0 +1,1 @@
+"""The rollback of a run to one of its checkpoints."""

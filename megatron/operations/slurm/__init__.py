@@ -1,0 +1,1 @@
+"""Job arrays: what happens before, during and after one array task."""
