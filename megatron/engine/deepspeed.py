@@ -142,23 +142,12 @@ class DeepSpeedEngine:
     # -- construction -----------------------------------------------------------------------------
 
     def _initialize(self) -> Any:
-        """Import DeepSpeed and return its engine around this rank's stage."""
-        # Without this variable DeepSpeed searches for an accelerator and prints what it found.
-        os.environ.setdefault("DS_ACCELERATOR", self._mesh.device.type)
+        """Return DeepSpeed's engine around this rank's stage."""
         # PipelineModule reads LOCAL_RANK and fails without it.
         os.environ.setdefault("LOCAL_RANK", "0")
-        try:
-            import deepspeed
-        except ImportError as error:
-            raise ConfigError(
-                f"--deepspeed needs DeepSpeed, which is not installed: {error}; "
-                "pip install -e . installs it"
-            ) from error
+        deepspeed = import_deepspeed(self._mesh.device.type)
         from deepspeed.utils import logger
 
-        # Import this module while the compiler is disabled. A later import finds it loaded.
-        with _disable_compiler():
-            import deepspeed.runtime.zero.muon.original_muon
         settings = build_settings(self._plan)
         logger.setLevel(
             logging.INFO if any(settings.get(key) for key in _LOGGING_KEYS) else logging.ERROR
@@ -682,6 +671,30 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
     else:
         where = "in DeepSpeed's partitions"
     return "torch AdamW, fused", where
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed and return its module. This takes seconds.
+
+    Args:
+        device_type: "cuda" or "cpu". The first import fixes it for the process.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+    # Without this variable DeepSpeed searches for an accelerator and prints what it found.
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"--deepspeed needs DeepSpeed, which is not installed: {error}; "
+            "pip install -e '.[deepspeed]' installs it"
+        ) from error
+    # Import this module while the compiler is disabled. A later import finds it loaded.
+    with _disable_compiler():
+        import deepspeed.runtime.zero.muon.original_muon
+    return deepspeed
 
 
 @contextlib.contextmanager

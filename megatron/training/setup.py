@@ -210,8 +210,9 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
 
     def load() -> Callable[[Plan, Mesh, Timers], Engine]:
         if plan.config.parallel.deepspeed:
-            from megatron.engine.deepspeed import DeepSpeedEngine
+            from megatron.engine.deepspeed import DeepSpeedEngine, import_deepspeed
 
+            import_deepspeed(mesh.device.type)
             return DeepSpeedEngine
         from megatron.engine.native import NativeEngine
 
