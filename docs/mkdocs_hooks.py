@@ -1,8 +1,8 @@
 """Hooks of the documentation site. mkdocs calls them by their names.
 
-Pages under docs/ link to files outside it, such as `../megatron/plan.py`. These links work where the
-repository is browsed. The site has no such files, so each link becomes its text. A link to a file
-that does not exist is an error on the site, too.
+Pages under docs/ link to files outside it, such as `../megatron/plan.py`. These links work where
+the repository is browsed. The site has no such files, so each link becomes its text. A link to a
+file that does not exist is an error on the site, too.
 
 The reference pages and the list of decisions exist only on the site. They are made from the files
 that exist, so a new module or decision needs no change here.

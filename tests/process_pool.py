@@ -1,8 +1,8 @@
 """Real ranks for tests: processes that import torch once and run many small worlds.
 
 A launch by torchrun takes 5 to 10 seconds, most of which are imports. A world of this pool takes
-only the time of its process group. Most worlds run `pretrain_gpt.pretrain` with a command line, as
-torchrun would.
+only the time of its process group. Most worlds run `megatron.training.pretrain.pretrain` with a
+command line, as torchrun would.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ class ProcessPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["pretrain_gpt", "megatron.engine.native", "deepspeed_preload"]
+            ["megatron.training.pretrain", "megatron.engine.native", "deepspeed_preload"]
         )
         self._workers = [self._start() for _ in range(WORKERS)]
 
@@ -185,10 +185,10 @@ class PerRank:
 
 def pretrain(argv: list[str]) -> None:
     """Run a command line on this rank."""
-    import pretrain_gpt
+    import megatron.training.pretrain as pretrain_module
     from megatron.config.cli import load_config
 
-    pretrain_gpt.pretrain(load_config(argv))
+    pretrain_module.pretrain(load_config(argv))
 
 
 def succeed(outcomes: list[Outcome]) -> str:

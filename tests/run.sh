@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/setup_env.sh
-setup_env "hf,hub,data,observe,bnb,test"
+setup_env "dev"
 
 selection=(-m "not full")
 arguments=()

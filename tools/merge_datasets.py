@@ -1,39 +1,12 @@
-r"""Concatenate several indexed data sets.
+"""Concatenate several indexed data sets.
 
-    python tools/merge_datasets.py --input data/a_text_document data/b_text_document \
-        --output-prefix data/all_text_document
-
-The result is a new data set. The inputs stay as they are.
+The same as the command `megatron-merge-datasets`.
+See `megatron/commands/merge_datasets.py`.
 """
 
 import sys
 
-import tyro
-
-from megatron.errors import MegatronError
-from megatron.preprocess.merge import merge_datasets
-
-
-def merge(input: tuple[str, ...], output_prefix: str) -> int:
-    """Concatenate several indexed data sets.
-
-    Args:
-        input: Data sets in the order of the output, each by its path without .bin and .idx.
-        output_prefix: Path of the result without .bin and .idx.
-    """
-    try:
-        documents, tokens = merge_datasets(input, output_prefix)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{output_prefix}: {documents} documents, {tokens} tokens of {len(input)} data sets")
-    return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Merge the data sets that `argv` names and return the exit code."""
-    return tyro.cli(merge, args=argv)
-
+from megatron.commands.merge_datasets import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,73 +1,12 @@
 """Check the nodes of a job. Each rank multiplies matrices, fills memory and writes to disk.
 
-    srun python tools/node_check.py --disk /scratch
-
-All ranks then run one all-reduce together. One line for each rank names the host and its numbers.
-`tools/slurm_array_task.py --check-nodes` runs this check before each training.
-
-Exit code 0 means that this rank and the all-reduce are good. Exit code 1 means that one of them is
-not.
+The same as the command `megatron-node-check`.
+See `megatron/commands/node_check.py`.
 """
 
-import os
 import sys
-import threading
-from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
-
-from megatron.errors import MegatronError
-from megatron.operations.slurm.node_report import NodeLimits, NodeReport, write
-
-
-@dataclass(frozen=True)
-class NodeCheckArguments(NodeLimits):
-    """The command line."""
-
-    report: Path | None = None
-    """Folder for each rank's findings as JSON, on a file system that all nodes share."""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Check this rank's node and return the exit code."""
-    options = tyro.cli(NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__)
-    last: list[NodeReport] = []
-
-    # Findings are kept as they arrive. A check that hangs later still reports what it measured
-    # before.
-    def keep(report: NodeReport) -> None:
-        last[:] = [report]
-        if options.report is not None:
-            write(options.report, report)
-
-    def give_up() -> None:
-        if last:
-            findings = last[-1].format_line()
-        else:
-            findings = "no part of the check has ended"
-        print(f"{findings}; not done after {options.seconds:g} s", flush=True)
-        # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
-        # process.
-        os._exit(1)
-
-    watch = threading.Timer(options.seconds, give_up)
-    # The timer must not keep the process alive after a check that passed.
-    watch.daemon = True
-    watch.start()
-    # This imports torch, which may hang on a bad node. So the timer is started first.
-    from megatron.operations.slurm.node_probe import probe
-
-    try:
-        report = probe(options, keep)
-    except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report.format_line(), flush=True)
-    if report.failures or report.all_reduce_failure:
-        return 1
-    return 0
-
+from megatron.commands.node_check import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 Invariant: each launch has one event file. The step axis of a tag is the iteration. A tag that ends
 in ' vs samples', ' vs tokens' or ' vs gigaflos (without embeddings)' has that quantity as its step
-axis. The package is optional. A run without it prints one line about that.
+axis.
 
 The file is not written by TensorBoard's own writer. Its thread ends at the first disk error and
 cannot be started again. The format of the records is TensorBoard's.
@@ -38,7 +38,7 @@ _RETRY_SECONDS = 10.0
 class TensorBoard:
     """Writer of training and evaluation reports to TensorBoard. Use it from one rank only.
 
-    It does nothing if `--tensorboard-dir` was not given or the package is not installed.
+    It does nothing if `--tensorboard-dir` was not given.
     """
 
     def __init__(self, logging: LoggingConfig, *, say: Callable[[str], None] = print) -> None:
@@ -53,10 +53,9 @@ class TensorBoard:
         """
         self._logging = logging
         self._say = say
+        self._file: EventFile | None = None
         if logging.tensorboard_dir is not None:
             self._file = _open(logging, say)
-        else:
-            self._file = None
 
     @property
     def enabled(self) -> bool:
@@ -288,21 +287,12 @@ def _create(folder: Path) -> int:
             number += 1
 
 
-def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile | None:
-    """Open the event file, or return None if the package is not installed.
+def _open(logging: LoggingConfig, say: Callable[[str], None]) -> EventFile:
+    """Open the event file.
 
     Raises:
         ConfigError: The folder cannot be written, or is not in a file system.
     """
-    # Imported here and not at first use, so that a missing package is reported at the start.
-    try:
-        import tensorboard.summary.writer.record_writer  # noqa: F401
-    except ImportError:
-        say(
-            "--tensorboard-dir is given, but the package tensorboard is not installed, so no "
-            "events are written (pip install tensorboard)"
-        )
-        return None
     folder = str(logging.tensorboard_dir)
     if "://" in folder:
         raise ConfigError(

@@ -81,7 +81,7 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
     Returns:
         The number of shards, and the names of those that differ in any bit.
     """
-    import pretrain_gpt
+    import megatron.training.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.training import setup
 
@@ -103,12 +103,12 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
         look(run)
         return run
 
-    original = pretrain_gpt.start_run
-    pretrain_gpt.start_run = start_and_look  # type: ignore[assignment]
+    original = pretrain_module.start_run
+    pretrain_module.start_run = start_and_look  # type: ignore[assignment]
     try:
-        pretrain_gpt.pretrain(load_config(argv))
+        pretrain_module.pretrain(load_config(argv))
     finally:
-        pretrain_gpt.start_run = original
+        pretrain_module.start_run = original
     return counts[0], different
 
 

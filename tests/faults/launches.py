@@ -2,8 +2,8 @@
 
 Each launch has new processes that can be killed or stopped, and logs on the disk. A process that
 torchrun starts spends seconds on imports. These are forked from a server that has imported
-everything, so only the process group takes time. Environment, `pretrain_gpt.main` and exit codes
-are as under torchrun.
+everything, so only the process group takes time. Environment, exit codes and
+`megatron.commands.pretrain.main` are as under torchrun.
 """
 
 import contextlib
@@ -65,11 +65,11 @@ def _rank(
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
 
-    import pretrain_gpt
+    from megatron.commands import pretrain as commands_pretrain
 
     torch.set_num_threads(1)
     with contextlib.nullcontext() if io_error is None else _failing_once(*io_error):
-        pretrain_gpt.main(list(argv))
+        commands_pretrain.main(list(argv))
 
 
 def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 import resource
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,19 +120,6 @@ def test_no_folder_means_no_events(tmp_path: Path) -> None:
     board.write_validation(REPORT.axes, 1.0)
     board.flush()
     board.close()
-
-
-def test_missing_package_is_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
-    messages: list[str] = []
-    board = TensorBoard(LoggingConfig(tensorboard_dir=str(tmp_path / "tb")), say=messages.append)
-    board.write_training(REPORT)
-    board.close()
-    assert not board.enabled
-    assert len(messages) == 1
-    assert "tensorboard is not installed" in messages[0]
 
 
 def test_truncated_record_is_written_again(tmp_path: Path) -> None:

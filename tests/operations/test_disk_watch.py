@@ -12,6 +12,7 @@ from operations.receivers import mail_server
 
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.commands import fs_watchdog
 from megatron.errors import OperationsError
 from megatron.operations.monitor.disk_watch import (
     DiskReport,
@@ -23,7 +24,6 @@ from megatron.operations.monitor.disk_watch import (
     measure_folder,
     parse_watch,
 )
-from tools import fs_watchdog
 
 DAY = 86_400.0
 NOW = 1_800_000_000.0

@@ -23,10 +23,10 @@ from operations.hub_fixtures import (  # noqa: F401
 )
 from operations.hub_server import HubServer, wait_for
 
+from megatron.commands import follow_log
 from megatron.operations.hub import queue as hub_queue
 from megatron.operations.hub.client import Hub
 from megatron.operations.hub.follow import Follower
-from tools import follow_log
 
 LOG = "logs/main_log.txt"
 

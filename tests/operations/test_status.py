@@ -21,6 +21,7 @@ from operations.receivers import mail_server
 
 from megatron.checkpoint.folder import point_to, step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.commands import slurm_status
 from megatron.durable import append_lines
 from megatron.errors import OperationsError
 from megatron.observe.log_line import (
@@ -44,7 +45,6 @@ from megatron.operations.monitor.status import (
     check_run,
     read_tail,
 )
-from tools import slurm_status
 
 HOUR = 3600.0
 JOB = "tr8-104B"

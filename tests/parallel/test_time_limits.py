@@ -17,10 +17,10 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
     import torch
     import torch.distributed as dist
 
-    import pretrain_gpt
+    import megatron.training.pretrain as pretrain_module
     from megatron.config.cli import load_config
 
-    pretrain_gpt.pretrain(load_config(argv))
+    pretrain_module.pretrain(load_config(argv))
     groups = [
         group
         for group in dist.distributed_c10d._world.pg_map

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import plan
 from megatron.config.model import ModelConfig
 from megatron.model import flops
 from megatron.model.shape import ModelShape
-from tools import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "tests" / "fixtures" / "published_runs"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.cli import dump_yaml, load_config
 from megatron.data.source import BatchSlice, build_sources
 from megatron.training.state import TrainState
-from tools import sample_idxs_to_text as tool
 
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import to_curriculum
 from megatron.config.cli import load_config
 from megatron.plan import Plan, resolve
-from tools import to_curriculum
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "tests" / "fixtures" / "published_runs"

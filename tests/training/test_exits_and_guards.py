@@ -169,7 +169,7 @@ def test_evaluation_continues_at_its_position_after_a_resume(run: Runner, other:
 
 def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
     """Run the main job with a weight that is infinite during these iterations."""
-    import pretrain_gpt
+    import megatron.training.pretrain as pretrain_module
     from megatron.config.cli import load_config
     from megatron.engine.native import NativeEngine
 
@@ -187,7 +187,7 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     NativeEngine.train_batch = train_batch  # type: ignore[method-assign]
     try:
-        pretrain_gpt.pretrain(load_config(argv))
+        pretrain_module.pretrain(load_config(argv))
     finally:
         NativeEngine.train_batch = original  # type: ignore[method-assign]
 

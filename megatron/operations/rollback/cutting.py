@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -29,9 +28,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron.durable import sync_folder, without_links
 from megatron.errors import OperationsError
@@ -318,20 +314,11 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
 
 
 def find_events_cut(path: Path, at: Axes) -> CutSpans:
-    """Find the records of iterations after `at`, whatever their step axis is.
+    """Find the records of iterations after `at`, whatever their step axis is."""
+    # The import takes a second, and only event files need it.
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
 
-    Raises:
-        OperationsError: The package tensorboard, which decodes the records, is not installed.
-    """
-    try:
-        # tensorboard is an optional dependency, and only event files need it.
-        from google.protobuf.message import DecodeError
-        from tensorboard.compat.proto.event_pb2 import Event
-    except ImportError as absent:
-        raise OperationsError(
-            f"the package tensorboard is not installed, and {path} cannot be cut without it; run: "
-            "pip install -e '.[observe]'"
-        ) from absent
     stamp = _read_stamp(path)
     data = path.read_bytes()
     records, unreadable = _find_records(data)
@@ -449,79 +436,30 @@ def _find_records(data: bytes) -> tuple[list[Span], list[Span]]:
     A record with damaged data is skipped. After a damaged length no further record is found,
     because the length gives the position of the next record.
     """
-    # The first pass trusts each length. The CRCs of the lengths are checked after it, all at once.
-    begins = array("q")
-    lengths = array("q")
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    def is_intact(begin: int, end: int) -> bool:
+        """Return whether these bytes have the CRC that follows them."""
+        return masked_crc32c(data[begin:end]) == int.from_bytes(data[end : end + 4], "little")
+
+    records = []
+    unreadable = []
     at = 0
-    while at + 16 <= len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        if at + 16 + size > len(data):
+    while at + 16 <= len(data) and is_intact(at, at + 8):
+        begin = at + 12
+        end = begin + int.from_bytes(data[at : at + 8], "little")
+        if end + 4 > len(data):
             break
-        begins.append(at)
-        lengths.append(size)
-        at += 16 + size
-    numbers = np.frombuffer(data, np.uint8)
-    begin = np.array(begins, np.int64)
-    length = np.array(lengths, np.int64)
-    # Records after the first wrong length were found by chance, so they do not count.
-    sound = _compute_crcs(numbers, begin, 8) == _read_stored_crcs(numbers, begin + 8)
-    if sound.all():
-        readable = len(begin)
-    else:
-        readable = int(np.argmin(sound))
-    begin = begin[:readable]
-    length = length[:readable]
-    right = np.zeros(readable, bool)
-    # The CRCs of data of one length are computed together, so there is one pass for each length.
-    for size in np.unique(length):
-        chosen = np.flatnonzero(length == size)
-        right[chosen] = _compute_crcs(numbers, begin[chosen] + 12, size) == _read_stored_crcs(
-            numbers, begin[chosen] + 12 + size
-        )
-    spans = list(zip(begin.tolist(), (begin + length + 16).tolist(), strict=True))
-    unreadable = [span for span, is_right in zip(spans, right, strict=True) if not is_right]
-    if spans:
-        end = spans[-1][1]
-    else:
-        end = 0
+        span = (at, end + 4)
+        if is_intact(begin, end):
+            records.append(span)
+        else:
+            unreadable.append(span)
+        at = end + 4
     # The rest is a record that was cut off, or what follows a damaged length.
-    if end < len(data):
-        unreadable.append((end, len(data)))
-    return [span for span, is_right in zip(spans, right, strict=True) if is_right], unreadable
-
-
-def _build_crc_table() -> NDArray[np.uint32]:
-    """Build the table of CRC-32C for one byte (reversed polynomial 0x82F63B78)."""
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1)
-    return table
-
-
-_TABLE = _build_crc_table()
-
-
-def _compute_crcs(
-    data: NDArray[np.uint8], begins: NDArray[np.int64], length: int
-) -> NDArray[np.uint32]:
-    """Return the masked CRC-32C of pieces of one length, all at once.
-
-    A file may have millions of pieces, and TensorBoard's own function takes 0.25 s/MB.
-    """
-    crc = np.full(len(begins), 0xFFFFFFFF, np.uint32)
-    for at in range(length):
-        crc = _TABLE[(crc ^ data[begins + at]) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
-    # The format masks each CRC by a rotation by 15 bits and a constant, as TFRecord does.
-    crc ^= np.uint32(0xFFFFFFFF)
-    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-
-
-def _read_stored_crcs(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return the little-endian 32-bit numbers that begin at the given bytes."""
-    found = np.zeros(len(begins), np.uint32)
-    for at in range(4):
-        found |= data[begins + at].astype(np.uint32) << np.uint32(8 * at)
-    return found
+    if at < len(data):
+        unreadable.append((at, len(data)))
+    return records, unreadable
 
 
 # Cutting

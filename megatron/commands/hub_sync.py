@@ -1,0 +1,201 @@
+r"""Keep a Hugging Face Hub repository in sync with a run's events, emissions, logs and checkpoints.
+
+    python tools/hub_sync.py --repo org/tr8-104B-logs --folder LOGS \
+        --patterns 'tensorboard/**' 'codecarbon/*.csv' 'logs/**'
+    python tools/hub_sync.py ... --watch 3600      sync every hour, for a daemon; once without it
+    python tools/hub_sync.py ... --checkpoints RUN --every 1500
+                                                   push checkpoints to branches global_stepN, too
+    python tools/hub_sync.py ... --dry-run         print what would be sent and deleted
+    HF_HUB_OFFLINE=1 python tools/hub_sync.py ... --dry-run
+                                                   the same without network and token: compared
+                                                   with the state of the last sync
+
+Only differences are sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at
+most 1 MiB, whose joined contents are the log. tools/follow_log.py follows them. A file that was
+sent from here and then deleted here is deleted on the Hub, if a pattern covers it.
+
+Links are followed as long as they stay in --folder or --checkpoints. Each of these may be a link
+itself. Links that lead out are not sent. Files that are not regular (a FIFO, a socket, a device)
+are not sent either. The token is HF_TOKEN, or that of `hf auth login`. HF_ENDPOINT names another
+Hub.
+
+- Exit code 0: in sync. Or another sync of this folder is running and does the work.
+- Exit code 1: in sync except for what was left out. A pattern matched nothing, or a file cannot be
+  read or is outside of the folder.
+- Exit code 2: an error that a person must fix.
+- Exit code 3: the Hub did not answer in time. Nothing is lost, and the next sync continues.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron.errors import ConfigError, MegatronError, OperationsError
+from megatron.operations.hub.checkpoints import push_checkpoints
+from megatron.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
+from megatron.operations.hub.push import (
+    FolderSync,
+    SyncInProgressError,
+    SyncRequest,
+    SyncResult,
+    format_size,
+    get_default_state_path,
+    hold_sync_lock,
+)
+from megatron.standard_streams import protect_standard_streams
+
+
+@dataclass(frozen=True)
+class HubSync:
+    """The command line."""
+
+    repo: str
+    """ORGANISATION/NAME of the repository."""
+    folder: Path
+    """The folder whose files are synced, under the same names."""
+    patterns: tuple[str, ...] = ()
+    """Files to sync, relative to --folder, as shell patterns. ** also matches folders. A leading
+    dot must be written. Quote the patterns."""
+    checkpoints: Path | None = None
+    """A run's --save folder. Its finished checkpoints are pushed as well."""
+    every: int = 1
+    """Push only checkpoints whose iteration is a multiple of this number."""
+    create: bool = False
+    """Create the repository if none has this name."""
+    private: bool = True
+    """Whether a repository made by --create is private."""
+    watch: float | None = None
+    """Seconds between syncs. After the first sync the tool continues permanently, whatever the Hub
+    answers."""
+    state: Path | None = None
+    """File that records what was sent. Default: in the folder .hub_sync of --folder."""
+    patience: float = 300.0
+    """Seconds to keep trying if the Hub does not answer."""
+    timeout: float = 120.0
+    """Seconds without an answer after which one request fails."""
+    dry_run: bool = False
+    """Only list what would be sent and deleted. With HF_HUB_OFFLINE=1 this needs neither network
+    nor token, and compares with the state of the last sync."""
+
+
+def say(line: str) -> None:
+    """Print a line to standard output."""
+    # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
+    # hours.
+    print(line, flush=True)
+
+
+def warn(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def sync(given: HubSync) -> int:
+    """Sync once and return the exit code."""
+    # The wall clock may be adjusted during a long sync.
+    began = time.monotonic()
+    state = given.state or get_default_state_path(given.folder, given.repo)
+    if not given.folder.is_dir():
+        raise OperationsError(
+            f"--folder {given.folder} is not a folder; give the folder of the run's logs"
+        )
+    # A dry run only reads. A public repository can be read without a token.
+    hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=not given.dry_run)
+    patience = RetryPolicy(given.patience, warn)
+    request = SyncRequest(
+        given.folder, given.patterns, state, given.create, given.private, given.dry_run
+    )
+    # Two syncs of one folder would overwrite each other's state file and send files twice.
+    with hold_sync_lock(state, warn):
+        if given.patterns:
+            outcome = FolderSync(request, hub, patience, say=say, warn=warn).run()
+        else:
+            outcome = SyncResult()
+        if given.checkpoints is not None:
+            # Checkpoints are large, so they come after the logs that people watch.
+            outcome.left_out += push_checkpoints(
+                given.checkpoints,
+                given.every,
+                request,
+                hub,
+                patience,
+                say=say,
+                warn=warn,
+            )
+    if not given.dry_run:
+        if outcome.commits:
+            size = format_size(outcome.added_bytes)
+            sent = f"{outcome.added} sent ({size}), {outcome.deleted} deleted"
+        else:
+            sent = "nothing to send"
+        say(f"{given.repo}: {outcome.files} files, {sent}, {time.monotonic() - began:.1f} s")
+    # Files that were left out are a success for the others, and cron should report them anyway.
+    if outcome.left_out:
+        return 1
+    return 0
+
+
+def try_sync(given: HubSync) -> int:
+    """Sync once, report errors, and return the exit code."""
+    try:
+        return sync(given)
+    except SyncInProgressError as busy:
+        # Cron starts a sync every hour, and one sync may take longer. That is no failure.
+        warn(str(busy))
+        return 0
+    except HubUnavailableError as trouble:
+        warn(f"{trouble}; nothing is lost, because the next sync sends what is not on {given.repo}")
+        return 3
+    except (MegatronError, OSError) as error:
+        warn(f"error: {error}")
+        return 2
+
+
+def check(given: HubSync) -> None:
+    """Check the values of the command line.
+
+    Raises:
+        ConfigError: A value is out of range, or there is nothing to sync.
+    """
+    if not given.patterns and given.checkpoints is None:
+        raise ConfigError("nothing to sync; give --patterns, --checkpoints, or both")
+    if given.every < 1:
+        raise ConfigError(f"--every {given.every} must be 1 or more")
+    if given.timeout <= 0 or given.patience < 0 or (given.watch is not None and given.watch <= 0):
+        raise ConfigError(
+            "--timeout and --watch must be more than 0 seconds, and --patience at least 0 seconds"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return the exit code."""
+    given = tyro.cli(HubSync, args=argv, description=__doc__)
+    try:
+        check(given)
+    except ConfigError as error:
+        warn(f"error: {error}")
+        return 2
+    code = try_sync(given)
+    while given.watch is not None and code != 2:
+        time.sleep(given.watch)
+        # Only the first sync may end the tool. An error later may pass without a restart, for
+        # example when an expired token is replaced.
+        code = min(try_sync(given), 1)
+    return code
+
+
+def run_command() -> int:
+    """Run the command line and return the exit code. Ctrl-C gives 130."""
+    # A full disk under the output must not end --watch.
+    protect_standard_streams()
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(run_command())

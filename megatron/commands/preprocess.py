@@ -1,0 +1,81 @@
+r"""Tokenize text into indexed data sets PREFIX_{key}_document.bin and .idx.
+
+    python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus \
+        --vocab-file vocab.json --merge-file merges.txt --append-eod
+
+If a run is killed, the same command continues it.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron.errors import MegatronError
+from megatron.preprocess.flags import TokenizerFlags
+from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
+
+
+@dataclass(frozen=True)
+class PreprocessArguments:
+    """The command line."""
+
+    input: tuple[str, ...]
+    """Files and globs of JSON lines (plain, .gz or .zst) and .parquet. The output keeps their
+    order."""
+    output_prefix: str
+    """Path of the output without _{key}_document.bin/.idx."""
+    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=TokenizerFlags
+    )
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys (columns) that hold the text. Each gives a data set of its own."""
+    dataset_impl: Literal["mmap"] = "mmap"
+    """Format of the output. mmap (.bin/.idx) is the only one."""
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    workers: int = field(default_factory=count_default_workers)
+    """Number of processes that encode. Default: one for each core."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
+    its file and number."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tokenize the files that `argv` names and return the exit code."""
+    given = tyro.cli(PreprocessArguments, args=argv, description=__doc__)
+    job = PreprocessJob(
+        input=given.input,
+        output_prefix=given.output_prefix,
+        tokenizer=given.tokenizer.make_config(),
+        json_keys=given.json_keys,
+        append_eod=given.append_eod,
+        workers=given.workers,
+        on_bad_line=given.on_bad_line,
+    )
+    try:
+        done = preprocess(job)
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        # The journal on disk makes the same command continue, so a traceback would be noise.
+        print(
+            "interrupted; the same command continues from the last journal entry", file=sys.stderr
+        )
+        return 130
+    for key, prefix in done.prefixes.items():
+        print(f"{prefix}: {done.documents[key]} documents, {done.tokens[key]} tokens")
+    # Speeds are per byte of text, not per byte of JSON.
+    megabytes = done.text_bytes / 1e6
+    speed = done.megabytes_per_second
+    print(
+        f"{megabytes:.1f} MB of text, {done.bad_lines} bad lines, {done.seconds:.1f} s "
+        f"({speed:.1f} MB/s, encoder {done.encoder})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Pretrain a GPT on this rank.
+
+On one device:
+    megatron-pretrain --num-layers 12 ...
+On four devices of one node:
+    torchrun --nproc-per-node 4 -m megatron.commands.pretrain --tensor-model-parallel-size 2 ...
+Every flag, with its unit and source:
+    megatron-pretrain --help
+
+In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
+`megatron/training/pretrain.py`.
+"""
+
+import sys
+
+from megatron.standard_streams import protect_standard_streams
+from megatron.training.orphans import die_with_launcher
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command line.
+
+    The exit code is 0 if training is done, or stopped and saved. It is 2 after an error whose
+    message explains how to fix it. It is 1 after a crash of this rank, or of another one without
+    which this rank cannot continue.
+    """
+    # Before the slow imports. A launcher that is killed during them must not leave this process.
+    die_with_launcher()
+    # Before libraries keep references to the streams.
+    protect_standard_streams()
+    from megatron.training.pretrain import run_command_line
+
+    run_command_line(sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    main()

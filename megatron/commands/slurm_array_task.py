@@ -1,0 +1,120 @@
+r"""Run one array task of a Slurm job array. Check nodes, train, and act on how the training ended.
+
+    python tools/slurm_array_task.py --save $CHECKPOINTS --main-log $LOGS/main_log.txt \
+        -- pretrain_gpt.py $ARGUMENTS
+
+The tool belongs in a job script with one task for each device. It starts the training by srun, and
+the training writes to the main log. What follows depends on how the training ended.
+
+- Stopped by --exit-duration-in-mins or a signal: the run was saved, and the next array task
+  continues it.
+- The training is complete, or the kill switch exists: pending array tasks are cancelled.
+- Slurm ended it before it could save (scancel, a preemption): nothing follows. Slurm or the
+  operator decides whether it is started again.
+- The training explains the error (a wrong flag, NaNs in a row, no room for checkpoints): an alert
+  is sent, and pending array tasks are cancelled. The same holds if this array task cannot run, or
+  if more than half of its nodes fail the check.
+- An I/O error of one host (EIO, a stale mount, a full local disk): an alert is sent, and this array
+  task is requeued. It and the pending ones exclude that host.
+- A crash (a killed rank, a lost node): this array task is requeued and resumes from the newest
+  checkpoint.
+- --check-nodes found a bad host: an alert is sent, and this array task is requeued. It and the
+  pending ones exclude that host.
+- Several starts in a row trained nothing: an alert is sent, and pending array tasks are cancelled.
+
+Alerts go to the main log and to the outlets in ALERT_MAIL_TO, ALERT_SMTP and ALERT_WEBHOOK.
+
+Exit code 0 means that the training ended in order. Exit code 1 means a crash, bad nodes, or an end
+by Slurm. Exit code 2 means that a person is needed, and 3 a loop of crashes.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from megatron.errors import MegatronError
+from megatron.operations.monitor.alerts import Alert, Outlets, deliver
+from megatron.operations.slurm.array_task import EXIT_CODES, ArrayTask, run_array_task
+from megatron.operations.slurm.node_report import NodeLimits
+from megatron.standard_streams import protect_standard_streams
+
+
+@dataclass(frozen=True)
+class ArrayTaskArguments:
+    """The options before '--'."""
+
+    save: Path
+    """The run's --save folder."""
+    main_log: Path
+    """The run's log. All array tasks append to it."""
+    kill_switch: Path | None = None
+    """The file of --kill-switch-path. Nothing starts while it exists."""
+    max_failed_starts: int = 3
+    """Starts in a row that train nothing, after which the array ends."""
+    check_nodes: bool = False
+    """Check every node first. See tools/node_check.py."""
+    limits: tyro.conf.OmitArgPrefixes[NodeLimits] = field(default_factory=NodeLimits)
+    srun: tuple[str, ...] = ()
+    """More options of srun, as in --srun=--cpu-bind=none."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the array task and return the exit code."""
+    if argv is None:
+        words = sys.argv[1:]
+    else:
+        words = argv
+    # Everything after '--' is the training command. tyro would refuse its flags.
+    own, command = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
+    options = tyro.cli(
+        ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
+    )
+    if not command:
+        print(
+            "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options",
+            file=sys.stderr,
+        )
+        return 2
+
+    # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
+    def send_alert(text: str) -> None:
+        for trouble in deliver(
+            [Alert("array task", text)], Outlets(main_log=options.main_log)
+        ).troubles:
+            print(f"error: {trouble}", file=sys.stderr)
+
+    try:
+        outcome = run_array_task(
+            ArrayTask(
+                save=options.save,
+                main_log=options.main_log,
+                command=tuple(command),
+                kill_switch=options.kill_switch,
+                max_failed_starts=options.max_failed_starts,
+                nodes=options.limits if options.check_nodes else None,
+                srun=options.srun,
+                alert=send_alert,
+            )
+        )
+    except (MegatronError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # Slurm records this code. The actions themselves are done already.
+    return EXIT_CODES[outcome]
+
+
+def run_command() -> int:
+    """Run the command line and return the exit code."""
+    # A full disk under the output must not stop the actions that follow the training.
+    protect_standard_streams()
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command())
