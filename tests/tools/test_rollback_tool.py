@@ -116,28 +116,6 @@ def test_bad_input_is_one_message_and_changes_nothing(
     assert snapshot(run.root, run.aside) == before
 
 
-def test_a_missing_tensorboard_is_reported_with_the_command_to_install_it(run: FakeRun) -> None:
-    """The package is only needed for event files, so a rollback without them works."""
-    before = snapshot(run.root, run.aside)
-    absent = "import sys; sys.modules['tensorboard'] = None"
-    result = run_tool(run.root, "--to", 4, *paths(run), before=absent)
-    assert result.returncode == 2
-    assert "pip install -e '.[observe]'" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert snapshot(run.root, run.aside) == before
-    without = run_tool(
-        run.root,
-        "--to",
-        4,
-        *paths(run)[:2],
-        *paths(run)[4:],
-        "--tensorboard-dir",
-        "nowhere",
-        before=absent,
-    )
-    assert without.returncode == 0, without.stderr
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_reported(run: FakeRun) -> None:
     """The tool ends with exit code 2."""
