@@ -30,7 +30,7 @@ from megatron.observe.log_line import format_training_complete_line
 from megatron.operations.monitor.alerts import format_time
 from megatron.operations.slurm import attempts, node_report
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository. The steps of srun run in this folder."""
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of the log in which the last lines of the training are searched."""
@@ -90,7 +90,7 @@ class ArrayTask:
     main_log: Path
     """Log that all launches append to."""
     command: tuple[str, ...]
-    """Path of pretrain_gpt.py and its arguments."""
+    """Path of pretrain_gpt.py and its arguments, or `-m megatron.commands.pretrain` and them."""
     kill_switch: Path | None
     """File that stops the run while it exists. None: there is no kill switch."""
     max_failed_starts: int
@@ -200,7 +200,8 @@ def _check_nodes(
     folder.mkdir()
     try:
         program = [
-            str(REPOSITORY / "tools" / "node_check.py"),
+            "-m",
+            "megatron.commands.node_check",
             "--report",
             str(folder),
             *limits.format_flags(),
@@ -349,6 +350,9 @@ def _run_srun(
         subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
     """
     line = ["srun", *options, *array_task.srun, sys.executable, *program]
+    # In a checkout, `pretrain_gpt.py` is a path relative to it. An installed package has no such
+    # file, and the paths are relative to the job's folder.
+    folder = CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None
     environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
     with open(array_task.main_log, "ab") as log:
@@ -356,7 +360,7 @@ def _run_srun(
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
             done = subprocess.run(
-                line, **streams, cwd=REPOSITORY, env=environment, timeout=timeout, check=False
+                line, **streams, cwd=folder, env=environment, timeout=timeout, check=False
             )  # type: ignore[call-overload]
         except OSError as error:
             raise OperationsError(

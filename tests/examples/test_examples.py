@@ -1,0 +1,61 @@
+"""The scripts of examples/ train as they are, on a data set that they build themselves."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a first run of the one-device example, which builds the data."""
+    folder = tmp_path_factory.mktemp("example")
+    run_example("pretrain_gpt.sh", folder, "--train-iters", "2")
+    return folder
+
+
+def run_example(script: str, folder: Path, *flags: str, **environment: str) -> str:
+    """Run a script with its results in `folder`, and return what it printed."""
+    result = subprocess.run(
+        ["bash", str(ROOT / "examples" / script), *flags],
+        env={**os.environ, "EXAMPLE_DIR": str(folder), "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def give_data(folder: Path) -> dict[str, str]:
+    """Return the variables that name the data of an earlier example."""
+    return {
+        "DATA_PATH": str(folder / "data" / "stdlib_text_document"),
+        "VOCAB_FILE": str(folder / "data" / "vocab.json"),
+        "MERGE_FILE": str(folder / "data" / "merges.txt"),
+    }
+
+
+def test_second_call_resumes(data: Path) -> None:
+    printed = run_example("pretrain_gpt.sh", data, "--train-iters", "4", "--override-lr-scheduler")
+    assert "at iteration 2" in printed
+    assert "training is complete at iteration 4" in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "layout"),
+    [
+        ("pretrain_gpt_distributed.sh", "2 x "),
+        ("pretrain_gpt_distributed_with_mp.sh", "TP 2"),
+        ("pretrain_gpt_deepspeed.sh", "PipelineEngine"),
+    ],
+)
+def test_example_trains(script: str, layout: str, data: Path, tmp_path: Path) -> None:
+    printed = run_example(script, tmp_path, "--train-iters", "2", **give_data(data))
+    assert layout in printed
+    assert "training is complete at iteration 2" in printed
