@@ -5,7 +5,7 @@ The lease is a file that names the writer. Its modification time is the writer's
 A run that starts while another one is alive in its folder is refused. A run that starts after
 another one was killed takes the folder over. It does so immediately if the kernel shows that the
 process is gone, or Slurm that the job was requeued. Otherwise it waits until the heartbeat has not
-moved for STALE_SECONDS of its own clock. Clocks of different hosts are never compared.
+changed for STALE_SECONDS, measured by its own clock. Clocks of different hosts are never compared.
 """
 
 import contextlib
@@ -144,8 +144,8 @@ class Lease:
             alive = _is_alive(other, me)
             if alive is None:
                 say(
-                    f"{path} was left by {other.describe()}; waiting up to {STALE_SECONDS:g} s for "
-                    "its heartbeat before this run takes the folder over"
+                    f"{path} names {other.describe()}; waiting up to {STALE_SECONDS:g} s for its "
+                    "heartbeat. If there is none, this run takes the folder over"
                 )
                 alive = _watch_heartbeat(path, other)
             if alive:
@@ -240,7 +240,8 @@ def _create(path: Path, holder: LeaseHolder) -> bool:
         OSError: If it cannot be written.
     """
     # The complete text is written under another name and linked. So no reader sees a part of it,
-    # and the link fails if the file exists. A rename would replace another run's file.
+    # unless `_link` has to copy. The link fails if the file exists, where a rename would replace
+    # another run's file.
     fresh = path.with_name(f"{path.name}.{holder.token}")
     try:
         fresh.write_text(json.dumps(asdict(holder)) + "\n")

@@ -1,9 +1,9 @@
 """Check that a checkpoint is complete and intact, and that all its numbers are finite.
 
-The checks find all damage, not only the first. They cover the digests of the files and their
-blocks, the slices and kinds of each tensor, and what the safetensors library finds. Nothing is
-written, and only a few blocks are in memory. If the manifest is damaged, nothing else can be
-checked.
+The checks do not stop at the first damage. They compare the digests of the files and their blocks.
+They check that slices cover each tensor exactly once, and that no weight or moment is missing. They
+also compare the index with what the safetensors library finds. Nothing is written, and only a few
+blocks are in memory. If the manifest is damaged, nothing else can be checked.
 """
 
 import json
@@ -51,7 +51,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A tensor with NaN or infinities in an intact file. A run cannot be trained from it."""
+    """A tensor, or a number in the manifest, that is not finite although its file is intact.
+
+    A run that loads it ends with an error (`finite.refuse_not_finite`).
+    """
 
     tensor: str
     """kind/name, or the dotted name of a number in the manifest."""
@@ -88,7 +91,7 @@ def verify(folder: Path) -> Verification:
     At a terminal, a progress bar is shown on stderr.
 
     Raises:
-        CheckpointError: If it has another format, or a small file cannot be read.
+        CheckpointError: If this version cannot read its format, or cannot read its manifest.
     """
     try:
         manifest = read_manifest(folder)
@@ -119,7 +122,7 @@ def verify(folder: Path) -> Verification:
             wrong = list(check_file(folder, name, manifest, index, bar.update, counter.look_at))
             damage += wrong
             if wrong:
-                # The numbers in a damaged file were never written, so their NaN mean nothing.
+                # Damage can turn any number into NaN, so NaN in a damaged file are not counted.
                 counter.forget(name)
     if index is None:
         notes.append(
@@ -172,9 +175,10 @@ class FiniteCounter:
                 self._spans.setdefault(stored["file"], []).append((begin, end, key))
 
     def look_at(self, file: str, position: int, data: bytes) -> None:
-        """Count in `data`, the bytes of `file` from `position` on.
+        """Count the numbers in a part of a file that are not finite.
 
-        Positions and the bounds of slices are multiples of 4 bytes, the size of an element.
+        `data` has the bytes of `file` from `position` on. `position` and, in a valid index, the
+        bounds of slices are multiples of 4 bytes, the size of an element.
         """
         end = position + len(data)
         for first, last, key in self._spans.get(file, ()):
@@ -288,8 +292,8 @@ def check_file(
         yield Damage(name, f"{name} cannot be read: {error}")
         return
     found = digester.digest()
-    # A missing file goes on from here with the digest of no bytes, so that the message below names
-    # the tensors that are lost.
+    # A missing file is treated like an empty one, so that the message below names the tensors that
+    # are lost.
     if missing:
         what = f"{name} is missing"
     elif found.bytes != size:
@@ -358,8 +362,8 @@ def check_tiling(index: TensorIndex) -> Iterator[Damage]:
             for stored in tensor["boxes"]
             if math.prod(stored["shape"])
         ]
-        # Slices that leave the tensor are reported and not counted. Their edges would extend the
-        # grid beyond the tensor.
+        # Slices that are not within the tensor are reported and not counted. Their edges would
+        # extend the grid beyond the tensor.
         complete = ((0,) * len(shape), shape)
         inside = [part for part in slices if intersect(part, complete) == part]
         for offset, size in slices:
@@ -406,9 +410,10 @@ def _count_uneven_elements(slices: list[TensorSlice], shape: tuple[int, ...]) ->
 
 
 def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
-    """Check that each moment has its weight's shape, and that no kind is missing.
+    """Check that each parameter has its weight and its moments, all with the same shape.
 
-    The moments are needed only if the optimizer's state was saved.
+    The kinds are `weight` and the moments `exp_avg` and `exp_avg_sq`. The moments are needed only
+    if the optimizer's state was saved.
     """
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in index.tensors.items():
@@ -423,7 +428,7 @@ def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
         for kind in sorted(wanted - kinds.keys()):
             yield Damage(INDEX, f"{kind}/{name} is not in the checkpoint")
         if len(set(map(tuple, kinds.values()))) > 1:
-            yield Damage(INDEX, f"the kinds of {name} have different shapes: {kinds}")
+            yield Damage(INDEX, f"weight and moments of {name} differ in shape: {kinds}")
 
 
 def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
@@ -431,7 +436,7 @@ def check_headers(folder: Path, index: TensorIndex, manifest: Manifest) -> Itera
 
     Our reader uses the index, and other programs use the header of each file. Both must agree.
     """
-    # Every file with blocks is opened, even if the index has no tensor in it.
+    # Every file that has digests of blocks is opened, even if the index has no tensor in it.
     expected: dict[str, set[StoredTensor]] = {name: set() for name in index.blocks}
     for key, tensor in index.tensors.items():
         for stored in tensor["boxes"]:

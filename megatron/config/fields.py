@@ -1,8 +1,8 @@
 """The table of all configuration fields, read from the dataclasses: flag, type, default, help text.
 
-Invariant: every field of every group in `Config` is here once. Its name is unique over the groups,
-so that flags can be flat. Text is converted to values only here, so the command line and YAML files
-follow the same rules.
+Invariant: every field of every group in `Config` is here once. No two groups have a field of the
+same name, so flags need no group name. Text is converted to values only here, so the command line
+and YAML files follow the same rules.
 """
 
 import ast
@@ -192,8 +192,7 @@ def find_missing(given: Iterable[str]) -> list[str]:
 
 def _describe_type(annotation: typing.Any) -> str:
     """Return in words what a value of this type looks like."""
-    # The order of these tests follows the types that the groups use. Another type raises KeyError
-    # below.
+    # Only the types that occur in the groups are handled. Another type raises KeyError below.
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):

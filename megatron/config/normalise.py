@@ -1,4 +1,4 @@
-"""Reads argv into values by field, in all spellings that scripts and launchers use.
+"""Converts a command line to the values of fields, in every spelling that scripts use.
 
 Invariant: if a field is given several times, under any names, the last one wins. Nothing is dropped
 silently. A token is read, or a warning or an error names it.
@@ -56,14 +56,17 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
         values += _take(tokens, _get_arity(flag), len(values))
         before = [typed, *values]
         _read_flag(line, typed, flag, values)
-    # A flag given twice warns once. A dict keeps the order.
+    # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
     line.warnings = list(dict.fromkeys(line.warnings))
     return line
 
 
 @functools.cache
 def list_known_flags() -> dict[str, Field]:
-    """Return every flag of the configuration itself, including the negative forms of booleans."""
+    """Return the field of each flag of this trainer, including the `--no-` flags of booleans.
+
+    Flags of other systems are not included.
+    """
     fields = all_fields().values()
     return {f.flag: f for f in fields} | {f.negative_flag: f for f in fields if f.is_bool}
 
@@ -75,14 +78,14 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
             line.config_file = values[0]
         else:
             line.errors.append("--config needs the name of a YAML file.")
-    # The table comes first, because one of its rows may hold for some values of a flag that also
-    # exists here.
+    # The compatibility table comes first. A flag of this trainer may also be in it, with a row for
+    # some values only.
     elif row := find_row(flag, values):
         _read_row(line, typed, row, values)
     elif field := list_known_flags().get(flag):
         _set_field(line, field, typed, flag, values)
     elif others := find_rows(flag):
-        allowed = ", ".join(value for row in others for value in row.only)
+        allowed = " or ".join(value for row in others for value in row.only)
         line.errors.append(
             f"{' '.join([typed, *values])}: only {allowed} is possible here; {others[0].reason}."
         )
@@ -114,7 +117,7 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
 
 
 def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> None:
-    """Record the error of a refused flag. One that is off changes nothing."""
+    """Record an error for a refused flag, or a warning if the flag is off."""
     if off:
         line.warnings.append(f"{shown} has no effect here: the flag is off.")
     else:
@@ -124,8 +127,8 @@ def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> No
 def _turn_off_renamed(line: CommandLine, typed: str, row: Row, word: str) -> None:
     """Read a renamed flag with `=False` attached, which is `word`.
 
-    Each boolean that the flag maps to gets the word. Another value has no opposite, so a flag that
-    maps to one is an error.
+    If the flag stands for booleans only, each of them gets the word. Fields of other types have no
+    opposite value, so `=False` is then an error.
     """
     flags = [flag for flag, *_ in _split_at_flags(row.to)]
     if all(list_known_flags()[flag].is_bool for flag in flags):
@@ -137,8 +140,8 @@ def _turn_off_renamed(line: CommandLine, typed: str, row: Row, word: str) -> Non
 def _read_renamed(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
     """Read a flag that has another name here."""
     flags = _split_at_flags(row.to)
-    # A row for single values has the value here in `row.to`. A flag without a value may have =True
-    # attached, which asks for the same as the flag alone.
+    # If the row is for certain values only, `row.to` already contains what replaces them. A flag
+    # that takes no value may have =True attached, which means the same as the flag alone.
     if row.arity != 0 and not row.only:
         flags[-1] += values
     _set_renamed(line, typed, row, " ".join([typed, *values]), flags)
@@ -214,7 +217,7 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
             else f"needs a value; it must be {field.expected}"
         )
     if values == ["None"] and (field.optional or field.arity == "*"):
-        # The word None unsets a value. A list has the empty tuple instead.
+        # The word None unsets a value. A list that cannot be None becomes the empty tuple.
         if field.optional:
             return None
         return ()

@@ -1,14 +1,16 @@
-"""Index caches: arrays that take long to build, stored under a key of all that determines them.
+"""Index caches: arrays that take long to build, stored on disk for other processes.
+
+The key of an entry holds everything that determines its arrays.
 
 Invariant: an entry that opens is the one that was requested. Its manifest is written last and holds
-key, dtypes, shapes and digests. If anything disagrees, the entry is built again and a note reports
-it. All bytes of an array up to 16 MiB are digested when it is opened. Larger arrays are sampled
-then, and all their bytes are digested in the background. A difference ends the run before its next
-save.
+the key and the digests. Dtypes and shapes are in the headers of the .npy files and are compared
+too. If anything disagrees, the entry is built again and a note reports it. All bytes of an array up
+to 16 MiB are digested when it is opened. Larger arrays are sampled then, and all their bytes are
+digested in the background. A difference ends the run before its next save.
 
 Any process may request an entry. A lock file lets one process build while the others wait. No
 process group is needed, and no process waits in a collective. The kernel releases the lock when its
-holder ends. Where a file system has no locks, or has them for each host, several processes may
+holder ends. Where a file system has no locks, or other hosts do not see them, several processes may
 build at the same time. They write the same bytes under names of their own, and the last rename wins
 (see building.py).
 """
@@ -44,7 +46,7 @@ FORMAT = 1
 WAIT_SECONDS = 600.0
 """Longest time to wait for another process that builds an entry."""
 _ATTEMPTS = 5
-"""Builds of an entry before giving up, as other processes may replace or remove it meanwhile."""
+"""Number of builds before giving up. Other processes may replace or remove an entry meanwhile."""
 # A longer file is not a manifest, and must not fill the memory.
 _MANIFEST_BYTES = 1 << 20
 
@@ -96,15 +98,16 @@ class IndexCache:
             build: Fills the arrays in place if the entry does not exist.
 
         Raises:
-            DataError: the entry does not exist and the folder cannot be written, or another process
-                holds the lock for too long.
+            DataError: the entry must be built and the folder cannot be written, or another process
+                holds the lock for too long, or the entry cannot be opened after several builds.
         """
         # A change of the format changes every key, so entries of older formats are not opened. The
         # file names have the form that `remove_abandoned` recognises.
         key = {"format": FORMAT, **key}
         text = json.dumps(key, sort_keys=True).encode()
         stem = f"{kind}-{hashlib.blake2b(text, digest_size=12).hexdigest()}"
-        # Without a lock first. All ranks of a large run open the same entries at the same time.
+        # The first attempt takes no lock, because all ranks of a large run open the same entries at
+        # the same time.
         found = self._read(stem, key, shapes)
         attempts = 0
         # Other processes may replace or remove files between a build and its reading.
@@ -149,7 +152,7 @@ class IndexCache:
                 return found
             if found:
                 self.notes.append(
-                    f"index cache {self.folder / stem} is damaged ({found}); built again"
+                    f"index cache {self.folder / stem} cannot be used ({found}); it is built again"
                 )
             self._build(stem, key, shapes, build)
         return self._read(stem, key, shapes)
@@ -216,9 +219,8 @@ class IndexCache:
     ) -> None:
         """Build under temporary names, then rename the arrays first and the manifest last.
 
-        The bytes are a function of the key. A manifest that exists already is therefore either
-        valid, or damaged and replaced at the end. For the same reason a reader may find the files
-        of two builders together.
+        The key determines every byte. So the files of two builders fit together, and a reader may
+        open a mixture of them. An earlier manifest stays until it is replaced at the end.
         """
         with Temporaries(
             self.folder, lambda: self._say(f"building the index cache {self.folder / stem}")
@@ -285,7 +287,7 @@ def discard_entry(manifest: Path) -> str:
 
 
 def _check_of(record: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest's own content, which the manifest holds, too."""
+    """Return the digest of a manifest's content. The manifest stores it as `check`."""
     return str(xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode()))
 
 

@@ -1,6 +1,7 @@
 """Reading ahead in threads: while a step computes, the next batches are read.
 
-Invariant: what `take` returns does not depend on the guesses. A wrong guess only costs its work.
+The caller guesses which requests come next. Invariant: what `take` returns does not depend on these
+guesses. A wrong guess only wastes a read.
 
 Threads are used instead of processes. A fork could copy a locked lock, and reading releases the GIL
 anyway.
@@ -38,7 +39,7 @@ class Prefetcher(Generic[Request, Result]):
         if self._ahead and self._ahead[0][0] == request:
             waiting = self._ahead.popleft()[1]
         else:
-            # The guesses were wrong, as after a change of the batch size.
+            # Nothing was read ahead, or the guesses were wrong, as when the batch size changes.
             self.discard()
             waiting = None
         if self.threads:
@@ -56,14 +57,14 @@ class Prefetcher(Generic[Request, Result]):
         self._ahead.clear()
 
     def close(self) -> None:
-        """Stop the threads, after the reads that run."""
+        """Wait for the reads that have already started, and stop the threads."""
         self.discard()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
 
     def _look_ahead(self, guesses: Sequence[Request]) -> None:
-        """Submit the new guesses, and drop requests that are no guess any more."""
+        """Submit new guesses, and drop the last requests if they are no longer guessed."""
         while self._ahead and self._ahead[-1][0] not in guesses:
             self._ahead.pop()[1].cancel()
         under_way = [request for request, _ in self._ahead]

@@ -12,7 +12,7 @@ Traps of DeepSpeed 0.19 that this file avoids:
 - The boundary of gradient accumulation is wrong after the number of microbatches has changed. It is
   set for each microbatch (`_train`).
 - ZeRO stage 0 is wrong in 16 bits (`get_effective_zero_stage`).
-- Ranks with different numbers of parameter groups wait for each other permanently
+- Ranks with different numbers of parameter groups wait for each other forever
   (`_group_parameters`).
 - If 16-bit gradients are summed in fp32, the pipeline does not find the gradients of tied weights
   (`TiedWeight`).
@@ -181,7 +181,8 @@ class DeepSpeedEngine:
             # False on all parameters, and the norm would count tied weights twice.
             for name, parameter in self.stages[0].named_parameters():
                 self._mark(parameter, self._specs[name])
-            # PipelineModule brings the grid as its topology. Otherwise DeepSpeed asks an `mpu`.
+            # `mpu` tells DeepSpeed the process groups. PipelineModule builds its own from its
+            # topology.
             if pipelined:
                 mpu = None
             else:
@@ -243,10 +244,12 @@ class DeepSpeedEngine:
             ) from error
 
     def _show_infinities(self) -> None:
-        """Show every rank the infinities of all ranks, so that all drop the step.
+        """Put an infinity into every rank's gradients if those of any rank are not finite.
+
+        All ranks then drop the step.
 
         BF16_Optimizer drops a step if its gradient norm is not finite. The norm counts only one of
-        several replicas, so it does not contain an infinity of the others.
+        several replicas, so it misses numbers in the others that are not finite.
         """
         gradients = getattr(self._engine.optimizer, "fp32_groups_gradient_flat_partition", None)
         # Only BF16_Optimizer has this attribute. ZeRO's optimizers check every gradient.
@@ -342,8 +345,8 @@ class DeepSpeedEngine:
         because their moments are too uneven for 8 bits.
 
         ZeRO makes one all-reduce over the pipeline for each group. Ranks with different numbers of
-        groups would therefore wait for each other permanently. DeepSpeed removes empty groups, so
-        a stage without parameters of a group gets a placeholder.
+        groups would therefore wait for each other forever. DeepSpeed removes empty groups, so a
+        stage without parameters of a group gets a placeholder.
         """
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
         for name, parameter in self.stages[0].named_parameters():
@@ -366,7 +369,7 @@ class DeepSpeedEngine:
 
     def _find_flats(self) -> list[Tensor]:
         """Return this rank's fp32 partitions, one for each parameter group (ZeRO 3: sub-group)."""
-        # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3.
+        # The attribute's name in ZeRO 1 and 2, in BF16_Optimizer, and in ZeRO 3.
         names = (
             "single_partition_of_fp32_groups",
             "fp32_groups_flat_partition",
@@ -439,7 +442,7 @@ class DeepSpeedEngine:
     def _make_invariants(self) -> InvariantChecker:
         """Return the checker of the parameters that tensor-parallel ranks replicate.
 
-        DeepSpeed divides the two ends of a tied embedding at different elements, so they are not
+        DeepSpeed divides the two copies of a tied embedding at different elements, so they are not
         compared.
         """
         # Moments that are not live are decoded copies. A repair of them would be lost.
@@ -605,7 +608,7 @@ class DeepSpeedEngine:
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare replicated state over the ranks. See `Engine.check_invariants`."""
-        # A repair changes weights, which a save may still copy.
+        # A repair changes weights. The hook waits for a save that is still copying them.
         if repair:
             self.pre_update_hook()
         repaired = self._invariants.check(

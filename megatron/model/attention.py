@@ -3,10 +3,10 @@
 s: sequence, b: micro-batch, h: hidden, g: query groups, n: heads, d: head width, t: tensor-parallel
 size.
 
-Queries, keys and values are one matrix whose rows are ordered by group. Each group has its n/g
-query heads, its key and its value. A rank's part consists of complete groups, so it is a contiguous
-slice of the matrix. This holds for multi-head (n/g = 1) and grouped-query attention alike
-(https://arxiv.org/abs/2305.13245).
+One weight matrix projects to queries, keys and values. Its rows are ordered by group. Each group
+has the rows of its n/g query heads, its key and its value. A rank's part consists of complete
+groups, so it is a contiguous slice of the matrix. This holds for multi-head (n/g = 1) and
+grouped-query attention alike (https://arxiv.org/abs/2305.13245).
 """
 
 from itertools import pairwise
@@ -92,7 +92,8 @@ class SelfAttention(nn.Module):
             )
         else:
             context = self._compute_core(query, key, value, positions, dropout_key)
-        return self.out(context.permute(2, 0, 1, 3).reshape(s, b, -1))  # [s, b, n d/t]
+        # The output projection reads [s, b, n d/t].
+        return self.out(context.permute(2, 0, 1, 3).reshape(s, b, -1))
 
     def _compute_core(
         self,

@@ -362,7 +362,7 @@ def test_other_values_of_a_flag_with_one_harmless_value_are_errors():
     ):
         load("--dataloader-type", "cyclic")
     with pytest.raises(
-        ConfigError, match=r"^--recompute-granularity: only full, selective is possible here"
+        ConfigError, match=r"^--recompute-granularity: only full or selective is possible here"
     ):
         load("--recompute-granularity")
 

@@ -629,7 +629,7 @@ def test_missing_moments_are_damage(tmp_path: Path, capsys: pytest.CaptureFixtur
     state["exp_avg", "blocks.0.qkv"] = torch.zeros(640, 639)
     damage = list_damage(capsys, save(tmp_path, make_full_shards(state)))
     assert ("index.json", "exp_avg_sq/blocks.2.norm is not in the checkpoint") in damage
-    assert any("the kinds of blocks.0.qkv have different shapes" in what for _, what in damage)
+    assert any("weight and moments of blocks.0.qkv differ in shape" in what for _, what in damage)
     assert len(damage) == 2
 
 

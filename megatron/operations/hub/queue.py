@@ -1,10 +1,10 @@
-"""Difference between a folder and a repository's copy of it. This difference is the sync's queue.
+"""Comparison of a folder with its copy on the Hub. The difference is what a sync must send.
 
 A growing log is copied as parts, `main_log.txt.000000` and so on. Parts end at line ends, and
 joined they are the log. Other files are copied as one remote file.
 
-Invariant: where a part ends depends only on the part's own bytes. So a part that is closed does not
-change while the log grows, and is sent once.
+Invariant: where a part ends depends only on the PART_BYTES bytes from its beginning on. So a part
+before the last one does not change while the log grows, and is sent once.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ class FolderScan:
     complaints: list[str] = field(default_factory=list)
     """One line for each file or folder that could not be read."""
     complete: bool = True
-    """Whether every folder could be listed. Only then a missing file has been deleted."""
+    """Whether every folder could be listed. Only then is a missing file known to be deleted."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class SyncState:
     repository: str = ""
     """Host and name, so that the state of another repository is not used."""
     head: str | None = None
-    """Commit of the main branch at which `sent` is true."""
+    """Commit of the main branch that `sent` describes."""
     files: dict[str, LocalFile] = field(default_factory=dict)
     """Local name -> content. An unchanged file is not read again."""
     sent: dict[str, SentFile] = field(default_factory=dict)
@@ -146,7 +146,10 @@ def read_state(path: Path, repository: str, say: Callable[[str], None]) -> SyncS
             }
             sent = {remote: SentFile(**ours) for remote, ours in record.pop("sent").items()}
             return SyncState(files=files, sent=sent, **record)
-        say(f"{path} is for another repository; every file is compared with {repository} again")
+        say(
+            f"{path} is for another repository or has another format; every file is compared with "
+            f"{repository} again"
+        )
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError, AttributeError) as damage:
@@ -343,8 +346,9 @@ def digest(
 def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> Iterator[Blob]:
     """Yield the contents of a log's parts.
 
-    A part is closed as soon as the rest of the log is longer than `part_bytes`. It ends at the last
-    line end within `part_bytes`. A longer line is divided. The last part is open, and grows.
+    A part is closed as soon as the log has more than `part_bytes` bytes from the part's beginning
+    on. It then ends at the last line end within these `part_bytes`. A longer line is divided. The
+    last part is open, and grows.
     """
     pending = b""
     left = size
@@ -382,7 +386,7 @@ def _stream(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 
 
 def _digest_blob(chunks: Iterable[bytes], size: int) -> Blob:
-    """Return both digests of a content."""
+    """Return the `Blob` of a content, with its size and both digests."""
     # git hashes the header "blob SIZE\0" with the content. The size must be known before.
     git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     sha256 = hashlib.sha256()

@@ -1,8 +1,8 @@
 """Check a run: its jobs in the queue, its main log and its newest checkpoint.
 
 Invariant: PULSE, ALERT and RECOVERED lines are never taken for training output. These lines change
-the log's modification time too, so it does not show when training last wrote. A small file beside
-the log records how far it was read and when it had grown.
+the log's modification time too, so that time does not show when training last wrote. A small file
+beside the log records how far the log was read, and when training last wrote to it.
 
 A queue that does not answer or a log that cannot be read is an alert itself. Alerts that depend on
 it are then neither raised nor ended.
@@ -35,9 +35,9 @@ from megatron.operations.monitor.queue import (
 _TAIL_BYTES = 8 << 20
 """Bytes that are read from the end of the log, enough for tens of thousands of lines."""
 _NEWEST_LINES = 20
-"""Number of log lines for which a loss that is not finite counts.
+"""Number of newest log lines that are searched for a loss that is not finite.
 
-If more lines were written since the last check, all of those count.
+If more lines were written since the last check, all of those are searched.
 """
 _SPEED_LINES = 10
 """Number of log lines whose median is the speed.
@@ -68,7 +68,7 @@ class StatusLimits:
         """Check that the limits make sense.
 
         Raises:
-            OperationsError: A limit can never be passed, or would always be.
+            OperationsError: With this limit, there would always or never be an alert.
         """
         for flag, minutes in (
             ("--stalled-minutes", self.stalled_minutes),
@@ -108,9 +108,10 @@ class LogTail:
     complete: bool
     """The log has the line `training is complete`, and no training line after it."""
     output_at: float | None
-    """Time at which training last wrote, in seconds since the epoch, at most one check too late.
+    """Time at which training last wrote, in seconds since the epoch.
 
-    None: it never wrote.
+    If these tools wrote a line after the training's output, it is the time of that line. It is then
+    late by at most the time between two checks. None: training never wrote.
     """
     read_bytes: int
     """Size of the log in bytes, including an incomplete last line."""
@@ -176,7 +177,7 @@ class StatusMemory:
         try:
             replace_file(path, json.dumps(asdict(self)) + "\n")
         except OSError as error:
-            way_out = "make room, or fix the permissions; without it, a stalled log is found later"
+            way_out = "free disk space, or fix the permissions; until then, a stall is found late"
             raise OperationsError(
                 f"{path} cannot be written ({error.strerror}): {way_out}"
             ) from error
@@ -205,7 +206,7 @@ class WatchedRun:
 def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     """Check queue, log and checkpoint, and record what the next check needs.
 
-    Everything else that goes wrong is among the findings.
+    Other errors are not raised. They are among the findings.
 
     Args:
         run: The run.
@@ -219,7 +220,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
         now = time.time()
     found = StatusFindings()
     try:
-        # A damaged memory only makes some alerts later, so the check continues without it.
+        # A damaged memory only delays some alerts, so the check continues without it.
         before = StatusMemory.read(run.memory)
     except OperationsError as error:
         found.troubles.append(str(error))
@@ -303,7 +304,7 @@ def _look_at_log(
 
 
 def read_tail(log: Path, before: StatusMemory) -> LogTail:
-    """Return what is new in a log since `before`, and enough of what came earlier.
+    """Read the last _TAIL_BYTES of a log, and find out what is new in it since `before`.
 
     A log that does not exist yet counts as empty.
 
@@ -379,7 +380,7 @@ class _LogScan:
 
         Args:
             text: The line without its end.
-            end: Offset of its last byte in the log.
+            end: Offset in the log at which the line ends, without its line end.
         """
         own = parse_own_line_time(text)
         if own is not None:
