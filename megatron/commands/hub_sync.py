@@ -33,6 +33,7 @@ from pathlib import Path
 
 import tyro
 
+from megatron.byte_size import format_bytes
 from megatron.errors import ConfigError, MegatronError, OperationsError
 from megatron.operations.hub.checkpoints import push_checkpoints
 from megatron.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
@@ -41,7 +42,6 @@ from megatron.operations.hub.push import (
     SyncInProgressError,
     SyncRequest,
     SyncResult,
-    format_size,
     get_default_state_path,
     hold_sync_lock,
 )
@@ -127,7 +127,7 @@ def sync(given: HubSync) -> int:
             )
     if not given.dry_run:
         if outcome.commits:
-            size = format_size(outcome.added_bytes)
+            size = format_bytes(outcome.added_bytes)
             sent = f"{outcome.added} sent ({size}), {outcome.deleted} deleted"
         else:
             sent = "nothing to send"

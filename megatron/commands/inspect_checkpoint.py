@@ -25,6 +25,7 @@ from typing import Any
 
 import tyro
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.comparison import (
     CheckpointComparison,
     TensorStatistics,
@@ -321,11 +322,11 @@ def format_overview(found: Mapping[str, Any]) -> list[str]:
             ("skipped ranges", " ".join(f"{first}-{last}" for first, last in state["skip_ranges"]))
         )
     rows.append(("parameters", f"{found['parameters']:,}"))
-    rows += [(kind, format_gigabytes(size)) for kind, size in found["bytes_by_kind"].items()]
+    rows += [(kind, format_bytes(size)) for kind, size in found["bytes_by_kind"].items()]
     rows.append(
         (
             "files",
-            f"{len(found['files']) + 1}, {format_gigabytes(found['bytes'])} in total, "
+            f"{len(found['files']) + 1}, {format_bytes(found['bytes'])} in total, "
             f"{found['tensors']:,} tensors",
         )
     )
@@ -412,7 +413,7 @@ def format_run_folder(folder: Mapping[str, Any]) -> list[str]:
         rows.append(("pointers", folder["remark"]))
     for entry in folder["checkpoints"]:
         if entry["problem"] is None:
-            size = format_gigabytes(entry["bytes"])
+            size = format_bytes(entry["bytes"])
         else:
             size = entry["problem"]
         marks = [
@@ -512,7 +513,7 @@ def format_verification(folder: Path, found: Verification) -> list[str]:
             *(f"  {each.file}: {each.what.removeprefix(each.file + ' ')}" for each in found.damage),
             *notes,
         ]
-    what = f"{found.files} files, {found.tensors:,} tensors, {format_gigabytes(found.bytes)}"
+    what = f"{found.files} files, {found.tensors:,} tensors, {format_bytes(found.bytes)}"
     return [f"{folder} is undamaged: iteration {found.iteration:,}, {what}", *notes]
 
 
@@ -521,13 +522,6 @@ def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [f"<{width}" if at < left else f">{width}" for at, width in enumerate(widths)]
     return ["  ".join(map(format, row, sides)).rstrip() for row in rows]
-
-
-def format_gigabytes(size: int) -> str:
-    """Format a size in GB, or in bytes if it is small."""
-    if size >= 1e6:
-        return f"{size / 1e9:,.3f} GB"
-    return f"{size:,} bytes"
 
 
 def _count(state: Mapping[str, Any], name: str) -> str:

@@ -17,7 +17,6 @@ The last rename wins.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron.errors import DataError
+from megatron.file_lock import LockResult, is_at, try_lock
 
 Say = Callable[[str], None]
 """Receives a line of text for the user."""
@@ -214,7 +214,7 @@ def only_builder(
         # Removed while it is locked, and only if the name still means this file. Otherwise the lock
         # file of another process could be removed.
         with contextlib.suppress(OSError):
-            if _is_at(descriptor, path):
+            if is_at(descriptor, path):
                 path.unlink()
         os.close(descriptor)
 
@@ -231,19 +231,15 @@ def _locked(path: Path, what: str, limit_seconds: float, say: Say) -> int:
     while True:
         descriptor = _open_lock(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file between open and lock. Such a lock protects
-            # nothing, since the next process creates and locks a new file.
-            if _is_at(descriptor, path):
-                return descriptor
-        except OSError as error:
-            # These errors mean that another process holds it. Others mean that locks do not work.
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                os.close(descriptor)
-                raise
+            result = try_lock(descriptor, path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        if result is LockResult.HELD:
+            return descriptor
+        if result is LockResult.TAKEN:
             holder = _read_holder(descriptor)
         else:
-            # The last holder removed the file. The next attempt creates a new one.
             holder = "a process that has just ended its build"
         os.close(descriptor)
         waited = time.monotonic() - started
@@ -276,16 +272,6 @@ def _open_lock(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file")
     return descriptor
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file still has this name."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    opened = os.fstat(descriptor)
-    return found.st_ino == opened.st_ino and found.st_dev == opened.st_dev
 
 
 def _write_holder(descriptor: int) -> None:

@@ -5,7 +5,6 @@ replaced atomically, so it is never half written. A run with other inputs, token
 continues it.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.durable import replace_file, without_links
 from megatron.errors import ConfigError, DataError
+from megatron.file_lock import LockResult, try_lock
 from megatron.preprocess.inputs import Position
 
 VERSION = 1
@@ -157,18 +157,11 @@ def lock_output(prefix: str) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"--output-prefix {prefix} cannot be written: {error}.") from error
     with file:
-        try:
-            # The lock belongs to the open file, which the kernel closes when the process ends.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last owner may have removed the file between open and lock. A lock on a removed
-            # file does not protect the output.
-            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
-                raise BlockingIOError("its owner has just finished")
-        except BlockingIOError as error:
+        if try_lock(file.fileno(), path) is not LockResult.HELD:
             raise ConfigError(
                 f"--output-prefix {prefix}: another run is writing it ({path} is locked). Wait "
                 "until that run ends."
-            ) from error
+            )
         yield
         path.unlink(missing_ok=True)
 

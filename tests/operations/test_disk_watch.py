@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from operations.receivers import mail_server
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.commands import fs_watchdog
@@ -19,7 +20,6 @@ from megatron.operations.monitor.disk_watch import (
     DiskWatch,
     check_disks,
     estimate_daily_growth,
-    format_bytes,
     measure_file_system,
     measure_folder,
     parse_watch,

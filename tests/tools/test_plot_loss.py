@@ -1,13 +1,12 @@
 """Tests of tools/plot_loss.py on metrics and logs."""
 
-import importlib.util
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from megatron.commands import plot_loss
 from megatron.observe.log_line import format_training_line, format_validation_line
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.report import IterationReport
@@ -26,17 +25,6 @@ REPORT = IterationReport(
 )
 # Iterations 4 and 5 are trained twice: the run was resumed from 3.
 TRAINED = [(1, 6.0), (2, 5.0), (3, 4.0), (4, 9.0), (5, 9.0), (4, 3.5), (5, 3.25)]
-
-
-@pytest.fixture(scope="module")
-def plot_loss() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "plot_loss.py"
-    spec = importlib.util.spec_from_file_location("plot_loss", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(params=["metrics.jsonl", "main_log.txt"])
@@ -61,21 +49,21 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_iterations_before_a_resume_are_replaced(plot_loss: ModuleType, source: Path) -> None:
+def test_iterations_before_a_resume_are_replaced(source: Path) -> None:
     curves = plot_loss.read_curves(source)
     assert curves.train == ([1, 2, 3, 4, 5], [6.0, 5.0, 4.0, 3.5, 3.25])
     assert curves.validation == {"validation": ([3, 5], [4.0, 3.25])}
     assert curves.learning_rate == ([1, 2, 3, 4, 5], [1e-3] * 5)
 
 
-def test_output_is_a_png(plot_loss: ModuleType, source: Path, tmp_path: Path) -> None:
+def test_output_is_a_png(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "pictures" / "loss.png"
     assert plot_loss.main([str(source), "--output", str(output), "--unigram-entropy", "6.2"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_source_without_a_loss_is_an_error(
-    plot_loss: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plot_loss.main([str(tmp_path / "absent.jsonl")]) == 2
     assert "is not a file" in capsys.readouterr().err
@@ -84,7 +72,7 @@ def test_a_source_without_a_loss_is_an_error(
     assert "has no loss" in capsys.readouterr().err
 
 
-def test_no_line_is_drawn_over_a_skipped_range(plot_loss: ModuleType) -> None:
+def test_no_line_is_drawn_over_a_skipped_range() -> None:
     iterations, values = plot_loss.insert_gaps([1, 2, 3, 8, 9], [5.0, 4.0, 3.0, 2.0, 1.0])
     assert iterations == [1, 2, 3, 4, 8, 9]
     assert [i for i, value in zip(iterations, values, strict=True) if math.isnan(value)] == [4]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_manifest
 from megatron.errors import CheckpointError, OperationsError
@@ -28,7 +29,6 @@ from megatron.operations.hub.push import (
     IN_MEMORY_BYTES,
     SyncRequest,
     create_missing_repository,
-    format_size,
 )
 from megatron.operations.hub.queue import SyncState, digest, read_state
 
@@ -224,7 +224,7 @@ def _push(
                         "the new one"
                     )
                 _commit(hub, checkpoint, branches[branch], contents.additions, remote)
-                say(f"sent {branch} ({format_size(manifest.bytes)}) to the branch {branch}")
+                say(f"sent {branch} ({format_bytes(manifest.bytes)}) to the branch {branch}")
                 break
             except HubUnavailableError as trouble:
                 patience.wait(trouble)
@@ -318,4 +318,6 @@ def _commit(
         CommitOperationDelete(name, is_folder=False) for name in stale if name != ".gitattributes"
     ]
     title = f"Checkpoint of iteration {checkpoint.manifest.iteration}"
-    hub.commit(checkpoint.branch, parent, operations, title, format_size(checkpoint.manifest.bytes))
+    hub.commit(
+        checkpoint.branch, parent, operations, title, format_bytes(checkpoint.manifest.bytes)
+    )

@@ -6,7 +6,6 @@ with. When an answer is lost, the head is read again before anything else is sen
 So a sync may be killed at any time. The next one continues with what still differs.
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.byte_size import format_bytes
 from megatron.durable import without_links
 from megatron.errors import OperationsError
+from megatron.file_lock import LockResult, try_lock
 from megatron.operations.hub.client import (
     MAIN,
     Hub,
@@ -125,15 +126,16 @@ def hold_sync_lock(state: Path, say: Say) -> Iterator[None]:
         ) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SyncInProgressError(
-                f"another sync of this folder is running ({lock} is locked), so this one exits"
-            ) from error
+            result = try_lock(file.fileno(), lock)
         # Some network file systems have no locks. The sync is safe without one, because the Hub
         # refuses a commit on top of an old head.
         except OSError as error:
             say(f"{lock} cannot be locked ({error.strerror}); continuing without a lock")
+        else:
+            if result is not LockResult.HELD:
+                raise SyncInProgressError(
+                    f"another sync of this folder is running ({lock} is locked), so this one exits"
+                )
         yield
 
 
@@ -540,7 +542,7 @@ def _format_title(groups: Sequence[CommitGroup]) -> str:
     added = sum(len(group.adds) for group in groups)
     deleted = sum(len(group.deletes) for group in groups)
     if added:
-        done = [f"{_format_count(added, 'file')}, {format_size(_count_bytes(groups))}"]
+        done = [f"{_format_count(added, 'file')}, {format_bytes(_count_bytes(groups))}"]
     else:
         done = []
     done += [f"{_format_count(deleted, 'file')} deleted"] if deleted else []
@@ -562,20 +564,6 @@ def _count_bytes(groups: Sequence[CommitGroup]) -> int:
 
 def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def format_size(size: int) -> str:
-    """Return a size in binary units, `1.5 KiB` for 1536."""
-    amount = float(size)
-    unit = "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount = amount / 1024
-        unit = larger
-    if unit == "bytes":
-        return f"{amount:.0f} {unit}"
-    return f"{amount:.1f} {unit}"
 
 
 def _shorten(names: Sequence[str], between: str) -> str:

@@ -15,7 +15,6 @@ variable.
 """
 
 import contextlib
-import fcntl
 import getpass
 import http.client
 import json
@@ -36,6 +35,7 @@ from typing import IO, Any, Protocol
 
 from megatron.durable import append_lines, replace_file
 from megatron.errors import OperationsError
+from megatron.file_lock import LockResult, try_lock
 
 _TIMEOUT_SECONDS = 20.0
 """Time limit for a mail server or webhook that does not answer."""
@@ -351,18 +351,14 @@ def _lock_memory(memory: Path, troubles: list[str]) -> Iterator[None]:
         lock = open(memory.with_name(f".{memory.name}.lock"), "a")  # noqa: SIM115
         deadline = time.monotonic() + _LOCK_SECONDS
         # A blocking `flock` has no time limit, so the lock is polled.
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while try_lock(lock.fileno(), Path(lock.name)) is LockResult.TAKEN:
+            if time.monotonic() > deadline:
+                troubles.append(
+                    f"another tool has held {lock.name} for {_LOCK_SECONDS:.0f} s; continued "
+                    "without the lock"
+                )
                 break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    troubles.append(
-                        f"another tool has held {lock.name} for {_LOCK_SECONDS:.0f} s; continued "
-                        "without the lock"
-                    )
-                    break
-                time.sleep(0.1)
+            time.sleep(0.1)
     # Some file systems have no locks. A folder that cannot be written is reported by `_write`.
     except OSError:
         pass

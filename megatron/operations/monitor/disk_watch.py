@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.durable import replace_file
@@ -525,19 +526,3 @@ def _write_history(path: Path, history: History, now: float, report: DiskReport)
             f"{path} cannot be written ({error.strerror}): growth is not known without it; make "
             "room, or fix permissions"
         )
-
-
-def format_bytes(size: float) -> str:
-    """Return a size with three digits, in units of 1000 as disks and quotas are sold."""
-    unit = "bytes"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
-        # 999.5 would be rounded to 1000, which has four digits.
-        if size < 999.5:
-            break
-        size = size / 1000
-        unit = larger
-    if unit == "bytes" or size >= 99.95:
-        decimals = 0
-    else:
-        decimals = 1 if size >= 9.995 else 2
-    return f"{size:,.{decimals}f} {unit}"
