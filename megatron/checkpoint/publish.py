@@ -9,7 +9,7 @@ Invariants:
 - Nothing is removed before the pointers name the new checkpoint.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,13 @@ class Published:
     lines: list[str]
     """Messages and warnings to log."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the checkpoint as JSON, for the other ranks."""
+        return asdict(self)
+
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Published":
-        """Return the checkpoint that `asdict` described on rank 0."""
+        """Return the checkpoint that `to_json` described on rank 0."""
         lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
         return cls(record["iteration"], lineage, record["lines"])
 
@@ -67,10 +71,11 @@ class Publisher:
         self._root = root
         self._config = config
         self._lease = lease
-        self._unpointed: Manifest | None = None
-        """Checkpoint that the pointers do not name because of an I/O error.
+        self._interrupted: Manifest | None = None
+        """The checkpoint that `publish` could not finish because of an I/O error.
 
-        It may have its final name already.
+        It may have its final name already, and the pointers do not name it. `publish_earlier` takes
+        it up again.
         """
 
     def confirm_lease(self) -> None:
@@ -97,10 +102,26 @@ class Publisher:
             OSError: If `latest` does not name the checkpoint.
             CheckpointError: If another run took the folder over.
         """
-        iteration = manifest.iteration
-        lineage = read_lineage(manifest)
         # Set before the first rename, so that no error below can lose track of the checkpoint.
-        self._unpointed = manifest
+        self._interrupted = manifest
+        problem = self._move_into_place(manifest, fresh)
+        self._interrupted = None
+        lineage = read_lineage(manifest)
+        if problem is None:
+            return self._clean_up(manifest.iteration, lineage)
+        warning = (
+            f"warning: global_step{manifest.iteration} is saved in spite of an error: {problem}; "
+            "nothing is removed before the next save"
+        )
+        return Published(manifest.iteration, lineage, [warning])
+
+    def _move_into_place(self, manifest: Manifest, fresh: Path | None) -> str | None:
+        """Rename the folder and move the pointers to it. See `publish` for arguments and errors.
+
+        Returns:
+            The text of an I/O error in spite of which `latest` names the checkpoint, or None.
+        """
+        iteration = manifest.iteration
         # The order of the writes below matters. The pointers move last. Otherwise a kill could
         # leave them at a folder without its final name, or without the copy of its lineage.
         try:
@@ -118,14 +139,8 @@ class Publisher:
                     f"{self._root / LATEST} does not name it. The next attempt first moves the "
                     f"pointers to it. You can also write global_step{iteration} there by hand"
                 ) from error
-            self._unpointed = None
-            warning = (
-                f"warning: global_step{iteration} is saved in spite of an error: {error}; "
-                "nothing is removed before the next save"
-            )
-            return Published(iteration, lineage, [warning])
-        self._unpointed = None
-        return self._clean_up(iteration, lineage)
+            return str(error)
+        return None
 
     def publish_earlier(self) -> Published | None:
         """Move the pointers to the checkpoint that an earlier attempt left without them.
@@ -137,13 +152,13 @@ class Publisher:
             OSError: See `publish`.
             CheckpointError: See `publish`.
         """
-        manifest = self._unpointed
+        manifest = self._interrupted
         if manifest is None:
             return None
         self.confirm_lease()
         # An operator may have removed or replaced it meanwhile.
         if not is_entry_on_disk(self._root, make_entry(manifest)):
-            self._unpointed = None
+            self._interrupted = None
             return None
         return self.publish(manifest, None)
 

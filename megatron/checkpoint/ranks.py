@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,14 @@ _SHOWN = 8
 Result = TypeVar("Result")
 
 
-class Work:
+class Work(Generic[Result]):
     """A function call and its outcome, which is a result or an error."""
 
-    def __init__(self, act: Callable[[], Any], *, in_thread: bool) -> None:
+    def __init__(self, act: Callable[[], Result], *, in_thread: bool) -> None:
         """Call `act`, in a thread or at once. The error that it raises is stored, not raised."""
         self._act = act
-        self.result: Any = None
+        self.result: Result | None = None
+        """What the call returned. None until it is done, and if it raised."""
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if in_thread:
@@ -111,12 +112,12 @@ class Ranks:
         self.wait_for(own, what, say, until_failure=True)
         if own.error is not None:
             raise own.error
-        result: Result = own.result
-        return result
+        # Not an assertion, because None may be what `act` returned.
+        return cast(Result, own.result)
 
     def wait_for(
         self,
-        work: Work,
+        work: Work[Any],
         what: str,
         say: Callable[[str], None] = lambda line: None,
         *,

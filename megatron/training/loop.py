@@ -266,7 +266,7 @@ def check_invariants(run: Run) -> None:
 
 
 def save_when_due(run: Run, before: int) -> None:
-    """Start the next phase of a save in progress, and start a new save when it is due.
+    """Start the next stage of a save in progress, and start a new save when it is due.
 
     Raises:
         TrainingError: See `begin_save`.
@@ -279,6 +279,7 @@ def save_when_due(run: Run, before: int) -> None:
     # Ranks agree in `poll` on how far the save is. It must therefore run on every rank in every
     # iteration, also when no save is due.
     saver.poll()
+    saver.record_iterations(before, run.state.iteration)
     if saver.is_due(before, run.state.iteration):
         begin_save(run, saver)
         if not run.plan.config.checkpoint.async_save:

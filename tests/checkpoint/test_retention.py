@@ -92,6 +92,7 @@ def test_saver_keeps_what_the_flags_request(tmp_path: Path) -> None:
     messages: list[str] = []
     saver = Saver(tmp_path, config, say=messages.append)
     for iteration in range(1, 10):
+        saver.record_iterations(iteration - 1, iteration)
         assert saver.is_due(iteration - 1, iteration)
         saver.begin(CheckpointContents(iteration, None, {}, ""), [make_shard(torch.ones(4))])
         saver.complete()

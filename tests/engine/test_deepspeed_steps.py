@@ -215,15 +215,15 @@ def test_the_search_for_a_loss_scale_ends_where_the_native_engines_does(
 
 def pretrain_with_slow_copies(argv: list[str]) -> None:
     """Train with copies that start only after the next step has started."""
-    from megatron.checkpoint import save
+    from megatron.checkpoint import stages
 
-    original = save.copy_to_host
+    original = stages.copy_to_host
 
     def copy_late(*arguments):
         time.sleep(0.5)
         return original(*arguments)
 
-    with mock.patch.object(save, "copy_to_host", copy_late):
+    with mock.patch.object(stages, "copy_to_host", copy_late):
         pretrain(argv)
 
 

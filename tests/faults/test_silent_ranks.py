@@ -127,7 +127,7 @@ DELAY_SECONDS = LIMIT_SECONDS + 1
 @pytest.mark.parametrize("mode", ["", pytest.param("--async-save", marks=FULL)])
 @pytest.mark.parametrize(
     ("slow", "function"),
-    [pytest.param(0, "megatron.checkpoint.save.write_tensors", marks=FULL), (1, "os.fsync")],
+    [pytest.param(0, "megatron.checkpoint.shard_file.write_tensors", marks=FULL), (1, "os.fsync")],
 )
 def test_slow_writer_does_not_end_a_healthy_run(
     slow: int, function: str, mode: str, new_job: NewJob

@@ -1,0 +1,33 @@
+"""Test what crosses the ranks between the stages of a save."""
+
+import json
+
+import pytest
+
+from megatron.checkpoint.digest import FileDigest
+from megatron.checkpoint.lineage import LineageEntry
+from megatron.checkpoint.publish import Published
+from megatron.checkpoint.shard_file import StoredSlice, WrittenFile
+from megatron.checkpoint.stages import StageOutcome, StageResult
+
+WRITTEN = WrittenFile(
+    "rank_00001.safetensors",
+    FileDigest(24, "ab", "cd"),
+    (StoredSlice("weight/w", (4, 2), 16, (2, 0), (2, 2)),),
+)
+PUBLISHED = Published(3, (LineageEntry(2, "ab", True), LineageEntry(3, "cd", False, 3)), ["line"])
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        StageOutcome(StageResult()),
+        StageOutcome(StageResult(written=WRITTEN)),
+        StageOutcome(StageResult(published=PUBLISHED)),
+        StageOutcome(StageResult(), failure="rank 1 on host: no space"),
+        StageOutcome(StageResult(), fatal="another run took the folder over"),
+    ],
+)
+def test_an_outcome_crosses_the_ranks_unchanged(outcome: StageOutcome) -> None:
+    message = json.dumps(outcome.to_json(), allow_nan=False)
+    assert StageOutcome.from_json(json.loads(message)) == outcome
