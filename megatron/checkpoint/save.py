@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
 from megatron.checkpoint.folder import UNFINISHED, remove, step_folder
@@ -40,7 +41,6 @@ from megatron.checkpoint.stages import (
     SaveStages,
     StageOutcome,
     StageResult,
-    format_gigabytes,
     free_bytes,
 )
 from megatron.config.checkpoint import CheckpointConfig
@@ -124,8 +124,8 @@ class Saver:
         else:
             shortage = "; THERE IS NO ROOM: saves will fail"
         return (
-            f"{format_gigabytes(size)} each",
-            f"{how}, {kept}; {format_gigabytes(free)} free, enough for {room}{shortage}",
+            f"{format_bytes(size)} each",
+            f"{how}, {kept}; {format_bytes(free)} free, enough for {room}{shortage}",
         )
 
     def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove
@@ -191,8 +192,8 @@ class SaveStages:
         free = free_bytes(self._root)
         if free < save.total_bytes + SMALL_FILES:
             raise OSError(
-                f"the checkpoint needs {format_gigabytes(save.total_bytes)}, and {self._root} has "
-                f"{format_gigabytes(free)} free; make room"
+                f"the checkpoint needs {format_bytes(save.total_bytes)}, and {self._root} has "
+                f"{format_bytes(free)} free; make room"
             )
         remove(save.folder)
         # The parents are not created. If the file system was unmounted, this would write the
@@ -256,8 +257,3 @@ def free_bytes(root: Path) -> int:
     # `f_bavail` leaves out the blocks reserved for root, which `f_bfree` would count.
     stat = os.statvfs(root)
     return stat.f_bavail * stat.f_frsize
-
-
-def format_gigabytes(size: int) -> str:
-    """Return a number of bytes as text for people, such as "1.250 GB"."""
-    return f"{size / 1e9:,.3f} GB"
