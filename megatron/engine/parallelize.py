@@ -52,6 +52,7 @@ def build_stages(
         data_rank=mesh.coordinate.data,
         tensor_rank=mesh.coordinate.tensor,
     )
+    dtype = execution.dtype or torch.float32
     # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
     # complete stage. DeepSpeed copies the parameters into its partitions, so they need memory.
     device = mesh.device
@@ -75,16 +76,30 @@ def build_stages(
         #    are not part of the graphs.
         compile_blocks(model, execution)
         # 5. Data-parallel shards, of what tensor parallelism left on this rank. FSDP2 needs the
-        #    finished blocks, because it hooks into them. Its shards are the first parameters with
-        #    memory.
+        #    finished blocks, because it hooks into them.
         sharded = None
-        if use_fsdp:
-            sharded = _shard_and_allocate(model, plan, mesh, execution)
+        if use_fsdp and mesh.grid.data > 1:
+            sharded = ShardedModel(
+                model,
+                mesh.get_data_parallel_mesh(),
+                stage=plan.config.parallel.zero_stage,
+                compute_dtype=dtype,
+                comm_timer=mesh.tensor_parallel.comm_timer,
+            )
+        # 6. Memory, after the size of the shards is known. The engine refers to the memory from now
+        #    on, so it stays where it is during the run.
+        if sharded is not None:
+            sharded.allocate_shards(mesh.device)
+        elif use_fsdp:
+            # FSDP2 would cast its fp32 shards when it gathers them. Without it, the parameters are
+            # copies of the engine's fp32 masters.
+            model.to(dtype)
+            model.to_empty(device=mesh.device)
         else:
             _fill_with_zeros(model)
         stages.append(RankStage(model, specs, sharded))
-    # 6. The engine puts its pipeline around the stages: `build_runner` or DeepSpeed's
-    #    PipelineModule. Both see finished stages, which map a residual stream to the next one.
+    # 7. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
+    #    PipelineModule.
     return stages
 
 
@@ -108,33 +123,6 @@ def compile_blocks(model: GPT, execution: Execution) -> None:
         return
     for block in model.get_blocks().values():
         block.compile_halves(dynamic=execution.dynamic_shapes)
-
-
-def _shard_and_allocate(
-    model: GPT, plan: Plan, mesh: Mesh, execution: Execution
-) -> ShardedModel | None:
-    """Shard a model on the meta device over the data-parallel ranks, and allocate its memory.
-
-    Returns:
-        The sharded model, or None if there is one data-parallel rank. The parameters then have the
-        dtype of the computation.
-    """
-    dtype = execution.dtype or torch.float32
-    if mesh.grid.data == 1:
-        model.to(dtype)
-        model.to_empty(device=mesh.device)
-        return None
-    sharded = ShardedModel(
-        model,
-        mesh.get_data_parallel_mesh(),
-        stage=plan.config.parallel.zero_stage,
-        compute_dtype=dtype,
-        comm_timer=mesh.tensor_parallel.comm_timer,
-    )
-    # The engine refers to the memory of the shards. So they get the memory that they keep during
-    # the run here.
-    sharded.allocate_shards(mesh.device)
-    return sharded
 
 
 def _fill_with_zeros(model: GPT) -> None:
