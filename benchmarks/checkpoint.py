@@ -51,7 +51,7 @@ from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.loop import begin_save
 from megatron.training.resume import resolve_job
-from megatron.training.setup import build_ranks, join_ranks, start_run
+from megatron.training.setup import build_ranks, build_timers, join_ranks, start_run
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""
@@ -127,8 +127,9 @@ class StoringRank:
         )
         loaded = load_config(argv)
         world = read_launcher_world()
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
-        self._run = start_run(loaded, mesh, None)
+        timers = build_timers(world)
+        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
+        self._run = start_run(loaded, mesh, timers, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
         self._root = root
         self._ranks = build_ranks(mesh)
@@ -197,7 +198,10 @@ class StoringRank:
             os.sync()
         self._barrier()
         copies: list[float] = []
-        run.engine.pre_update_hook = lambda: copies.append(seconds_of(saver.wait_for_copy))
+        # The run has no saver of its own, so the engine waits for nothing otherwise.
+        engine: Any = run.engine
+        skip_waiting = engine._before_update
+        engine._before_update = lambda: copies.append(seconds_of(saver.wait_for_copy))
         begin = seconds_of(lambda: begin_save(run, saver))
         polls = []
         during = []
@@ -205,7 +209,7 @@ class StoringRank:
         while saver.in_flight:
             during.append(seconds_of(lambda: one_iteration(run)))
             polls.append(seconds_of(saver.poll))
-        run.engine.pre_update_hook = lambda: None
+        engine._before_update = skip_waiting
         self.drop("async")
         copy = sum(copies)
         # The first step contains the wait for the copy, which is counted on its own.

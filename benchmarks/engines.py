@@ -35,7 +35,7 @@ from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 from megatron.training.resume import resolve_job
-from megatron.training.setup import join_ranks, open_data
+from megatron.training.setup import build_timers, join_ranks, open_data
 from megatron.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ class BareRank:
         """Build the model and open the data of the run that `argv` describes."""
         world = read_launcher_world()
         plan = resolve_job(load_config(argv), world.size, None).plan
-        mesh = join_ranks(plan, world)
+        mesh = join_ranks(plan, world, build_timers(world))
         self._device = mesh.device
         self._size = plan.batch_size.final
         self._data = open_data(plan, mesh, TrainState()).train

@@ -31,6 +31,7 @@ from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.observe.throughput import find_peak_tflops
+from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
 from megatron.parallel.rng import RandomStreams
@@ -92,7 +93,8 @@ def command_line(arguments: Arguments, shape: str, precision: str, folder: str) 
 
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
-    run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), None)
+    timers = Timers(device)
+    run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), timers, None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
 

@@ -30,7 +30,7 @@ from megatron.training.loop import check_nan_iterations, train_iteration
 from megatron.training.report import StepRecord
 from megatron.training.resume import resolve_job
 from megatron.training.run import Run
-from megatron.training.setup import join_ranks, leave, start_run
+from megatron.training.setup import build_timers, join_ranks, leave, start_run
 from megatron.training.state import TrainState
 
 CORPUS = (
@@ -124,11 +124,12 @@ class Rank:
         _free_at_once()
         loaded = load_config(argv)
         world = read_launcher_world()
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
+        timers = build_timers(world)
+        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so it is subtracted later.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
-        self._run = run = start_run(loaded, mesh, None)
+        self._run = run = start_run(loaded, mesh, timers, None)
         self._seen: list[StepRecord] = []
         report = run.reporter.report_step
 

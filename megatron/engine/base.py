@@ -28,6 +28,10 @@ def skip_timing(phase: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def skip_waiting() -> None:
+    """Do nothing before an update, because no save copies the state."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of one global batch, the same on every rank."""
@@ -79,10 +83,11 @@ def build_inputs(
 
 
 class Engine(Protocol):
-    """What the training loop requires of an engine."""
+    """What the training loop requires of an engine.
 
-    pre_update_hook: Callable[[], None]
-    """The engine calls it before weights or moments change, because a save may still copy them."""
+    Its constructor takes a function `before_update`. The engine calls it before weights or moments
+    change, because a save may still copy them.
+    """
 
     def train_batch(
         self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float

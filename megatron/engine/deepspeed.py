@@ -33,7 +33,14 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
-from megatron.engine.base import PhaseTimers, StepResult, build_inputs, skip_timing
+from megatron.engine.base import (
+    PhaseTimers,
+    StepResult,
+    build_inputs,
+    skip_timing,
+    skip_waiting,
+)
+from megatron.engine.common import EngineBase
 from megatron.engine.deepspeed_adapters import (
     FixedLossScaler,
     MeshMpu,
@@ -46,16 +53,12 @@ from megatron.engine.describe import list_kernels
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
 from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica
-from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import compute_squared_norm
 from megatron.errors import ConfigError
-from megatron.model.execution import Execution
-from megatron.model.gpt import GPT, WORD_EMBEDDING
-from megatron.model.init import initialise
+from megatron.model.gpt import WORD_EMBEDDING
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import RandomStreams
 from megatron.parallel.roll_call import TimeLimit
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.plan import Plan
@@ -64,61 +67,36 @@ _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comm
 """Keys of DeepSpeed's JSON that request output in the log."""
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineBase):
     """An `Engine` that runs a step with DeepSpeed.
 
     Weights are initialised in DeepSpeed's fp32 partitions, and its 16-bit weights are copied from
     them.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = skip_timing) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        timers: PhaseTimers = skip_timing,
+        before_update: Callable[[], None] = skip_waiting,
+    ) -> None:
         """Build this rank's stage, give it to DeepSpeed, and initialise the weights.
 
         Args:
             plan: The plan of the run.
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
+            before_update: Called before weights or moments change.
 
         Raises:
             ConfigError: DeepSpeed is not installed or refuses its configuration.
         """
-        self.pre_update_hook: Callable[[], None] = lambda: None
-        self._plan = plan
-        self._mesh = mesh
-        self._timers = timers
-        config = plan.config
-        self._execution = execution = Execution.from_config(
-            config, dynamic_shapes=plan.curriculum is not None
-        )
-        self._loss_scale: LossScale | None = None
-        if config.precision.fp16:
-            self._loss_scale = LossScale(config.precision)
-        streams = RandomStreams(
-            config.batch.seed,
-            mesh.device,
-            data_rank=mesh.coordinate.data,
-            tensor_rank=mesh.coordinate.tensor,
-        )
-        # DeepSpeed copies the parameters into its partitions, so they must have memory. The native
-        # engine can use the meta device instead.
-        with mesh.device:
-            stage = GPT(
-                plan.shape,
-                mesh.tensor_parallel,
-                streams,
-                plan.stages[mesh.coordinate.pipeline],
-                execution,
-            )
-        self._specs: dict[str, ParameterSpec] = {
-            name: p.spec  # type: ignore[attr-defined]
-            for name, p in stage.named_parameters()
-        }
-        # `initialise` fills real rows only. Vocabulary padding stays zero permanently, because its
-        # gradient is zero too.
-        for parameter in stage.parameters():
-            parameter.data.zero_()
-        self.stages = [stage]
-        self._wrapped_stage = StageWrapper(stage)
+        super().__init__(plan, mesh, timers, before_update, use_fsdp=False)
+        # DeepSpeed's pipeline has one stage on each rank.
+        (stage,) = self._rank_stages
+        self._specs = stage.specs
+        self._wrapped_stage = StageWrapper(stage.model)
         self._engine = self._initialize()
         self._step_count = 0
         self._shape: tuple[int, ...] | None = None
@@ -127,17 +105,8 @@ class DeepSpeedEngine:
         self._fragments = list(self._find_fragments())
         self._invariants = self._make_invariants()
         # The shards are views of the fp32 partitions. DeepSpeed does not notice writes into them,
-        # so `_refresh_model` copies the result to the weights that the model computes with.
-        for shard in self.shards(optimizer=False):
-            initialise(
-                shard.name,
-                shard.tensor,
-                shard.global_shape,
-                shard.offset,
-                plan.shape,
-                config.batch.seed,
-            )
-        self._refresh_model()
+        # so this ends with `_refresh_model`, which copies them to the weights of the model.
+        self._initialise_weights()
 
     # -- construction -----------------------------------------------------------------------------
 
@@ -200,7 +169,7 @@ class DeepSpeedEngine:
         # DeepSpeed calls `optimizer.step` inside its own step, so this is the only place between
         # the last gradient and the update.
         def wait_and_update(*args: Any, **kwargs: Any) -> Any:
-            self.pre_update_hook()
+            self._before_update()
             self._show_infinities()
             result = update(*args, **kwargs)
             self._forget_dropped_gradients()
@@ -462,16 +431,12 @@ class DeepSpeedEngine:
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         engine = self._engine
-        if self._loss_scale is None:
-            scale = 1.0
-        else:
-            scale = self._loss_scale.scale
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         if self._loss_scale is not None:
-            engine.optimizer.loss_scaler = FixedLossScaler(scale)
+            engine.optimizer.loss_scaler = FixedLossScaler(self._loss_scale.scale)
         # DeepSpeed derives the number of accumulation steps from the size of the global batch.
         size = len(microbatches) * self._plan.config.batch.micro_batch_size * self._mesh.grid.data
         if engine.train_batch_size() != size:
@@ -485,12 +450,7 @@ class DeepSpeedEngine:
         else:
             norm = math.inf
         self._step_count += applied
-        overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
-            applied=applied, loss_is_finite=math.isfinite(loss)
-        )
-        return StepResult(
-            loss, norm, applied, None, None if self._loss_scale is None else scale, overflow
-        )
+        return self._finish_step(loss, norm, applied=applied, num_zeros=None)
 
     def _train(self, inputs: list[Inputs]) -> float:
         """Run forward, backward and the update, and return the mean loss over all ranks."""
@@ -563,29 +523,18 @@ class DeepSpeedEngine:
             )
         ]
 
-    def get_scalars(self) -> dict[str, Any]:
-        """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
-        if self._loss_scale is None:
-            scale = {}
-        else:
-            scale = {"loss_scale": self._loss_scale.state()}
-        return {"optimizer_step": self._step_count, **scale}
+    def _get_step_count(self) -> int:
+        return self._step_count
 
-    def finish_load(self, scalars: dict[str, Any] | None) -> None:
-        """Update what depends on the loaded shards. See `Engine.finish_load`."""
-        if scalars is None:
-            for index in range(len(self._flats)):
-                self._moments.open(index, "exp_avg").zero_()
-                self._moments.open(index, "exp_avg_sq").zero_()
-        if scalars is None:
-            self._step_count = 0
-        else:
-            self._step_count = int(scalars["optimizer_step"])
+    def _set_step_count(self, count: int) -> None:
+        self._step_count = count
         # This encodes moments that are not live. It must come after all writes into them.
-        self._moments.take_over(self._step_count)
-        if scalars is not None and self._loss_scale is not None and "loss_scale" in scalars:
-            self._loss_scale.load(scalars["loss_scale"])
-        self._refresh_model()
+        self._moments.take_over(count)
+
+    def _clear_moments(self) -> None:
+        for index in range(len(self._flats)):
+            self._moments.open(index, "exp_avg").zero_()
+            self._moments.open(index, "exp_avg_sq").zero_()
 
     def _refresh_model(self) -> None:
         """Copy the fp32 masters to the weights that the model computes with."""
@@ -605,18 +554,6 @@ class DeepSpeedEngine:
                     gathered = part.new_empty(part.numel() * self._mesh.grid.data)
                     dist.all_gather_into_tensor(gathered, part, group=optimizer.dp_process_group)
                     parameter.data.copy_(gathered[: parameter.numel()].view_as(parameter))
-
-    def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
-        """Compare replicated state over the ranks. See `Engine.check_invariants`."""
-        # A repair changes weights. The hook waits for a save that is still copying them.
-        if repair:
-            self.pre_update_hook()
-        repaired = self._invariants.check(
-            self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
-        )
-        if repaired:
-            self._refresh_model()
-        return repaired
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""

@@ -7,93 +7,63 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.data.batches import Microbatch
-from megatron.engine.base import PhaseTimers, StepResult, build_inputs, skip_timing
+from megatron.engine.base import (
+    PhaseTimers,
+    StepResult,
+    build_inputs,
+    skip_timing,
+    skip_waiting,
+)
+from megatron.engine.common import EngineBase
 from megatron.engine.describe import list_kernels
 from megatron.engine.invariants import InvariantChecker, Replica
-from megatron.engine.loss_scale import LossScale
 from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
-from megatron.engine.pipeline import PipelineRunner, Runner, SingleStageRunner
-from megatron.engine.sharding import ShardedModel, shard_offset
-from megatron.model.compiling import require_compiler
-from megatron.model.execution import Execution
-from megatron.model.gpt import GPT, WORD_EMBEDDING
-from megatron.model.init import initialise
-from megatron.model.partition import select_stages_of_rank
+from megatron.engine.parallelize import RankStage
+from megatron.engine.pipeline import build_runner
+from megatron.engine.sharding import shard_offset
+from megatron.model.gpt import WORD_EMBEDDING
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.plan import Plan
 
 
-class NativeEngine:
+class NativeEngine(EngineBase):
     """An `Engine` that runs a step with PyTorch.
 
     It builds this rank's stages on the meta device, shards them, and initialises only the shards
     that this rank holds.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, timers: PhaseTimers = skip_timing) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        timers: PhaseTimers = skip_timing,
+        before_update: Callable[[], None] = skip_waiting,
+    ) -> None:
         """Build, shard and initialise this rank's stages.
 
         Args:
             plan: The plan of the run.
             mesh: This rank's mesh.
             timers: Called with the name of a phase to time it.
+            before_update: Called before weights or moments change.
         """
-        self.pre_update_hook: Callable[[], None] = lambda: None
-        self._timers = timers
+        super().__init__(plan, mesh, timers, before_update, use_fsdp=True)
         config = plan.config
-        self._plan = plan
-        self._mesh = mesh
         self._clip = config.optimizer.clip_grad
         self._count_zeros = config.logging.log_num_zeros_in_grad
-        self._execution = execution = Execution.from_config(
-            config, dynamic_shapes=plan.curriculum is not None
-        )
-        if execution.compile:
-            require_compiler(mesh.device)
-        self._dtype = execution.dtype or torch.float32
-        self._loss_scale: LossScale | None = None
-        if config.precision.fp16:
-            self._loss_scale = LossScale(config.precision)
-        streams = RandomStreams(
-            config.batch.seed,
-            mesh.device,
-            data_rank=mesh.coordinate.data,
-            tensor_rank=mesh.coordinate.tensor,
-        )
-        with torch.device("meta"):
-            self.stages = [
-                GPT(plan.shape, mesh.tensor_parallel, streams, stage, execution)
-                for stage in select_stages_of_rank(
-                    plan.stages, mesh.coordinate.pipeline, mesh.grid.pipeline
-                )
-            ]
-        # FSDP2 replaces the parameters by DTensors, which do not have the attribute `spec`. So it
-        # is read here, before the stages are sharded.
-        specs = [
-            # mypy does not know the attribute that `make_parameter` sets.
-            {name: p.spec for name, p in stage.named_parameters()}  # type: ignore[attr-defined]
-            for stage in self.stages
+        self._masters = [
+            master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._zeros = [self._shard(stage) for stage in self.stages]
-        self._masters: list[MasterParameter] = []
-        # The masters refer to the memory of the shards. So the shards get the memory that they keep
-        # during the run first.
-        for stage, zero, spec in zip(self.stages, self._zeros, specs, strict=True):
-            if zero is None:
-                stage.to_empty(device=mesh.device)
-            else:
-                zero.allocate_shards(mesh.device)
-            self._masters += self._make_masters(stage, zero, spec)
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
         self._optimizer = AdamW(self._masters, config.optimizer)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
@@ -108,46 +78,24 @@ class NativeEngine:
             ],
             mesh,
         )
-        self.runner = self._make_runner()
-        # Initialisation writes through the same shards as loading, so both see the same layout.
-        for shard in self.shards(optimizer=False):
-            initialise(
-                shard.name,
-                shard.tensor,
-                shard.global_shape,
-                shard.offset,
-                plan.shape,
-                config.batch.seed,
-            )
-        self._refresh_model()
+        self.runner = build_runner(
+            self._rank_stages, mesh, num_stages=len(plan.stages), execution=self._execution
+        )
+        self._initialise_weights()
 
     # -- construction -----------------------------------------------------------------------------
 
-    def _shard(self, stage: GPT) -> ShardedModel | None:
-        """Shard a stage over the data-parallel ranks, or return None if there is only one."""
-        if self._mesh.grid.data > 1:
-            mesh = self._mesh.get_data_parallel_mesh()
-            zero_stage = self._plan.config.parallel.zero_stage
-            comm_timer = self._mesh.tensor_parallel.comm_timer
-            return ShardedModel(
-                stage, mesh, stage=zero_stage, compute_dtype=self._dtype, comm_timer=comm_timer
-            )
-        stage.to(self._dtype)
-        return None
-
-    def _make_masters(
-        self, stage: GPT, zero: ShardedModel | None, specs: dict[str, ParameterSpec]
-    ) -> list[MasterParameter]:
+    def _make_masters(self, stage: RankStage) -> list[MasterParameter]:
         """Return the fp32 masters of a stage's parameters, filled with zeros.
 
         With FSDP2 or in fp32, a master is the parameter's own memory. Otherwise it is a separate
         fp32 tensor.
         """
         masters = []
-        for name, parameter in stage.named_parameters():
-            spec = specs[name]
+        for name, parameter in stage.model.named_parameters():
+            spec = stage.specs[name]
             local = _get_local_tensor(parameter.detach())
-            if zero is None and self._dtype != torch.float32:
+            if stage.sharded is None and self._dtype != torch.float32:
                 # Sums over many microbatches would lose small gradients in 16 bits.
                 parameter.grad_dtype = torch.float32
                 local = torch.zeros_like(local, dtype=torch.float32)
@@ -185,18 +133,6 @@ class NativeEngine:
             )
         return tuple(offset)
 
-    def _make_runner(self) -> Runner:
-        if self._mesh.grid.pipeline == 1:
-            return SingleStageRunner(self.stages[0], self._zeros[0])
-        # Stages send the residual stream to each other in this type.
-        if self._execution.fp32_residual:
-            residual = torch.float32
-        else:
-            residual = self._dtype
-        return PipelineRunner(
-            self.stages, self._zeros, self._mesh, num_stages=len(self._plan.stages), dtype=residual
-        )
-
     # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
@@ -205,10 +141,7 @@ class NativeEngine:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
-        if self._loss_scale is None:
-            scale = 1.0
-        else:
-            scale = self._loss_scale.scale
+        scale = self._get_scale()
         with self._timers("forward-backward"):
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. Twice the
             # data-parallel ranks have half as many each. Their fp16 gradients are then twice as
@@ -261,35 +194,24 @@ class NativeEngine:
         if applied:
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and norm > self._clip:
-                clipped = self._clip / (norm + 1e-6)
+                clip_factor = self._clip / (norm + 1e-6)
             else:
-                clipped = 1.0
+                clip_factor = 1.0
             # One pass over the gradients does both, unscaling and clipping.
-            if clipped / scale != 1.0:
+            if clip_factor / scale != 1.0:
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
-                torch._foreach_mul_(gradients, clipped / scale)
-            self.pre_update_hook()
+                torch._foreach_mul_(gradients, clip_factor / scale)
+            self._before_update()
             self._optimizer.step(lr)
             self._refresh_model()
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.
         for master in self._masters:
             master.weight.grad = None
-        overflow = self._loss_scale is not None and self._loss_scale.update_after_step(
-            applied=applied, loss_is_finite=math.isfinite(loss_value)
-        )
-        if self._loss_scale is None:
-            used_scale = None
-        else:
-            used_scale = scale
-        return StepResult(
-            loss_value,
-            norm,
-            applied,
-            int(zeros) if self._count_zeros else None,
-            used_scale,
-            overflow,
-        )
+        num_zeros = None
+        if self._count_zeros:
+            num_zeros = int(zeros)
+        return self._finish_step(loss_value, norm, applied=applied, num_zeros=num_zeros)
 
     def _add_partial_gradients(self) -> None:
         """Add up the partial gradients over the tensor-parallel ranks.
@@ -411,23 +333,14 @@ class NativeEngine:
                 )
         return shards
 
-    def get_scalars(self) -> dict[str, Any]:
-        """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
-        if self._loss_scale is None:
-            scale = {}
-        else:
-            scale = {"loss_scale": self._loss_scale.state()}
-        return {"optimizer_step": self._optimizer.step_count, **scale}
+    def _get_step_count(self) -> int:
+        return self._optimizer.step_count
 
-    def finish_load(self, scalars: dict[str, Any] | None) -> None:
-        """Update what depends on the loaded shards. See `Engine.finish_load`."""
-        if scalars is None:
-            self._optimizer.reset()
-        else:
-            self._optimizer.set_step_count(int(scalars["optimizer_step"]))
-            if self._loss_scale is not None and "loss_scale" in scalars:
-                self._loss_scale.load(scalars["loss_scale"])
-        self._refresh_model()
+    def _set_step_count(self, count: int) -> None:
+        self._optimizer.set_step_count(count)
+
+    def _clear_moments(self) -> None:
+        self._optimizer.reset()
 
     def _list_replicas(self, masters: list[MasterParameter]) -> list[Replica]:
         return [
@@ -439,18 +352,6 @@ class NativeEngine:
             for m in masters
             for kind in get_args(Kind)
         ]
-
-    def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
-        """Compare replicated state over the ranks. See `Engine.check_invariants`."""
-        # A repair changes weights that a save may still be copying.
-        if repair:
-            self.pre_update_hook()
-        repaired = self._invariants.check(
-            self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
-        )
-        if repaired:
-            self._refresh_model()
-        return repaired
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""

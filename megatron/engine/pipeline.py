@@ -24,8 +24,8 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from megatron.engine.sharding import ShardedModel
-from megatron.model.gpt import GPT
+from megatron.engine.parallelize import RankStage
+from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.schedule.pipeline import choose_schedule
@@ -53,19 +53,18 @@ class Runner(Protocol):
 class SingleStageRunner:
     """A runner for the complete model on this rank, without a pipeline."""
 
-    def __init__(self, model: GPT, zero: ShardedModel | None) -> None:
-        """Create a runner of `model`, which `zero` shards (None: it is not sharded)."""
-        self._model = model
-        self._zero = zero
+    def __init__(self, stage: RankStage) -> None:
+        """Create a runner of the only stage."""
+        self._stage = stage
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         for number, microbatch in enumerate(inputs):
-            if train and self._zero is not None:
-                self._zero.prepare_backward(last=number == len(inputs) - 1)
-            loss = self._model(None, microbatch)
+            if train and self._stage.sharded is not None:
+                self._stage.sharded.prepare_backward(last=number == len(inputs) - 1)
+            loss = self._stage.model(None, microbatch)
             if train:
                 (loss * factor).backward()
             total += loss.detach() / len(inputs)
@@ -82,8 +81,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        models: Sequence[GPT],
-        zeros: Sequence[ShardedModel | None],
+        stages: Sequence[RankStage],
         mesh: Mesh,
         *,
         num_stages: int,
@@ -92,8 +90,7 @@ class PipelineRunner:
         """Create a runner of this rank's stages.
 
         Args:
-            models: This rank's stages, in the order of the layers.
-            zeros: The `ShardedModel` of each stage, or None if it is not sharded.
+            stages: This rank's stages, in the order of the layers.
             mesh: This rank's mesh.
             num_stages: The number of stages on all ranks together.
             dtype: The type of the residual stream that stages send to each other.
@@ -101,8 +98,7 @@ class PipelineRunner:
         self._mesh = mesh
         self._num_stages = num_stages
         self._dtype = dtype
-        self._parts = [_StageModule(model) for model in models]
-        self._zeros = list(zeros)
+        self._stages = [_StageModule(stage) for stage in stages]
         self._factor = 1.0
         self.schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The latest schedule for training (True) and for evaluation (False).
@@ -112,8 +108,8 @@ class PipelineRunner:
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches by the pipeline schedule. See `Runner.run`."""
-        for part in self._parts:
-            part.begin(inputs)
+        for stage in self._stages:
+            stage.begin(inputs)
         # The loss function of the schedule reads the factor from here. The schedule is kept over
         # many steps, and the factor may change with each.
         self._factor = factor
@@ -128,8 +124,8 @@ class PipelineRunner:
         else:
             schedule.eval(target=numbers, return_outputs=False, number=numbers)
         total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
-        for part in self._parts:
-            for loss in part.losses:
+        for stage in self._stages:
+            for loss in stage.losses:
                 total += loss / len(inputs)
         return total
 
@@ -144,11 +140,8 @@ class PipelineRunner:
     def _make_schedule(self, microbatches: int, shape: Sequence[int]) -> Any:
         """Return a schedule for this number of microbatches of the shape [b, s]."""
         ranks = self._mesh.grid.pipeline
-        per_rank = len(self._parts)
-        stages = [
-            self._make_stage(part, zero, shape)
-            for part, zero in zip(self._parts, self._zeros, strict=True)
-        ]
+        per_rank = len(self._stages)
+        for_torch = [self._wrap_for_torch(stage, shape) for stage in self._stages]
         name = choose_schedule(microbatches, ranks, per_rank).name
         make: Callable[..., Any] = {
             "1F1B": Schedule1F1B,
@@ -157,7 +150,7 @@ class PipelineRunner:
             "looped BFS": ScheduleLoopedBFS,
         }[name]
         return make(
-            stages if per_rank > 1 else stages[0],
+            for_torch if per_rank > 1 else for_torch[0],
             n_microbatches=microbatches,
             # The last stage's output is the loss already. With `scale_grads`, torch would divide
             # the gradients by the number of microbatches once more. The factor contains this
@@ -166,9 +159,7 @@ class PipelineRunner:
             scale_grads=False,
         )
 
-    def _make_stage(
-        self, part: "_StageModule", zero: ShardedModel | None, shape: Sequence[int]
-    ) -> "_Stage":
+    def _wrap_for_torch(self, stage: "_StageModule", shape: Sequence[int]) -> "_Stage":
         """Return torch's stage for microbatches of the shape [b, s].
 
         Stages send [s, b, h] to each other, and [s/t, b, h] with sequence parallelism.
@@ -178,22 +169,42 @@ class PipelineRunner:
         sent = (
             length // tp.size if tp.sequence_parallel else length,
             batch,
-            part.model.shape.config.hidden_size,
+            stage.model.shape.config.hidden_size,
         )
-        here = part.model.stage
+        layers = stage.model.stage
         # With examples of its input and output, torch needs no trial run to learn their shapes.
         stream = torch.empty(sent, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         return _Stage(
-            part,
-            zero,
-            stage_index=here.index,
+            stage,
+            stage_index=layers.index,
             num_stages=self._num_stages,
             device=self._mesh.device,
-            input_args=() if here.first else (stream,),
-            output_args=loss if here.last else stream,
+            input_args=() if layers.first else (stream,),
+            output_args=loss if layers.last else stream,
             group=self._mesh.get_pipeline_group(),
         )
+
+
+def build_runner(
+    stages: Sequence[RankStage], mesh: Mesh, *, num_stages: int, execution: Execution
+) -> Runner:
+    """Return the runner of this rank's stages.
+
+    Args:
+        stages: This rank's stages, in the order of the layers.
+        mesh: This rank's mesh.
+        num_stages: The number of stages on all ranks together.
+        execution: How the blocks are computed.
+    """
+    if mesh.grid.pipeline == 1:
+        return SingleStageRunner(stages[0])
+    # Stages send the residual stream to each other in this type.
+    if execution.fp32_residual:
+        dtype = torch.float32
+    else:
+        dtype = execution.dtype or torch.float32
+    return PipelineRunner(stages, mesh, num_stages=num_stages, dtype=dtype)
 
 
 class _StageModule(nn.Module):
@@ -204,9 +215,10 @@ class _StageModule(nn.Module):
     the module, because `ShardedModel` controls that.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, stage: RankStage) -> None:
         super().__init__()
-        self.model = model
+        self.model = stage.model
+        self.sharded = stage.sharded
         self._inputs: Sequence[Inputs] = ()
         self.losses: list[Tensor] = []
 
@@ -233,9 +245,9 @@ class _Stage(PipelineStage):
     microbatches, and 1F1B has at most as many in flight as there are stages.
     """
 
-    def __init__(self, part: _StageModule, zero: ShardedModel | None, **stage: Any) -> None:
-        self._zero = zero
-        super().__init__(part, **stage)
+    def __init__(self, stage: _StageModule, **options: Any) -> None:
+        self._sharded = stage.sharded
+        super().__init__(stage, **options)
 
     # torch allocates all receive buffers in these two methods. On the meta device they have shapes
     # and no memory. `_make_buffers` gives a buffer its memory just before a message arrives in it.
@@ -295,8 +307,8 @@ class _Stage(PipelineStage):
     ) -> Any:
         """Prepare `ShardedModel` for a backward pass, and run it."""
         # torch would handle FSDP2 here, but it sees no FSDP2 module (`_StageModule`).
-        if self._zero is not None:
-            self._zero.prepare_backward(last=last_backward)
+        if self._sharded is not None:
+            self._sharded.prepare_backward(last=last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _make_buffers(self, infos: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, split_evenly
+from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, split_evenly
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey
 
@@ -33,8 +33,6 @@ class SelfAttention(nn.Module):
         shape: ModelShape,
         dropout: Dropout,
         tp: TensorParallel,
-        *,
-        recompute_core: bool = False,
     ) -> None:
         """Create the projections of this rank's heads.
 
@@ -42,7 +40,6 @@ class SelfAttention(nn.Module):
             shape: Sizes of the model.
             dropout: Dropout on the attention probabilities.
             tp: The tensor-parallel ranks.
-            recompute_core: Compute the attention core again in the backward pass.
         """
         super().__init__()
         config = shape.config
@@ -52,16 +49,18 @@ class SelfAttention(nn.Module):
         # n/g query heads, one key and one value for each group.
         rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, rows, bias=config.add_bias_linear, tp=tp
+            config.hidden_size, rows, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
         )
         self.out = RowParallelLinear(
             config.num_attention_heads * shape.head_dim,
             config.hidden_size,
             bias=config.add_bias_linear,
             tp=tp,
+            init=Init.SCALED_NORMAL,
         )
         self.dropout = dropout
-        self.recompute_core = recompute_core
+        self.recompute_core = False
+        """Whether the attention core is computed again in the backward pass."""
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
-from megatron.model.execution import Execution
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.model.positions import Positions
@@ -31,7 +30,6 @@ class Block(nn.Module):
         index: int,
         tp: TensorParallel,
         streams: RandomStreams,
-        execution: Execution | None = None,
     ) -> None:
         """Build the layer.
 
@@ -40,11 +38,9 @@ class Block(nn.Module):
             index: Number of the layer in the complete model, from 0.
             tp: The tensor-parallel ranks.
             streams: The generators for dropout.
-            execution: Recomputation, precision and compilation.
         """
         super().__init__()
         config = shape.config
-        execution = execution or Execution()
         # Site 0 is the embedding's dropout. The numbers are global, so a run that resumes with
         # another pipeline layout draws the same masks.
         site = 1 + _SITES_PER_BLOCK * index
@@ -52,9 +48,7 @@ class Block(nn.Module):
         self.input_norm = build_norm(config, tp)
         # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
         core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
-        self.attention = SelfAttention(
-            shape, core_dropout, tp, recompute_core=execution.recompute_attention_core
-        )
+        self.attention = SelfAttention(shape, core_dropout, tp)
         self.attention_dropout = Dropout(
             config.hidden_dropout, site + 1, streams, sharded=residual_is_sharded
         )
@@ -64,22 +58,20 @@ class Block(nn.Module):
             config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
         )
         self.recomputation: Recomputation | None = None
-        if execution.is_recomputed(index):
-            self.recomputation = Recomputation(
-                tp, partition=execution.partition_activations, in_cpu=execution.checkpoint_in_cpu
-            )
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
-        if execution.compile:
-            # The functions are compiled and not the module. FSDP2's hooks and the recomputation
-            # stay outside of the graphs, and all blocks share the graphs. A graph break would only
-            # make the run slow, so it is turned into an error.
-            self._first_half = torch.compile(
-                Block._attend, fullgraph=True, dynamic=execution.dynamic_shapes
-            )
-            self._second_half = torch.compile(
-                Block._feed_forward, fullgraph=True, dynamic=execution.dynamic_shapes
-            )
+
+    def enable_recomputation(self, recomputation: Recomputation) -> None:
+        """Compute this block again in the backward pass."""
+        self.recomputation = recomputation
+
+    def compile_halves(self, *, dynamic: bool) -> None:
+        """Compile both halves of the layer, for any sequence length if `dynamic` is set."""
+        # The functions are compiled and not the module. FSDP2's hooks and the recomputation stay
+        # outside of the graphs, and all blocks share the graphs. A graph break would only make the
+        # run slow, so it is turned into an error.
+        self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=dynamic)
+        self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""

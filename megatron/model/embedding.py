@@ -7,7 +7,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.inputs import Inputs
 from megatron.model.norm import LayerNorm
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import VocabParallelEmbedding, make_replicated_parameter
+from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 
@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         self.tp = tp
         self.fp32_residual = fp32_residual
         self.word = VocabParallelEmbedding(
-            shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp
+            shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp, init=Init.NORMAL
         )
         # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
         # LayerNorm also if the blocks use RMSNorm.
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None
         if rows:
-            self.position = make_replicated_parameter((rows, config.hidden_size), tp)
+            self.position = make_replicated_parameter((rows, config.hidden_size), tp, Init.NORMAL)
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -5,6 +5,8 @@ Parameter names are global: a block is named by its number in the complete model
 are [b, s], activations [s, b, h].
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from megatron.model.partition import Stage, make_single_stage
 from megatron.model.positions import PositionTables
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import enter_tensor_parallel
-from megatron.parallel.layers import ParameterSpec, make_parameter, split_evenly
+from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 
@@ -49,7 +51,7 @@ class Head(nn.Module):
             else:
                 copy_of = None
             spec = ParameterSpec(
-                (shape.vocab_size, config.hidden_size), shard_dim=0, copy_of=copy_of
+                (shape.vocab_size, config.hidden_size), Init.NORMAL, shard_dim=0, copy_of=copy_of
             )
             self.weight = make_parameter((rows, config.hidden_size), spec)
 
@@ -72,7 +74,8 @@ class GPT(nn.Module):
             tp: The tensor-parallel ranks.
             streams: The generators for dropout.
             stage: The stage to build. By default it is the complete model.
-            execution: Recomputation, precision and compilation.
+            execution: The precision of the blocks and of the residual stream. `parallelize.py` of
+                the engines applies recomputation and compilation.
         """
         super().__init__()
         self.shape = shape
@@ -84,9 +87,7 @@ class GPT(nn.Module):
         if stage.first:
             self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
         # A dictionary, so that the names of parameters have the global number of the block.
-        self.blocks = nn.ModuleDict(
-            {str(i): Block(shape, i, tp, streams, execution) for i in stage.layers}
-        )
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, tp, streams) for i in stage.layers})
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
@@ -149,6 +150,10 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             x = block(x, positions, inputs.dropout_key)
         return x
+
+    def get_blocks(self) -> dict[int, Block]:
+        """Return the blocks of this stage by their numbers in the complete model."""
+        return {int(name): cast(Block, block) for name, block in self.blocks.items()}
 
     def _get_output_weight(self) -> Tensor:
         assert self.head is not None, "only the last stage has an output matrix"

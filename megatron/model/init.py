@@ -1,18 +1,26 @@
 """All weight initialisation.
 
-| parameter                                              | distribution                |
-|--------------------------------------------------------|-----------------------------|
-| embedding.word, embedding.position, head.weight        | N(0, sigma)                 |
-| blocks.*.attention.qkv, blocks.*.mlp.up, .gate         | N(0, sigma)                 |
-| blocks.*.attention.out, blocks.*.mlp.down              | N(0, sigma / sqrt(2 layers)) |
-| every bias                                             | 0                           |
-| every norm's weight                                    | 1                           |
-| rows that only pad the vocabulary                      | 0                           |
+| parameter                     | kind          | distribution                 |
+|-------------------------------|---------------|------------------------------|
+| embedding.word.weight         | NORMAL        | N(0, sigma)                  |
+| embedding.position            | NORMAL        | N(0, sigma)                  |
+| head.weight                   | NORMAL        | N(0, sigma)                  |
+| blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
+| blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
+| blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
+| blocks.*.attention.out.weight | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
+| blocks.*.mlp.down.weight      | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
+| *norm.weight                  | ONE           | 1                            |
+| *.bias                        | ZERO          | 0                            |
 
-sigma is `--init-method-std`. The invariant: the value of an element depends on the seed, the name
-of the parameter, the block of its row, and its position in that block. It does not depend on the
-layout. Every layout, engine and device therefore starts from the same model. Numbers are drawn on
-the CPU, one block of rows after the other. Each rank draws the rows that it holds.
+sigma is `--init-method-std`. A parameter's `ParameterSpec` states its kind. Its name decides
+nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero,
+which is not done here.
+
+The invariant: the value of an element depends on the seed, the name of the parameter, the block of
+its row, and its position in that block. It does not depend on the layout. Every layout, engine and
+device therefore starts from the same model. Numbers are drawn on the CPU, one block of rows after
+the other. Each rank draws the rows that it holds.
 """
 
 import zlib
@@ -23,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.shape import ModelShape
+from megatron.parallel.layers import Init
 
 # Elements of a block. It is large enough to amortise the seeding of a generator. A change of it
 # changes the initial weights for a given seed.
@@ -31,6 +40,7 @@ _BLOCK_ELEMENTS = 1 << 18
 
 def initialise(
     name: str,
+    kind: Init,
     local: Tensor,
     global_shape: tuple[int, ...],
     offset: tuple[int, ...],
@@ -40,32 +50,26 @@ def initialise(
     """Fill a shard of a parameter with its initial values, in place.
 
     Args:
-        name: Global name of the parameter.
+        name: Global name of the parameter. It seeds the values.
+        kind: The kind of initial values, from the parameter's spec.
         local: The shard to fill.
         global_shape: Shape of the complete parameter.
         offset: Position of the shard's first element in the complete parameter.
         shape: Sizes of the model.
         seed: Seed of the run.
     """
-    leaf = name.rsplit(".", 1)[-1]
-    if leaf == "bias":
+    if kind is Init.ZERO:
         local.zero_()
-    elif name.endswith("norm.weight"):
+        return
+    if kind is Init.ONE:
         local.fill_(1.0)
-    else:
-        # The residual stream sums the outputs of two projections in each layer. A smaller sigma
-        # keeps its variance independent of the number of layers.
-        into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        if into_residual:
-            std = shape.output_init_std
-        else:
-            std = shape.init_std
-        # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
-        local.copy_(
-            torch.from_numpy(
-                draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
-            ).mul_(std)
-        )
+        return
+    # The residual stream sums the outputs of two projections in each layer. A smaller sigma keeps
+    # its variance independent of the number of layers.
+    deviations = {Init.NORMAL: shape.init_std, Init.SCALED_NORMAL: shape.output_init_std}
+    values = draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
+    # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
+    local.copy_(torch.from_numpy(values).mul_(deviations[kind]))
 
 
 def draw_normal_slice(

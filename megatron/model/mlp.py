@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import enter_tensor_parallel
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
 from megatron.parallel.mesh import TensorParallel
 
 
@@ -60,13 +60,17 @@ class MLP(nn.Module):
         f = shape.ffn_hidden_size
         self.tp = tp
         self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
-        self.up = ColumnParallelLinear(config.hidden_size, f, bias=config.add_bias_linear, tp=tp)
+        self.up = ColumnParallelLinear(
+            config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+        )
         self.gate: ColumnParallelLinear | None = None
         if config.glu_activation:
             self.gate = ColumnParallelLinear(
-                config.hidden_size, f, bias=config.add_bias_linear, tp=tp
+                config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
             )
-        self.down = RowParallelLinear(f, config.hidden_size, bias=config.add_bias_linear, tp=tp)
+        self.down = RowParallelLinear(
+            f, config.hidden_size, bias=config.add_bias_linear, tp=tp, init=Init.SCALED_NORMAL
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron import apex
 from megatron.config.model import ModelConfig
-from megatron.parallel.layers import make_replicated_parameter
+from megatron.parallel.layers import Init, make_replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 
 # The kernels are looked up once, at import. A lookup in `forward` would cost time in every step.
@@ -35,8 +35,8 @@ class LayerNorm(nn.Module):
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp)
-        self.bias = make_replicated_parameter((size,), tp)
+        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
+        self.bias = make_replicated_parameter((size,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -96,7 +96,7 @@ class RMSNorm(nn.Module):
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp)
+        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""

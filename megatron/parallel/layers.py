@@ -1,8 +1,8 @@
 """Linear layers and the embedding, sharded over the tensor-parallel ranks.
 
 Every parameter is a plain local tensor with a `ParameterSpec`. The spec holds the shape in the
-complete model, the dimension that is sharded, and whether the gradient is partial. Engines,
-initialisation and checkpoints read nothing else.
+complete model, the kind of initialisation, the dimension that is sharded, and whether the gradient
+is partial. Engines, initialisation and checkpoints read nothing else.
 
 The invariant: a rank's shard is a rectangular slice of the global tensor. Legend: h hidden size,
 s sequence, b micro-batch, t tensor-parallel size. Source: https://arxiv.org/abs/1909.08053,
@@ -10,6 +10,7 @@ section 3.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,16 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.parallel.mesh import TensorParallel
+
+
+class Init(Enum):
+    """The kind of a parameter's initial values. `model/init.py` has the standard deviations."""
+
+    NORMAL = "normal"
+    SCALED_NORMAL = "scaled normal"
+    """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
+    ZERO = "zero"
+    ONE = "one"
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,8 @@ class ParameterSpec:
 
     A local tensor may include padding.
     """
+    init: Init
+    """The kind of its initial values. It has no default, so no parameter gets one by mistake."""
     shard_dim: int | None = None
     """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
     partial_gradient: bool = False
@@ -49,13 +62,15 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     return parameter
 
 
-def make_replicated_parameter(shape: tuple[int, ...], tp: TensorParallel) -> nn.Parameter:
+def make_replicated_parameter(
+    shape: tuple[int, ...], tp: TensorParallel, init: Init
+) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
 
     It is for places where the sequence may be sharded: norms, and biases after the sum. With
     sequence parallelism its gradient is therefore partial.
     """
-    return make_parameter(shape, ParameterSpec(shape, partial_gradient=tp.sequence_parallel))
+    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
@@ -75,18 +90,23 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
+        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
     ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`."""
+        """Create the rank's shard of a layer from `in_features` to `out_features`.
+
+        `init` is the kind of the weight's initial values. The bias starts at zero.
+        """
         super().__init__()
         self.tp = tp
         local = split_evenly(out_features, tp)
         self.weight = make_parameter(
-            (local, in_features), ParameterSpec((out_features, in_features), shard_dim=0)
+            (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = make_parameter((local,), ParameterSpec((out_features,), shard_dim=0))
+            self.bias = make_parameter(
+                (local,), ParameterSpec((out_features,), Init.ZERO, shard_dim=0)
+            )
 
     def forward(self, x: Tensor, *, entered: bool = False) -> Tensor:
         """Return this rank's output features.
@@ -113,18 +133,21 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel
+        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
     ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`."""
+        """Create the rank's shard of a layer from `in_features` to `out_features`.
+
+        `init` is the kind of the weight's initial values. The bias starts at zero.
+        """
         super().__init__()
         self.tp = tp
         local = split_evenly(in_features, tp)
         self.weight = make_parameter(
-            (out_features, local), ParameterSpec((out_features, in_features), shard_dim=1)
+            (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = make_replicated_parameter((out_features,), tp)
+            self.bias = make_replicated_parameter((out_features,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism."""
@@ -144,15 +167,21 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: TensorParallel
+        self,
+        vocab_size: int,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TensorParallel,
+        init: Init,
     ) -> None:
-        """Create the rank's rows of the table."""
+        """Create the rank's rows of the table. `init` is the kind of its initial values."""
         super().__init__()
         self.tp = tp
         self.rows = split_evenly(padded_vocab_size, tp)
         self.first = tp.rank * self.rows
         self.weight = make_parameter(
-            (self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), shard_dim=0)
+            (self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), init, shard_dim=0)
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ skipped.
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,15 +29,14 @@ class TensorParallel:
     """What a tensor-parallel layer must know of its group.
 
     These are the group's size, this rank's coordinate in it, and whether the sequence is sharded
-    over it. `comm_timer` is entered around each collective. The trainer sets it to its
-    communication timer.
+    over it. `comm_timer` is entered around each collective.
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
-    comm_timer: CommTimer = field(default=nullcontext)
+    comm_timer: CommTimer = nullcontext
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,7 @@ def build_mesh(
     *,
     sequence_parallel: bool = False,
     timeout_minutes: float = 10.0,
+    comm_timer: CommTimer = nullcontext,
 ) -> Mesh:
     """Divide the running world into the grid's groups.
 
@@ -173,6 +173,7 @@ def build_mesh(
         sequence_parallel: Whether activations are sharded along the sequence. It has no effect
             without tensor parallelism.
         timeout_minutes: The limit that the time-out of every group is derived from.
+        comm_timer: Entered around each collective, to time it.
 
     Raises:
         LayoutError: The world has another size than the grid.
@@ -193,7 +194,7 @@ def build_mesh(
     coordinate = grid.get_coordinate(rank)
     name = f"rank {rank} on {os.uname().nodename} ({coordinate})"
     if world_size == 1:
-        tensor_parallel = TensorParallel(sequence_parallel=False)
+        tensor_parallel = TensorParallel(comm_timer=comm_timer)
         return Mesh(
             grid, rank, coordinate, device, None, None, tensor_parallel, None, None, (name,)
         )
@@ -210,6 +211,7 @@ def build_mesh(
         rank=coordinate.tensor,
         group=devices.get_group("tp") if grid.tensor > 1 else None,
         sequence_parallel=sequence_parallel and grid.tensor > 1,
+        comm_timer=comm_timer,
     )
     ends = _build_ends_group(grid, rank, time_out)
     names = tuple(gather_json(name, control))

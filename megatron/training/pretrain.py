@@ -10,6 +10,7 @@ from megatron.training.loop import train
 from megatron.training.resume import resolve_job, select_checkpoint_config
 from megatron.training.setup import (
     build_roll_call,
+    build_timers,
     hold_folder_lease,
     join_ranks,
     leave,
@@ -43,9 +44,10 @@ def pretrain(loaded: LoadedConfig) -> None:
     plan = resolve_job(
         loaded, world.size, find_start(select_checkpoint_config(config)).checkpoint
     ).plan
-    mesh = join_ranks(plan, world)
+    timers = build_timers(world)
+    mesh = join_ranks(plan, world, timers)
     with build_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
-        run = start_run(loaded, mesh, lease)
+        run = start_run(loaded, mesh, timers, lease)
         try:
             if config.batch.eval_only:
                 evaluate_only(run)

@@ -78,29 +78,38 @@ class Reporter:
     """All outputs of a run. It gives each of them the same numbers."""
 
     def __init__(self, plan: Plan, mesh: Mesh, *, device_name: str) -> None:
-        """Open the outputs that the configuration asks for, on rank 0 only.
+        """Create a reporter that only prints, until `open` is called.
 
         Args:
             plan: The resolved plan.
             mesh: The ranks of the run.
             device_name: Name of the device, from which its peak is looked up for MFU.
         """
-        logging = plan.config.logging
         self._plan = plan
         self._is_rank_zero = mesh.rank == 0
         self._interval = _Interval()
-        self._bar = ProgressBar(
-            total=plan.train_iters, show=logging.show_progress and self._is_rank_zero
-        )
+        self._bar = ProgressBar(total=plan.train_iters, show=False)
         self._tensorboard: TensorBoard | None = None
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
-        self._peak = logging.peak_tflops_per_device or find_peak_tflops(device_name)
+        peak = plan.config.logging.peak_tflops_per_device
+        self._peak = peak or find_peak_tflops(device_name)
+
+    def open(self) -> None:
+        """Open the outputs that the configuration asks for, on rank 0 only.
+
+        Call it when weights and data are there. An attempt to load a damaged checkpoint must leave
+        no files of reports, and a launch has one TensorBoard file.
+        """
+        logging = self._plan.config.logging
+        self._bar = ProgressBar(
+            total=self._plan.train_iters, show=logging.show_progress and self._is_rank_zero
+        )
         # Other ranks must not open the files. Two writers would corrupt them.
         if self._is_rank_zero:
             self._tensorboard = TensorBoard(logging, say=self.say)
-            save = plan.config.checkpoint.save
+            save = self._plan.config.checkpoint.save
             # By default the metrics are stored with the checkpoints that they belong to.
             path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
             if path:

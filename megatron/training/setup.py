@@ -20,14 +20,13 @@ from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_start
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
 from megatron.durable import replace_file
-from megatron.engine.base import Engine
+from megatron.engine.base import Engine, skip_waiting
 from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
 from megatron.errors import CheckpointError, LostRanksError, MegatronError
 from megatron.observe.log_line import (
@@ -59,8 +58,14 @@ from megatron.training.run import Run
 from megatron.training.state import TrainState
 
 
-def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
-    """Start the process group if there are several ranks, and build the plan's grid of ranks."""
+def join_ranks(plan: Plan, world: LaunchedWorld, timers: Timers) -> Mesh:
+    """Start the process group if there are several ranks, and build the plan's grid of ranks.
+
+    Args:
+        plan: The plan of the run.
+        world: What the launcher set.
+        timers: They time the collectives.
+    """
     parallel = plan.config.parallel
     # The device is set before the process group starts. NCCL would otherwise use device 0 on every
     # rank of the host.
@@ -78,7 +83,13 @@ def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
         device,
         sequence_parallel=parallel.sequence_parallel,
         timeout_minutes=parallel.distributed_timeout_minutes,
+        comm_timer=lambda: timers(COMMUNICATION),
     )
+
+
+def build_timers(world: LaunchedWorld) -> Timers:
+    """Return the timers of a run on this rank's device."""
+    return Timers(choose_device(world.local_rank))
 
 
 def build_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
@@ -155,7 +166,7 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             lease.release()
 
 
-def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
+def start_run(loaded: LoadedConfig, mesh: Mesh, timers: Timers, lease: Lease | None) -> Run:
     """Start a run from scratch, or from the checkpoint that rank 0 finds.
 
     If that checkpoint turns out to be damaged, the run starts from the one before it.
@@ -170,9 +181,6 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     say = make_printer(mesh)
     # The handlers come first, so that a signal during the construction is not lost.
     exits = Exits(config.batch, mesh)
-    timers = Timers(mesh.device)
-    # The mesh is built before the timers, so the collectives get their timer here.
-    mesh.tensor_parallel.comm_timer = lambda: timers(COMMUNICATION)
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
@@ -187,13 +195,19 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
-        engine = build_engine(job.plan, mesh, timers)
+        reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
+        saver = build_saver(job, mesh, reporter, lease)
+        # The optimizer must not change tensors that the saver is still copying.
+        before_update = skip_waiting
+        if saver is not None:
+            before_update = saver.wait_for_copy
+        engine = build_engine(job.plan, mesh, timers, before_update)
         if job.checkpoint is None:
             wrong = None
         else:
             wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
-            return build_run(job, mesh, engine, exits, timers, lease)
+            return build_run(job, mesh, engine, reporter, saver, exits, timers)
         assert job.checkpoint is not None
         damage[job.checkpoint.iteration] = wrong
         # The next engine needs as much memory. Reference cycles would keep this one allocated.
@@ -201,14 +215,22 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
         gc.collect()
 
 
-def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
+def build_engine(
+    plan: Plan, mesh: Mesh, timers: Timers, before_update: Callable[[], None]
+) -> Engine:
     """Build the engine that the configuration asks for.
+
+    Args:
+        plan: The plan of the run.
+        mesh: The ranks of the run.
+        timers: They time the phases of a step.
+        before_update: Called before weights or moments change.
 
     Raises:
         ConfigError: The configuration asks for DeepSpeed, and it is not installed.
     """
 
-    def load() -> Callable[[Plan, Mesh, Timers], Engine]:
+    def load() -> Callable[[Plan, Mesh, Timers, Callable[[], None]], Engine]:
         if plan.config.parallel.deepspeed:
             from megatron.engine.deepspeed import DeepSpeedEngine, import_deepspeed
 
@@ -221,13 +243,19 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
     make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh))
-    return make(plan, mesh, timers)
+    return make(plan, mesh, timers, before_update)
 
 
 def build_run(
-    job: Job, mesh: Mesh, engine: Engine, exits: Exits, timers: Timers, lease: Lease | None = None
+    job: Job,
+    mesh: Mesh,
+    engine: Engine,
+    reporter: Reporter,
+    saver: Saver | None,
+    exits: Exits,
+    timers: Timers,
 ) -> Run:
-    """Build data, reporter and saver around an engine that has its weights.
+    """Open data and reports around an engine that has its weights.
 
     This also prints the table at the start, which lists the device, kernels and checkpoints.
 
@@ -244,24 +272,14 @@ def build_run(
     data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
-    reporter = Reporter(plan, mesh, device_name=get_device_name(mesh.device))
+    reporter.open()
     rows = [
         ("device", *describe_devices(mesh)),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
     ]
-    saver = None
-    if config.checkpoint.save is not None and not config.batch.eval_only:
-        # A lineage continues only in the folder that it was read from. A run that loads from one
-        # folder and saves to another starts a new lineage.
-        if job.checkpoint is not None and config.checkpoint.resumes_itself:
-            lineage = read_lineage(job.checkpoint.manifest)
-        else:
-            lineage = ()
-        saver = build_saver(config.checkpoint, mesh, reporter, lease, lineage)
-        # The optimizer must not change tensors that the saver is still copying.
-        engine.pre_update_hook = saver.wait_for_copy
+    if saver is not None:
         rows.append(
             ("checkpoints", *saver.describe(engine.shards(optimizer=config.checkpoint.save_optim)))
         )
@@ -283,10 +301,19 @@ def build_run(
     return run
 
 
-def build_saver(
-    config: CheckpointConfig, mesh: Mesh, reporter: Reporter, lease: Lease | None, lineage: Lineage
-) -> Saver:
-    """Build the saver. It reports its checkpoints through the reporter."""
+def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver | None:
+    """Build the saver, or return None if nothing is saved.
+
+    It reports its checkpoints through the reporter.
+    """
+    config = job.plan.config.checkpoint
+    if config.save is None or job.plan.config.batch.eval_only:
+        return None
+    lineage: Lineage = ()
+    # A lineage continues only in the folder that it was read from. A run that loads from one folder
+    # and saves to another starts a new lineage.
+    if job.checkpoint is not None and config.resumes_itself:
+        lineage = read_lineage(job.checkpoint.manifest)
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))

@@ -132,11 +132,13 @@ def measure_norms_of_equal_microbatches(argv: list[str]) -> tuple[float, float]:
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.training.resume import resolve_job
-    from megatron.training.setup import join_ranks, start_run
+    from megatron.training.setup import build_timers, join_ranks, start_run
 
     loaded = load_config(argv)
     world = read_launcher_world()
-    run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
+    timers = build_timers(world)
+    mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
+    run = start_run(loaded, mesh, timers, None)
     assert run.sources.train is not None
     microbatch = run.sources.train.read_batch(run.plan.batch_size.final)[0]
     one = run.engine.train_batch([microbatch], iteration=1, lr=0.0)
@@ -265,11 +267,13 @@ def measure_losses_of_zero_weights(argv: list[str]) -> tuple[float, float]:
     from megatron.config.cli import load_config
     from megatron.parallel.launcher import read_launcher_world
     from megatron.training.resume import resolve_job
-    from megatron.training.setup import join_ranks, start_run
+    from megatron.training.setup import build_timers, join_ranks, start_run
 
     loaded = load_config(argv)
     world = read_launcher_world()
-    run = start_run(loaded, join_ranks(resolve_job(loaded, world.size, None).plan, world), None)
+    timers = build_timers(world)
+    mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
+    run = start_run(loaded, mesh, timers, None)
     assert run.sources.train is not None
     batch = run.sources.train.read_batch(run.plan.batch_size.final)
     run.engine.train_batch(batch, iteration=1, lr=1e-3)

@@ -7,7 +7,7 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.sharding import shard_offset
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.layers import Init, ParameterSpec
 
 
 def make_masters() -> list[MasterParameter]:
@@ -18,7 +18,7 @@ def make_masters() -> list[MasterParameter]:
         for name, shape in shapes.items()
     }
     return [
-        MasterParameter(name, ParameterSpec(tuple(p.shape)), (0,) * p.dim(), p, p)
+        MasterParameter(name, ParameterSpec(tuple(p.shape), Init.NORMAL), (0,) * p.dim(), p, p)
         for name, p in parameters.items()
     ]
 

@@ -29,7 +29,8 @@ def build(config: ModelConfig, *, padded: int = 128, seed: int = 7) -> GPT:
         parameter.data.zero_()
         rows = specs[name].shape[0]
         offset = (0,) * parameter.dim()
-        initialise(name, parameter.data[:rows], specs[name].shape, offset, shape, seed)
+        kind = specs[name].init
+        initialise(name, kind, parameter.data[:rows], specs[name].shape, offset, shape, seed)
     return model
 
 

@@ -13,6 +13,7 @@ import torch
 from builders import build, some_tokens, tiny_config
 from torch._dynamo.utils import counters
 
+from megatron.engine.parallelize import compile_blocks, recompute_blocks
 from megatron.errors import ConfigError
 from megatron.model import compiling
 from megatron.model.execution import Execution
@@ -75,6 +76,8 @@ def pair(
         model = GPT(
             plain.shape, plain.tp, RandomStreams(7, torch.device("cpu")), execution=execution
         )
+        recompute_blocks(model, execution)
+        compile_blocks(model, execution)
         model.load_state_dict(plain.state_dict())
         models.append(model)
     return models[0], models[1]

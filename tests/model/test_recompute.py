@@ -11,6 +11,7 @@ from process_pool import ProcessPool, succeed
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
+from megatron.engine.parallelize import recompute_blocks
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.partition import partition
@@ -91,8 +92,9 @@ def test_the_recomputed_layers_do_not_depend_on_the_stages(
     found = []
     with torch.device("meta"):
         for stage in partition(shape, parallel):
-            blocks = GPT(shape, TensorParallel(), streams, stage, execution).blocks
-            found += [int(name) + 1 for name, block in blocks.items() if block.recomputation]
+            model = GPT(shape, TensorParallel(), streams, stage, execution)
+            recompute_blocks(model, execution)
+            found += [i + 1 for i, block in model.get_blocks().items() if block.recomputation]
     assert found == recomputed
 
 

@@ -1,0 +1,151 @@
+"""What both engines do in the same way."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.engine.base import PhaseTimers, StepResult
+from megatron.engine.invariants import InvariantChecker
+from megatron.engine.loss_scale import LossScale
+from megatron.engine.parallelize import RankStage, build_stages
+from megatron.model.compiling import require_compiler
+from megatron.model.execution import Execution
+from megatron.model.init import initialise
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import TensorShard
+from megatron.plan import Plan
+
+
+class EngineBase(ABC):
+    """The state and the methods that are the same in both engines. See `Engine`."""
+
+    _invariants: InvariantChecker
+    """Compares the replicas of this rank. The engine creates it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        timers: PhaseTimers,
+        before_update: Callable[[], None],
+        *,
+        use_fsdp: bool,
+    ) -> None:
+        """Build this rank's stages.
+
+        Args:
+            plan: The plan of the run.
+            mesh: This rank's mesh.
+            timers: Called with the name of a phase to time it.
+            before_update: Called before weights or moments change.
+            use_fsdp: See `build_stages`.
+        """
+        self._plan = plan
+        self._mesh = mesh
+        self._timers = timers
+        self._before_update = before_update
+        self._execution = Execution.from_config(
+            plan.config, dynamic_shapes=plan.curriculum is not None
+        )
+        if self._execution.compile:
+            require_compiler(mesh.device)
+        self._dtype = self._execution.dtype or torch.float32
+        self._loss_scale: LossScale | None = None
+        if plan.config.precision.fp16:
+            self._loss_scale = LossScale(plan.config.precision)
+        self._rank_stages: list[RankStage] = build_stages(
+            plan, mesh, self._execution, use_fsdp=use_fsdp
+        )
+        self.stages = [stage.model for stage in self._rank_stages]
+
+    @abstractmethod
+    def shards(self, *, optimizer: bool) -> list[TensorShard]:
+        """Return the live state of this rank. See `Engine.shards`."""
+
+    @abstractmethod
+    def _get_step_count(self) -> int:
+        """Return the number of steps in the moments."""
+
+    @abstractmethod
+    def _set_step_count(self, count: int) -> None:
+        """Set the number of steps in the moments, after they were written into."""
+
+    @abstractmethod
+    def _clear_moments(self) -> None:
+        """Set the moments to zero."""
+
+    @abstractmethod
+    def _refresh_model(self) -> None:
+        """Copy the fp32 masters to the weights that the model computes with."""
+
+    def _initialise_weights(self) -> None:
+        """Fill the weights with their initial values."""
+        kinds = {
+            spec.copy_of or name: spec.init
+            for stage in self._rank_stages
+            for name, spec in stage.specs.items()
+        }
+        # Initialisation writes through the same shards as loading, so both see the same layout.
+        for shard in self.shards(optimizer=False):
+            initialise(
+                shard.name,
+                kinds[shard.name],
+                shard.tensor,
+                shard.global_shape,
+                shard.offset,
+                self._plan.shape,
+                self._plan.config.batch.seed,
+            )
+        self._refresh_model()
+
+    def _get_scale(self) -> float:
+        """Return the factor on the loss of the next step, which is 1 without fp16."""
+        if self._loss_scale is None:
+            return 1.0
+        return self._loss_scale.scale
+
+    def _finish_step(
+        self, loss: float, grad_norm: float, *, applied: bool, num_zeros: int | None
+    ) -> StepResult:
+        """Update the loss scale after a step, and return the result of the step."""
+        used_scale = None
+        overflow = False
+        if self._loss_scale is not None:
+            used_scale = self._loss_scale.scale
+            overflow = self._loss_scale.update_after_step(
+                applied=applied, loss_is_finite=math.isfinite(loss)
+            )
+        return StepResult(loss, grad_norm, applied, num_zeros, used_scale, overflow)
+
+    def get_scalars(self) -> dict[str, Any]:
+        """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
+        scalars: dict[str, Any] = {"optimizer_step": self._get_step_count()}
+        if self._loss_scale is not None:
+            scalars["loss_scale"] = self._loss_scale.state()
+        return scalars
+
+    def finish_load(self, scalars: dict[str, Any] | None) -> None:
+        """Update what depends on the loaded shards. See `Engine.finish_load`."""
+        if scalars is None:
+            self._clear_moments()
+            self._set_step_count(0)
+        else:
+            self._set_step_count(int(scalars["optimizer_step"]))
+            if self._loss_scale is not None and "loss_scale" in scalars:
+                self._loss_scale.load(scalars["loss_scale"])
+        self._refresh_model()
+
+    def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
+        """Compare replicated state over the ranks. See `Engine.check_invariants`."""
+        # A repair changes weights that a save may still be copying.
+        if repair:
+            self._before_update()
+        repaired = self._invariants.check(
+            self.get_scalars(), repair=repair, iteration=iteration, last_good=last_good
+        )
+        if repaired:
+            self._refresh_model()
+        return repaired

@@ -1,0 +1,132 @@
+"""The construction of this rank's part of the model: what is applied to it, and in which order.
+
+Both engines use it. `build_stages` is the one place to read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.engine.sharding import ShardedModel
+from megatron.model.execution import Execution
+from megatron.model.gpt import GPT
+from megatron.model.partition import select_stages_of_rank
+from megatron.model.recompute import Recomputation
+from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.rng import RandomStreams
+from megatron.plan import Plan
+
+
+@dataclass(frozen=True)
+class RankStage:
+    """A pipeline stage of this rank, with everything applied to it."""
+
+    model: GPT
+    specs: Mapping[str, ParameterSpec]
+    """Name of a parameter -> its spec."""
+    sharded: ShardedModel | None
+    """The model as FSDP2 shards it, or None if it is not sharded."""
+
+
+def build_stages(
+    plan: Plan, mesh: Mesh, execution: Execution, *, use_fsdp: bool
+) -> list[RankStage]:
+    """Build this rank's stages, in the order of the layers. Their weights are not initialised.
+
+    Args:
+        plan: The plan of the run.
+        mesh: This rank's mesh.
+        execution: How the blocks are computed.
+        use_fsdp: Shard the stages with FSDP2 if there are several data-parallel ranks. DeepSpeed
+            shards them itself.
+    """
+    # 1. Pipeline stages. They come first, so that a rank builds no layer of another rank.
+    layers_of_stages = select_stages_of_rank(
+        plan.stages, mesh.coordinate.pipeline, mesh.grid.pipeline
+    )
+    streams = RandomStreams(
+        plan.config.batch.seed,
+        mesh.device,
+        data_rank=mesh.coordinate.data,
+        tensor_rank=mesh.coordinate.tensor,
+    )
+    dtype = execution.dtype or torch.float32
+    # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
+    # complete stage. DeepSpeed copies the parameters into its partitions, so they need memory.
+    device = mesh.device
+    if use_fsdp:
+        device = torch.device("meta")
+    stages = []
+    for layers in layers_of_stages:
+        # 2. Tensor-parallel shards. Each layer creates its own shard only, so this is part of the
+        #    construction. The layers also contain the collectives of the tensor group.
+        with device:
+            model = GPT(plan.shape, mesh.tensor_parallel, streams, layers, execution)
+        # FSDP2 and `to_empty` replace the parameters by others without the attribute `spec`. So it
+        # is read before both.
+        specs: dict[str, ParameterSpec] = {
+            name: parameter.spec  # type: ignore[attr-defined]
+            for name, parameter in model.named_parameters()
+        }
+        # 3. Recomputation. It wraps the call of a block, and stays outside of the compiled graphs.
+        recompute_blocks(model, execution)
+        # 4. Compilation of what is inside of a block. FSDP2's hooks on the block come later, and
+        #    are not part of the graphs.
+        compile_blocks(model, execution)
+        # 5. Data-parallel shards, of what tensor parallelism left on this rank. FSDP2 needs the
+        #    finished blocks, because it hooks into them.
+        sharded = None
+        if use_fsdp and mesh.grid.data > 1:
+            sharded = ShardedModel(
+                model,
+                mesh.get_data_parallel_mesh(),
+                stage=plan.config.parallel.zero_stage,
+                compute_dtype=dtype,
+                comm_timer=mesh.tensor_parallel.comm_timer,
+            )
+        # 6. Memory, after the size of the shards is known. The engine refers to the memory from now
+        #    on, so it stays where it is during the run.
+        if sharded is not None:
+            sharded.allocate_shards(mesh.device)
+        elif use_fsdp:
+            # FSDP2 would cast its fp32 shards when it gathers them. Without it, the parameters are
+            # copies of the engine's fp32 masters.
+            model.to(dtype)
+            model.to_empty(device=mesh.device)
+        else:
+            _fill_with_zeros(model)
+        stages.append(RankStage(model, specs, sharded))
+    # 7. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
+    #    PipelineModule.
+    return stages
+
+
+def recompute_blocks(model: GPT, execution: Execution) -> None:
+    """Enable the recomputation of blocks or attention cores that `execution` asks for."""
+    for number, block in model.get_blocks().items():
+        block.attention.recompute_core = execution.recompute_attention_core
+        if execution.is_recomputed(number):
+            block.enable_recomputation(
+                Recomputation(
+                    model.tp,
+                    partition=execution.partition_activations,
+                    in_cpu=execution.checkpoint_in_cpu,
+                )
+            )
+
+
+def compile_blocks(model: GPT, execution: Execution) -> None:
+    """Compile the blocks if `execution` asks for it."""
+    if not execution.compile:
+        return
+    for block in model.get_blocks().values():
+        block.compile_halves(dynamic=execution.dynamic_shapes)
+
+
+def _fill_with_zeros(model: GPT) -> None:
+    # Initialisation fills only the rows of real ids. Vocabulary padding stays zero permanently,
+    # because its gradient is zero too.
+    for parameter in model.parameters():
+        parameter.data.zero_()
