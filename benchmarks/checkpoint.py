@@ -49,9 +49,10 @@ from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
+from megatron.training.job import preview_job
+from megatron.training.join import join_ranks
 from megatron.training.loop import begin_save
-from megatron.training.resume import resolve_job
-from megatron.training.setup import build_ranks, join_ranks, start_run
+from megatron.training.setup import build_ranks, divide_ranks, start_run
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""
@@ -127,7 +128,8 @@ class StoringRank:
         )
         loaded = load_config(argv)
         world = read_launcher_world()
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
+        ranks = join_ranks(loaded, world)
+        mesh = divide_ranks(preview_job(loaded, ranks, print).plan, ranks, world)
         self._run = start_run(loaded, mesh, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
         self._root = root

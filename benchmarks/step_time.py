@@ -32,7 +32,8 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.observe.throughput import find_peak_tflops
 from megatron.parallel.grid import Grid
-from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
+from megatron.parallel.mesh import TensorParallel, build_mesh
+from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
 from megatron.training.run import Run

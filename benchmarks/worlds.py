@@ -26,11 +26,12 @@ import torch
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
+from megatron.training.job import preview_job
+from megatron.training.join import join_ranks
 from megatron.training.loop import check_nan_iterations, train_iteration
 from megatron.training.report import StepRecord
-from megatron.training.resume import resolve_job
 from megatron.training.run import Run
-from megatron.training.setup import join_ranks, leave, start_run
+from megatron.training.setup import divide_ranks, leave, start_run
 from megatron.training.state import TrainState
 
 CORPUS = (
@@ -124,7 +125,8 @@ class Rank:
         _free_at_once()
         loaded = load_config(argv)
         world = read_launcher_world()
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world)
+        ranks = join_ranks(loaded, world)
+        mesh = divide_ranks(preview_job(loaded, ranks, print).plan, ranks, world)
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so it is subtracted later.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")

@@ -19,7 +19,6 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.checkpoint.start import agree_on_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
@@ -39,35 +38,25 @@ from megatron.observe.startup import format_start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
-from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
+from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
-from megatron.training.agreement import check_agreement
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
+from megatron.training.job import Job, take_job
+from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import (
-    Job,
-    load_engine,
-    record_for_resume,
-    resolve_job,
-    select_checkpoint_config,
-)
+from megatron.training.resume import load_engine, record_for_resume
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
 
-def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
-    """Start the process group if there are several ranks, and build the plan's grid of ranks."""
+def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld) -> Mesh:
+    """Divide the ranks, which have joined, into the groups of the plan's grid."""
     parallel = plan.config.parallel
-    # The device is set before the process group starts. NCCL would otherwise use device 0 on every
-    # rank of the host.
-    device = choose_device(world.local_rank)
-    if world.size > 1:
-        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        start_process_group(backend, parallel.distributed_timeout_minutes)
     grid = Grid(
         parallel.pipeline_model_parallel_size,
         plan.data_parallel_size,
@@ -75,9 +64,10 @@ def join_ranks(plan: Plan, world: LaunchedWorld) -> Mesh:
     )
     return build_mesh(
         grid,
-        device,
+        choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
         timeout_minutes=parallel.distributed_timeout_minutes,
+        control=ranks.group,
     )
 
 
@@ -100,13 +90,6 @@ def build_ranks(mesh: Mesh) -> Ranks:
     return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
-def make_printer(mesh: Mesh) -> Callable[[str], None]:
-    """Return a function that prints on rank 0. It is used before the reporter exists."""
-    if mesh.rank == 0:
-        return lambda line: print(line, flush=True)
-    return lambda line: None
-
-
 @contextlib.contextmanager
 def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     """Make this run the only writer of the folder `--save` within a `with` block.
@@ -122,36 +105,25 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         return
     root = Path(config.checkpoint.save)
 
-    # The failure is returned and not raised, because all ranks must reach the gather below.
-    def acquire() -> tuple[Lease | None, str | None, Exception | None]:
-        """Return the lease, what went wrong, and the error."""
-        lease = None
-        try:
-            if mesh.rank == 0:
-                check_writable(root)
-                lease = Lease.acquire(root, make_printer(mesh))
-                # The marker records that no checkpoint has been saved here yet. Without it, the
-                # next launch would take the files of this one for traces of a lost run.
-                if not list_run_leftovers(root):
-                    mark_started(root)
-        except CheckpointError as error:
-            return lease, str(error), error
-        except OSError as error:
-            return lease, f"--save {root} cannot be written: {error}", error
-        return lease, None, None
+    held: list[Lease] = []
 
-    ranks = build_ranks(mesh)
-    lease, problem, cause = ranks.work(
-        acquire, f"acquiring the lease of {root}", make_printer(mesh)
-    )
-    # Only rank 0 can fail here. Its message is raised on every rank, so that none waits for it.
-    problem = ranks.gather(problem)[0]
-    if problem is not None:
-        raise CheckpointError(problem) from cause
+    def acquire() -> None:
+        try:
+            check_writable(root)
+            held.append(Lease.acquire(root, say))
+            # The marker records that no checkpoint has been saved here yet. Without it, the next
+            # launch would take the files of this one for traces of a lost run.
+            if not list_run_leftovers(root):
+                mark_started(root)
+        except OSError as error:
+            raise CheckpointError(f"--save {root} cannot be written: {error}") from error
+
+    say = make_printer(mesh.rank)
     try:
-        yield lease
+        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", say)
+        yield held[0] if held else None
     finally:
-        if lease is not None:
+        for lease in held:
             lease.release()
 
 
@@ -163,11 +135,11 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.
         ConfigError: See `resolve_job`.
-        LayoutError: Configuration, code version or files of a rank differ from rank 0's.
+        LayoutError: Small files of a rank differ from rank 0's.
     """
     config = loaded.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh)
+    say = make_printer(mesh.rank)
     # The handlers come first, so that a signal during the construction is not lost.
     exits = Exits(config.batch, mesh)
     timers = Timers(mesh.device)
@@ -177,13 +149,9 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
-    # `agree_on_start` does not return a checkpoint that is listed there.
+    # `take_job` does not return a checkpoint that is listed there.
     while True:
-        start = agree_on_start(
-            select_checkpoint_config(config), ranks, damage, holds_lease=own, say=say
-        )
-        job = resolve_job(loaded, mesh.grid.world_size, start.checkpoint)
-        check_agreement(job.plan.config, job.state.iteration, mesh)
+        job = take_job(loaded, ranks, damage, holds_lease=own, say=say)
         check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
@@ -220,7 +188,7 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
 
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
-    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh))
+    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh.rank))
     return make(plan, mesh, timers)
 
 
@@ -239,7 +207,7 @@ def build_run(
     state = job.state
     config = job.plan.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh)
+    say = make_printer(mesh.rank)
     sources = open_data(plan, mesh, state, say)
     data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
     # Digests of small files are known by now. A changed file must be found before the first step.

@@ -55,7 +55,7 @@ def pretrain_and_count(argv: list[str]) -> tuple[list[str], str]:
 def gather_objects() -> int:
     import torch.distributed as dist
 
-    from megatron.parallel.mesh import start_process_group
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     with unpickled() as found:
@@ -66,8 +66,8 @@ def gather_objects() -> int:
 def gather_values(values: list) -> tuple[list, list[str]]:
     import torch.distributed as dist
 
-    from megatron.parallel.mesh import start_process_group
     from megatron.parallel.messages import gather_json
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     with unpickled() as found:
