@@ -49,7 +49,7 @@ from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
-from megatron.training.job import preview_job
+from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks
 from megatron.training.loop import begin_save
 from megatron.training.setup import build_ranks, divide_ranks, start_run
@@ -129,8 +129,9 @@ class StoringRank:
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
-        mesh = divide_ranks(preview_job(loaded, ranks, print).plan, ranks, world)
-        self._run = start_run(loaded, mesh, None)
+        job = agree_on_job(loaded, ranks, print)
+        mesh = divide_ranks(job.plan, ranks, world)
+        self._run = start_run(loaded, job, mesh, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
         self._root = root
         self._ranks = build_ranks(mesh)

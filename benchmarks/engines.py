@@ -34,7 +34,7 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
-from megatron.training.job import preview_job
+from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks
 from megatron.training.setup import divide_ranks, open_data
 from megatron.training.state import TrainState
@@ -68,7 +68,7 @@ class BareRank:
         world = read_launcher_world()
         loaded = load_config(argv)
         ranks = join_ranks(loaded, world)
-        plan = preview_job(loaded, ranks, print).plan
+        plan = agree_on_job(loaded, ranks, print).plan
         mesh = divide_ranks(plan, ranks, world)
         self._device = mesh.device
         self._size = plan.batch_size.final

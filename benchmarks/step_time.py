@@ -26,6 +26,7 @@ import torch
 import tyro
 from worlds import CORPUS, one_iteration
 
+from megatron.checkpoint.ranks import Ranks
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
@@ -36,6 +37,7 @@ from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
+from megatron.training.job import agree_on_job
 from megatron.training.run import Run
 from megatron.training.setup import start_run
 
@@ -93,7 +95,8 @@ def command_line(arguments: Arguments, shape: str, precision: str, folder: str) 
 
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
-    run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), None)
+    job = agree_on_job(loaded, Ranks(), print)
+    run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
 

@@ -26,7 +26,7 @@ import torch
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
-from megatron.training.job import preview_job
+from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks
 from megatron.training.loop import check_nan_iterations, train_iteration
 from megatron.training.report import StepRecord
@@ -126,11 +126,12 @@ class Rank:
         loaded = load_config(argv)
         world = read_launcher_world()
         ranks = join_ranks(loaded, world)
-        mesh = divide_ranks(preview_job(loaded, ranks, print).plan, ranks, world)
+        job = agree_on_job(loaded, ranks, print)
+        mesh = divide_ranks(job.plan, ranks, world)
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so it is subtracted later.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
-        self._run = run = start_run(loaded, mesh, None)
+        self._run = run = start_run(loaded, job, mesh, None)
         self._seen: list[StepRecord] = []
         report = run.reporter.report_step
 

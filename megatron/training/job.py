@@ -86,35 +86,45 @@ class Job:
         return cls(plan, state, checkpoint, record["notes"])
 
 
-def preview_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None]) -> Job:
-    """Return the job as it is before this run holds the lease. Nothing on the disk changes.
+def agree_on_job(loaded: LoadedConfig, ranks: Ranks, say: Callable[[str], None]) -> Job:
+    """Return the job that rank 0 resolves from its configuration and the checkpoint that it finds.
 
-    A wrong command line is refused here, before anything is written or waited for. All ranks call
-    it together.
+    This run does not hold the lease yet, and nothing on the disk changes. So a wrong command line
+    is refused before anything is written. All ranks call it together.
+
+    Args:
+        loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        ranks: All ranks of the run.
+        say: Prints a message if it takes long.
 
     Raises:
         MegatronError: On every rank, as `find_start` and `resolve_job`.
     """
 
-    def preview() -> dict[str, Any]:
+    def find() -> dict[str, Any]:
         start = find_start(select_checkpoint_config(loaded.config))
         return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
 
-    return Job.from_json(ranks.call_on_rank_0(preview, _SEARCH, say), ranks.size)
+    return Job.from_json(ranks.call_on_rank_0(find, _SEARCH, say), ranks.size)
 
 
-def take_job(
+def confirm_job(
     loaded: LoadedConfig,
+    job: Job,
     ranks: Ranks,
     damage: Mapping[int, str],
     *,
     holds_lease: bool,
     say: Callable[[str], None],
 ) -> Job:
-    """Return the job to start now. All ranks call it together.
+    """Return the job, or another one if its checkpoint is not the one to start from any more.
+
+    Another run may have saved before this run got the lease, or the checkpoint may be damaged. All
+    ranks call it together.
 
     Args:
         loaded: The configuration as this rank loaded it. Only rank 0's is used.
+        job: The job as it is known so far.
         ranks: All ranks of the run.
         damage: Iteration of a checkpoint -> what an earlier attempt to load it found.
         holds_lease: Whether this run holds the lease of the folder that it loads from. See
@@ -125,13 +135,18 @@ def take_job(
         MegatronError: On every rank, as `take_start` and `resolve_job`.
     """
 
-    def take() -> dict[str, Any]:
+    def confirm() -> dict[str, Any] | None:
         start = take_start(
             select_checkpoint_config(loaded.config), damage, holds_lease=holds_lease, say=say
         )
+        if start.checkpoint == job.checkpoint:
+            return None
         return resolve_job(loaded, ranks.size, start.checkpoint).to_json()
 
-    return Job.from_json(ranks.call_on_rank_0(take, _SEARCH, say), ranks.size)
+    other = ranks.call_on_rank_0(confirm, _SEARCH, say)
+    if other is None:
+        return job
+    return Job.from_json(other, ranks.size)
 
 
 def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:

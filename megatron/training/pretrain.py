@@ -6,7 +6,7 @@ from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
-from megatron.training.job import preview_job
+from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
 from megatron.training.loop import train
 from megatron.training.setup import (
@@ -40,12 +40,11 @@ def pretrain(loaded: LoadedConfig) -> None:
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
     check_agreement(config, ranks)
-    # This plan is preliminary. Mistakes are reported before this run touches the folder or waits
-    # for its lease. `start_run` repeats it with the checkpoint that rank 0 finds under the lease.
-    plan = preview_job(loaded, ranks, make_printer(ranks.rank)).plan
-    mesh = divide_ranks(plan, ranks, world)
-    with build_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
-        run = start_run(loaded, mesh, lease)
+    # Mistakes are reported here, before this run touches its folder or waits for the lease.
+    job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+    mesh = divide_ranks(job.plan, ranks, world)
+    with build_roll_call(job.plan, mesh), hold_folder_lease(config, mesh) as lease:
+        run = start_run(loaded, job, mesh, lease)
         try:
             if config.batch.eval_only:
                 evaluate_only(run)

@@ -1,18 +1,10 @@
-"""Differences between the command line and the checkpoint: which are allowed, and what applies.
+"""Differences between the command line and the checkpoint: which are allowed, and what applies."""
 
-Also the load of the checkpoint into the engine, and what a later resume is compared with.
-"""
-
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.start import agree_on_damage
 from megatron.config.tree import Config
-from megatron.engine.base import Engine
-from megatron.errors import CheckpointError, ConfigError, DamagedError
+from megatron.errors import ConfigError
 from megatron.plan import Plan, build_curriculum
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
@@ -214,45 +206,6 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         names = ", ".join(missing)
         return [f"{names}: not compared with the checkpoint's, because it is not given here"]
     return []
-
-
-def load_engine(
-    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
-) -> str | None:
-    """Load a checkpoint of any layout into the engine, on all ranks together.
-
-    Returns:
-        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
-            needed.
-    """
-    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
-    if with_optimizer and checkpoint.optimizer is None:
-        raise CheckpointError(
-            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
-            "continue with moments of zero"
-        )
-    shards = engine.shards(optimizer=with_optimizer)
-
-    def read() -> DamagedError | None:
-        try:
-            checkpoint.load_into(shards, config.model)
-        except DamagedError as damage:
-            return damage
-        return None
-
-    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
-    # an error would otherwise train on weights that the others do not have.
-    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
-    damaged = agree_on_damage(checkpoint, damage, ranks)
-    if damaged is None:
-        # Checked after the digests, because a damaged file may hold any number. Weights that are
-        # not finite in a valid file cannot be trained further.
-        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
-        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
-    return damaged
 
 
 def record_for_resume(state: TrainState, plan: Plan) -> None:

@@ -14,11 +14,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, read_lineage
+from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
+from megatron.checkpoint.start import agree_on_damage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
@@ -28,7 +31,7 @@ from megatron.data.source import BatchSlice, Sources, build_sources, count_evalu
 from megatron.durable import replace_file
 from megatron.engine.base import Engine
 from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
-from megatron.errors import CheckpointError, LostRanksError, MegatronError
+from megatron.errors import CheckpointError, DamagedError, LostRanksError, MegatronError
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
@@ -45,11 +48,11 @@ from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
-from megatron.training.job import Job, take_job
+from megatron.training.job import Job, confirm_job
 from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import load_engine, record_for_resume
+from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
@@ -127,10 +130,11 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
             lease.release()
 
 
-def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
-    """Start a run from scratch, or from the checkpoint that rank 0 finds.
+def start_run(loaded: LoadedConfig, job: Job, mesh: Mesh, lease: Lease | None) -> Run:
+    """Start the job, from scratch or from its checkpoint.
 
-    If that checkpoint turns out to be damaged, the run starts from the one before it.
+    If another run has saved meanwhile, this one starts from there. If the checkpoint turns out to
+    be damaged, it starts from the one before it.
 
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.
@@ -149,9 +153,9 @@ def start_run(loaded: LoadedConfig, mesh: Mesh, lease: Lease | None) -> Run:
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
-    # `take_job` does not return a checkpoint that is listed there.
+    # `confirm_job` does not return a checkpoint that is listed there.
     while True:
-        job = take_job(loaded, ranks, damage, holds_lease=own, say=say)
+        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, say=say)
         check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
@@ -190,6 +194,45 @@ def build_engine(plan: Plan, mesh: Mesh, timers: Timers) -> Engine:
     # the ranks that are done from running into the time limit of a collective.
     make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh.rank))
     return make(plan, mesh, timers)
+
+
+def load_engine(
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
+) -> str | None:
+    """Load a checkpoint of any layout into the engine, on all ranks together.
+
+    Returns:
+        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
+            needed.
+    """
+    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
+    if with_optimizer and checkpoint.optimizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
+            "continue with moments of zero"
+        )
+    shards = engine.shards(optimizer=with_optimizer)
+
+    def read() -> DamagedError | None:
+        try:
+            checkpoint.load_into(shards, config.model)
+        except DamagedError as damage:
+            return damage
+        return None
+
+    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
+    # an error would otherwise train on weights that the others do not have.
+    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
+    damaged = agree_on_damage(checkpoint, damage, ranks)
+    if damaged is None:
+        # Checked after the digests, because a damaged file may hold any number. Weights that are
+        # not finite in a valid file cannot be trained further.
+        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
+        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
+    return damaged
 
 
 def build_run(
