@@ -49,9 +49,10 @@ from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
+from megatron.training.job import agree_on_job
+from megatron.training.join import join_ranks
 from megatron.training.loop import begin_save
-from megatron.training.resume import resolve_job
-from megatron.training.setup import build_ranks, build_timers, join_ranks, start_run
+from megatron.training.setup import build_ranks, build_timers, divide_ranks, start_run
 
 BLOCK = 4 << 20
 """Bytes of one write or read of the raw contestant."""
@@ -127,9 +128,11 @@ class StoringRank:
         )
         loaded = load_config(argv)
         world = read_launcher_world()
+        ranks = join_ranks(loaded, world)
+        job = agree_on_job(loaded, ranks, print)
         timers = build_timers(world)
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
-        self._run = start_run(loaded, mesh, timers, None)
+        mesh = divide_ranks(job.plan, ranks, world, timers)
+        self._run = start_run(loaded, job, mesh, timers, None)
         self._run.reporter.say = lambda line: None  # type: ignore[method-assign]
         self._root = root
         self._ranks = build_ranks(mesh)

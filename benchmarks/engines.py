@@ -34,8 +34,9 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
-from megatron.training.resume import resolve_job
-from megatron.training.setup import build_timers, join_ranks, open_data
+from megatron.training.job import agree_on_job
+from megatron.training.join import join_ranks
+from megatron.training.setup import build_timers, divide_ranks, open_data
 from megatron.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,8 +66,10 @@ class BareRank:
     def __init__(self, argv: list[str]) -> None:
         """Build the model and open the data of the run that `argv` describes."""
         world = read_launcher_world()
-        plan = resolve_job(load_config(argv), world.size, None).plan
-        mesh = join_ranks(plan, world, build_timers(world))
+        loaded = load_config(argv)
+        ranks = join_ranks(loaded, world)
+        plan = agree_on_job(loaded, ranks, print).plan
+        mesh = divide_ranks(plan, ranks, world, build_timers(world))
         self._device = mesh.device
         self._size = plan.batch_size.final
         self._data = open_data(plan, mesh, TrainState()).train

@@ -26,6 +26,7 @@ import torch
 import tyro
 from worlds import CORPUS, one_iteration
 
+from megatron.checkpoint.ranks import Ranks
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.model.flops import count_model_flops_per_token
 from megatron.model.gpt import GPT
@@ -33,9 +34,11 @@ from megatron.model.inputs import Inputs
 from megatron.observe.throughput import find_peak_tflops
 from megatron.observe.timers import Timers
 from megatron.parallel.grid import Grid
-from megatron.parallel.mesh import TensorParallel, build_mesh, choose_device
+from megatron.parallel.mesh import TensorParallel, build_mesh
+from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
+from megatron.training.job import agree_on_job
 from megatron.training.run import Run
 from megatron.training.setup import start_run
 
@@ -94,7 +97,8 @@ def command_line(arguments: Arguments, shape: str, precision: str, folder: str) 
 def build_trainer(loaded: LoadedConfig, device: torch.device) -> Run:
     """Build the trainer without its output."""
     timers = Timers(device)
-    run = start_run(loaded, build_mesh(Grid(1, 1, 1), device), timers, None)
+    job = agree_on_job(loaded, Ranks(), print)
+    run = start_run(loaded, job, build_mesh(Grid(1, 1, 1), device), timers, None)
     run.reporter.say = lambda line: None  # type: ignore[method-assign]
     return run
 

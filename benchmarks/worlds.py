@@ -26,11 +26,12 @@ import torch
 from megatron.config.cli import load_config
 from megatron.parallel.launcher import read_launcher_world
 from megatron.schedule.batch_size import ConstantBatchSize
+from megatron.training.job import agree_on_job
+from megatron.training.join import join_ranks
 from megatron.training.loop import check_nan_iterations, train_iteration
 from megatron.training.report import StepRecord
-from megatron.training.resume import resolve_job
 from megatron.training.run import Run
-from megatron.training.setup import build_timers, join_ranks, leave, start_run
+from megatron.training.setup import build_timers, divide_ranks, leave, start_run
 from megatron.training.state import TrainState
 
 CORPUS = (
@@ -124,12 +125,14 @@ class Rank:
         _free_at_once()
         loaded = load_config(argv)
         world = read_launcher_world()
+        ranks = join_ranks(loaded, world)
+        job = agree_on_job(loaded, ranks, print)
         timers = build_timers(world)
-        mesh = join_ranks(resolve_job(loaded, world.size, None).plan, world, timers)
+        mesh = divide_ranks(job.plan, ranks, world, timers)
         self._cuda = mesh.device.type == "cuda"
         # The memory of Python and the libraries is not the run's, so it is subtracted later.
         self._before = 0 if self._cuda else _status_bytes("VmRSS")
-        self._run = run = start_run(loaded, mesh, timers, None)
+        self._run = run = start_run(loaded, job, mesh, timers, None)
         self._seen: list[StepRecord] = []
         report = run.reporter.report_step
 

@@ -45,3 +45,11 @@ class TrainingError(MegatronError):
 
 class OperationsError(MegatronError):
     """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""
+
+
+def make_error(kind: str, message: str) -> MegatronError:
+    """Return an error that another rank has sent as the name of its class and its message."""
+    for known in (ConfigError, DataError, CheckpointError, LayoutError, TrainingError):
+        if known.__name__ == kind:
+            return known(message)
+    return MegatronError(message)

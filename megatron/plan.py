@@ -162,6 +162,7 @@ def resolve(
     consumed_samples: int | None = 0,
     consumed_tokens: int = 0,
     iteration: int = 0,
+    vocab_size: int | None = None,
 ) -> Plan:
     """Derive the plan of `config` on `world_size` processes.
 
@@ -178,6 +179,8 @@ def resolve(
             `check_batch_sizes`.
         consumed_tokens: Tokens before the start.
         iteration: Iterations before the start.
+        vocab_size: Number of real token ids, if another rank has found it. No file is looked at
+            then, neither for this number nor for a warning.
     """
     # The plan keeps the configuration as it was asked for. The clamped one is for deriving only.
     asked = config
@@ -195,12 +198,15 @@ def resolve(
 
     # `attempt` notes a failure and returns the placeholder, so that the later rules still run. A
     # vocabulary size of 0 means that it could not be determined.
-    vocab_size = report.attempt(lambda: _find_vocab_size(report), 0)
-    if vocab_size:
-        padded = report.attempt(lambda: _pad_vocab_size(config, vocab_size), vocab_size)
+    if vocab_size is None:
+        tokens = report.attempt(lambda: _find_vocab_size(report), 0)
+    else:
+        tokens = vocab_size
+    if tokens:
+        padded = report.attempt(lambda: _pad_vocab_size(config, tokens), tokens)
     else:
         padded = 0
-    shape = ModelShape(config.model, vocab_size, padded)
+    shape = ModelShape(config.model, tokens, padded)
     check_tensor_parallel(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
@@ -234,12 +240,13 @@ def resolve(
     )
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
-    warn_of_files(report)
+    if vocab_size is None:
+        warn_of_files(report)
     return Plan(
         config=asked,
         world_size=world_size,
         data_parallel_size=data_parallel_size,
-        vocab_size=vocab_size,
+        vocab_size=tokens,
         padded_vocab_size=padded,
         shape=shape,
         parameters=flops.count_parameters(shape),

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron.errors import CheckpointError
-from megatron.parallel.messages import gather_json
+from megatron.errors import CheckpointError, MegatronError, make_error
+from megatron.parallel.messages import broadcast_json, gather_json
 
 PATIENCE_SECONDS = 3600.0
 """Seconds that ranks wait for the slowest one's work on files."""
@@ -114,6 +114,44 @@ class Ranks:
             raise own.error
         # Not an assertion, because None may be what `act` returned.
         return cast(Result, own.result)
+
+    def call_on_rank_0(
+        self, act: Callable[[], Any], what: str, say: Callable[[str], None] = lambda line: None
+    ) -> Any:
+        """Call a function on rank 0 only. Return its result on every rank.
+
+        All ranks call this together.
+
+        Args:
+            act: The function. Its result must have a form in JSON. See `gather_json`.
+            what: The work in words, for messages.
+            say: Called with a message if it takes long.
+
+        Raises:
+            MegatronError: `act` raised it. It is raised on every rank.
+            CheckpointError: See `wait_for`.
+        """
+
+        # The error is returned, not raised. If rank 0 raised here, the others would wait for it.
+        def attempt() -> tuple[Any, MegatronError | None]:
+            if self.rank != 0:
+                return None, None
+            try:
+                return act(), None
+            except MegatronError as error:
+                return None, error
+
+        result, error = self.work(attempt, what, say)
+        refusal = None
+        if error is not None:
+            refusal = [type(error).__name__, str(error)]
+        result, refusal = broadcast_json([result, refusal], self.group)
+        # Rank 0 raises its own error, because that has the cause.
+        if error is not None:
+            raise error
+        if refusal is not None:
+            raise make_error(*refusal)
+        return result
 
     def wait_for(
         self,

@@ -52,30 +52,25 @@ class StartPoint:
             return None
         return self.checkpoint.iteration
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the start point as JSON for the other ranks."""
-        # The text of the small files is included, so that the other ranks need not read them.
-        checkpoint = None
-        if self.checkpoint is not None:
-            found = self.checkpoint
-            checkpoint = {
-                "folder": str(found.folder),
-                "manifest": found.manifest.dump_json(),
-                "config_yaml": found.config_yaml,
-            }
-        return {"checkpoint": checkpoint, "damaged": self.damaged, "notes": self.notes}
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "StartPoint":
-        """Return the start point that `to_json` described."""
-        checkpoint = None
-        if found := record["checkpoint"]:
-            folder = Path(found["folder"])
-            checkpoint = Checkpoint(
-                folder, manifest_of_text(found["manifest"], folder), found["config_yaml"]
-            )
-        damaged = tuple((iteration, what) for iteration, what in record["damaged"])
-        return cls(checkpoint, damaged, tuple(record["notes"]))
+def describe_checkpoint(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """Return an open checkpoint as JSON for the other ranks."""
+    if checkpoint is None:
+        return None
+    # The text of the small files is included, so that the other ranks need not read them.
+    return {
+        "folder": str(checkpoint.folder),
+        "manifest": checkpoint.manifest.dump_json(),
+        "config_yaml": checkpoint.config_yaml,
+    }
+
+
+def restore_checkpoint(record: dict[str, Any] | None) -> Checkpoint | None:
+    """Return the checkpoint that `describe_checkpoint` described, without reading its folder."""
+    if record is None:
+        return None
+    folder = Path(record["folder"])
+    return Checkpoint(folder, manifest_of_text(record["manifest"], folder), record["config_yaml"])
 
 
 def find_start(
@@ -384,49 +379,34 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         )
 
 
-def agree_on_start(
+def take_start(
     config: CheckpointConfig,
-    ranks: Ranks,
     known_damage: Mapping[int, str],
     *,
     holds_lease: bool,
     say: Callable[[str], None],
 ) -> StartPoint:
-    """Return the start point that rank 0 finds, on every rank.
+    """Return the start point, and report what was found on the way to it. Rank 0 calls it.
 
     Args:
         config: See `find_start`.
-        ranks: The ranks that load together.
         known_damage: See `find_start`.
         holds_lease: This run holds the lease of `--load`. It then removes what an interrupted run
             left there, and renames damaged checkpoints.
-        say: Called with warnings, and with a message if it takes long.
+        say: Called with warnings.
 
     Raises:
-        CheckpointError: On every rank, as `find_start`, or if the disk cannot be read or written.
+        CheckpointError: As `find_start`, or if the disk cannot be read or written.
     """
-
-    def find() -> tuple[StartPoint, str | None, Exception | None]:
-        # Errors are returned, not raised. If rank 0 raised here, the others would wait in `gather`.
-        if ranks.rank != 0:
-            return StartPoint(None), None, None
-        try:
-            root = Path(str(config.load))
-            for trouble in remove_interrupted_leftovers(root) if holds_lease else ():
+    try:
+        if holds_lease:
+            for trouble in remove_interrupted_leftovers(Path(str(config.load))):
                 say(f"warning: {trouble}")
-            start = find_start(config, known_damage)
-            _report(start, config, holds_lease=holds_lease, say=say)
-        except CheckpointError as error:
-            return StartPoint(None), str(error), error
-        except OSError as error:
-            return StartPoint(None), f"{config.load} cannot be read or written: {error}", error
-        return start, None, None
-
-    start, problem, cause = ranks.work(find, "looking for the checkpoint to start from", say)
-    record, problem = ranks.gather([start.to_json(), problem])[0]
-    if problem is not None:
-        raise CheckpointError(problem) from cause
-    return StartPoint.from_json(record)
+        start = find_start(config, known_damage)
+        _report(start, config, holds_lease=holds_lease, say=say)
+    except OSError as error:
+        raise CheckpointError(f"{config.load} cannot be read or written: {error}") from error
+    return start
 
 
 def _report(
@@ -488,28 +468,20 @@ def agree_on_damage(checkpoint: Checkpoint, mine: DamagedError | None, ranks: Ra
     # One damaged file is enough to give the checkpoint up. The others need not be confirmed.
     rank, what, file = found[0]
 
-    def judge() -> tuple[str | None, str | None, Exception | None]:
-        """Return what is damaged, what else is wrong, and the error that caused that."""
-        if ranks.rank != 0:
-            return None, None, None
+    def judge() -> str:
+        """Return what is damaged."""
         if rank == 0:
-            return f"{checkpoint.folder} is damaged: {what}", None, None
+            return f"{checkpoint.folder} is damaged: {what}"
         try:
             checkpoint.verify(file)
         except DamagedError as damage:
-            return f"{checkpoint.folder} is damaged: {damage}", None, None
+            return f"{checkpoint.folder} is damaged: {damage}"
         except (CheckpointError, OSError) as error:
-            problem = f"{checkpoint.folder / file} cannot be read: {error}"
-            return None, problem, error
-        problem = (
+            raise CheckpointError(f"{checkpoint.folder / file} cannot be read: {error}") from error
+        raise CheckpointError(
             f"rank {rank} found in {checkpoint.folder}: {what}; but rank 0 finds {file} intact. "
             "Check that the folder is the same on all hosts, and check the memory and network of "
             f"the host of rank {rank}"
         )
-        return None, problem, None
 
-    damaged, problem, cause = ranks.work(judge, f"reading {file} of {checkpoint.folder} again")
-    damaged, problem = ranks.gather([damaged, problem])[0]
-    if problem is not None:
-        raise CheckpointError(problem) from cause
-    return str(damaged)
+    return str(ranks.call_on_rank_0(judge, f"reading {file} of {checkpoint.folder} again"))

@@ -38,6 +38,11 @@ def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list
     return _run(ERRORS, settings), _run(WARNINGS, settings)
 
 
+def list_missing_for_training(config: Config) -> list[str]:
+    """Return an error for each setting that a run needs, although a plan does without it."""
+    return _run(NEEDED_BY_RUNS, ConfigWithOrigin(config, {}))
+
+
 def _run(rules: tuple[Rule, ...], settings: ConfigWithOrigin) -> list[str]:
     return [message for rule in rules for message in rule(settings)]
 
@@ -425,6 +430,15 @@ def check_recompute_fraction(settings: ConfigWithOrigin) -> Iterator[str]:
         )
 
 
+def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that there is data to train on."""
+    data = settings.config.data
+    if not (
+        data.data_path or data.train_weighted_split_paths or data.train_weighted_split_paths_path
+    ):
+        yield "there is no data to train on: give --data-path or --train-weighted-split-paths"
+
+
 ERRORS: tuple[Rule, ...] = (
     check_no_empty_text,
     check_ranges,
@@ -451,3 +465,6 @@ ERRORS: tuple[Rule, ...] = (
     check_recompute_fraction,
 )
 """All rules whose failure is an error, in the order in which their messages are reported."""
+
+NEEDED_BY_RUNS: tuple[Rule, ...] = (check_data_is_given,)
+"""Rules for a run that is about to start. A plan may be made before there is data."""

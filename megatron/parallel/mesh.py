@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
-from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
+from megatron.parallel.rendezvous import build_control_group
+from megatron.parallel.roll_call import TimeLimit
 
 CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""
@@ -80,83 +81,6 @@ class Mesh:
         return self.names[self.rank]
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """Return the GPU of this local rank, or the CPU if there is no GPU.
-
-    If there are fewer GPUs than local ranks, the ranks share them in turn.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def start_process_group(backend: str, timeout_minutes: float) -> None:
-    """Join the world that the launcher's environment describes.
-
-    It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        LayoutError: `backend` is nccl on a machine without GPUs, or ranks have not arrived within
-            the limit.
-    """
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise LayoutError(
-            "--distributed-backend nccl needs GPUs and torch sees none on this host; "
-            "use --distributed-backend gloo"
-        )
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    store = _meet(rank, world_size, timedelta(minutes=timeout_minutes))
-    limit = TimeLimit(timeout_minutes)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
-    )
-
-
-def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
-    """Return the store of the world, after all ranks have arrived at it.
-
-    Raises:
-        LayoutError: Some ranks have not arrived within the limit. The message names them.
-    """
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    keeps_it = rank == 0 and store_is_rank_zeros()
-    # `wait_for_workers` would wait inside torch, and its error does not name missing ranks. The
-    # ranks are awaited below instead. With `multi_tenant`, stores of one process at the same port
-    # share a server.
-    try:
-        store: dist.Store = dist.TCPStore(
-            host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
-    except dist.DistError as error:
-        raise LayoutError(
-            f"rank {rank} on {os.uname().nodename} cannot reach the store at {host}:{port} within "
-            f"--distributed-timeout-minutes {limit / timedelta(minutes=1):g}: {error}; "
-            "check that rank 0 was started there and that this host can connect to that port"
-        ) from error
-    # torchrun's agent keeps one store over all its restarts. A prefix for each restart separates
-    # its keys from those of earlier ones.
-    if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
-        store = dist.PrefixStore(f"restart{restart}", store)
-    keys = [f"arrived/{other}" for other in range(world_size)]
-    store.set(keys[rank], "1")
-    try:
-        store.wait(keys, limit)
-    except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise LayoutError(
-            f"these of {world_size} ranks have not joined within --distributed-timeout-minutes "
-            f"{limit / timedelta(minutes=1):g}: "
-            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; "
-            "check that each was started with this WORLD_SIZE and that its host can connect to "
-            f"{host}:{port}"
-        ) from error
-    return store
-
-
 def build_mesh(
     grid: Grid,
     device: torch.device,
@@ -164,6 +88,7 @@ def build_mesh(
     sequence_parallel: bool = False,
     timeout_minutes: float = 10.0,
     comm_timer: CommTimer = nullcontext,
+    control: dist.ProcessGroup | None = None,
 ) -> Mesh:
     """Divide the running world into the grid's groups.
 
@@ -174,6 +99,7 @@ def build_mesh(
             without tensor parallelism.
         timeout_minutes: The limit that the time-out of every group is derived from.
         comm_timer: Entered around each collective, to time it.
+        control: The group for messages, if it exists already. See `build_control_group`.
 
     Raises:
         LayoutError: The world has another size than the grid.
@@ -202,10 +128,8 @@ def build_mesh(
     devices = _make_device_mesh(grid, rank, device, time_out)
     backend = dist.get_backend()
     # Creating a group is a collective. All ranks must create the same groups in the same order.
-    if backend == "gloo":
-        control = dist.group.WORLD
-    else:
-        control = dist.new_group(backend="gloo", timeout=time_out)
+    if control is None:
+        control = build_control_group(timeout_minutes)
     tensor_parallel = TensorParallel(
         size=grid.tensor,
         rank=coordinate.tensor,

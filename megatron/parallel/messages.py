@@ -40,3 +40,27 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
         json.loads(row[: int(length)].numpy().tobytes())
         for row, length in zip(received, lengths, strict=True)
     ]
+
+
+def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return rank 0's value on every rank of a gloo group of all ranks.
+
+    See `gather_json` for what a value may be. The values of the other ranks are ignored.
+
+    Raises:
+        TypeError: The value of rank 0 contains a type that JSON does not have.
+        ValueError: The value of rank 0 contains a float that is not finite.
+    """
+    if group is None:
+        return json.loads(json.dumps(mine, allow_nan=False))
+    text = bytearray()
+    if dist.get_rank(group) == 0:
+        text = bytearray(json.dumps(mine, allow_nan=False).encode())
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, src=0, group=group)
+    if dist.get_rank(group) == 0:
+        message = torch.frombuffer(text, dtype=torch.uint8)
+    else:
+        message = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(message, src=0, group=group)
+    return json.loads(message.numpy().tobytes())

@@ -1,18 +1,19 @@
 """Everything that one rank does, from the command line to the end of training."""
 
-from megatron.checkpoint.start import find_start
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
+from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
+from megatron.training.job import agree_on_job
+from megatron.training.join import join_ranks, make_printer
 from megatron.training.loop import train
-from megatron.training.resume import resolve_job, select_checkpoint_config
 from megatron.training.setup import (
     build_roll_call,
     build_timers,
+    divide_ranks,
     hold_folder_lease,
-    join_ranks,
     leave,
     leave_with_error,
     report_error,
@@ -38,16 +39,14 @@ def pretrain(loaded: LoadedConfig) -> None:
     """Run everything between the configuration and the end of training."""
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
-    # This plan is preliminary. Most mistakes are found without the other ranks, so they are
-    # reported before the ranks join. `start_run` repeats it with the checkpoint that rank 0 finds
-    # once it holds the folder.
-    plan = resolve_job(
-        loaded, world.size, find_start(select_checkpoint_config(config)).checkpoint
-    ).plan
+    ranks = join_ranks(loaded, world)
+    check_agreement(config, ranks)
+    # Mistakes are reported here, before this run touches its folder or waits for the lease.
+    job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
     timers = build_timers(world)
-    mesh = join_ranks(plan, world, timers)
-    with build_roll_call(plan, mesh), hold_folder_lease(config, mesh) as lease:
-        run = start_run(loaded, mesh, timers, lease)
+    mesh = divide_ranks(job.plan, ranks, world, timers)
+    with build_roll_call(job.plan, mesh), hold_folder_lease(config, mesh) as lease:
+        run = start_run(loaded, job, mesh, timers, lease)
         try:
             if config.batch.eval_only:
                 evaluate_only(run)

@@ -1,130 +1,16 @@
-"""The starting point of a run: from scratch, or exactly where a checkpoint ended.
+"""Differences between the command line and the checkpoint: which are allowed, and what applies."""
 
-This module also decides which differences between the command line and the checkpoint are allowed.
-"""
+from dataclasses import asdict, replace
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-
-from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.start import agree_on_damage
-from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
-from megatron.engine.base import Engine
-from megatron.engine.support import refuse_unsupported
-from megatron.errors import CheckpointError, ConfigError, DamagedError
-from megatron.observe.log_line import format_kill_switch_line
-from megatron.plan import Plan, build_curriculum, resolve
+from megatron.errors import ConfigError
+from megatron.plan import Plan, build_curriculum
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, list_schedule_differences
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
-
-
-@dataclass(frozen=True)
-class Job:
-    """The plan of a run and its starting point."""
-
-    plan: Plan
-    state: TrainState
-    checkpoint: Checkpoint | None
-    notes: list[str]
-    """Warnings to print at the start."""
-
-
-def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | None) -> Job:
-    """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
-
-    Raises:
-        ConfigError: The configuration is wrong, or it contradicts the checkpoint. The message lists
-            everything that is wrong with the configuration.
-        CheckpointError: The checkpoint's state is incomplete, or --eval-only has no checkpoint.
-    """
-    if loaded.config.batch.eval_only and checkpoint is None:
-        raise CheckpointError(
-            f"--eval-only: --load {loaded.config.checkpoint.load} contains no checkpoint to "
-            "evaluate"
-        )
-    state = build_starting_state(checkpoint, loaded.config)
-    # The order matters. The unit of the thresholds and the curriculum change the configuration
-    # that the plan is resolved from. The schedule and the ranges are compared with the plan.
-    config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
-    config, about_curriculum = choose_curriculum(config, checkpoint)
-    plan = resolve(
-        config,
-        world_size,
-        loaded.origin,
-        consumed_samples=state.consumed_samples,
-        consumed_tokens=state.consumed_tokens,
-        iteration=state.iteration,
-    )
-    check_runnable(plan)
-    plan, about_schedule = choose_schedule(plan, state)
-    plan, about_ranges = choose_skip_ranges(plan, state)
-    about_tokenizer = check_tokenizer(plan.config, state)
-    notes = [
-        *loaded.warnings,
-        *plan.warnings,
-        *about_steps,
-        *about_curriculum,
-        *about_schedule,
-        *about_ranges,
-        *about_tokenizer,
-    ]
-    return Job(plan, state, checkpoint, notes)
-
-
-def select_checkpoint_config(config: Config) -> CheckpointConfig:
-    """Return the checkpoint settings. An evaluation saves nothing, so --save is left out for it.
-
-    Without --save, the checkpoint to evaluate may be any, also one of another run.
-    """
-    if config.batch.eval_only:
-        return replace(config.checkpoint, save=None)
-    return config.checkpoint
-
-
-def check_runnable(plan: Plan) -> None:
-    """Raise an error if the plan cannot be run on this machine.
-
-    Raises:
-        ConfigError: The plan has errors, lacks what training needs, or asks for something that the
-            engine does not support.
-    """
-    plan.raise_on_errors()
-    refuse_unsupported(plan)
-    config = plan.config
-    if not (
-        config.data.data_path
-        or config.data.train_weighted_split_paths
-        or config.data.train_weighted_split_paths_path
-    ):
-        raise ConfigError(
-            "there is no data to train on: give --data-path or --train-weighted-split-paths"
-        )
-    # A kill switch left over from the last stop would end the run after its first iteration.
-    switch = config.batch.kill_switch_path
-    if switch and Path(switch).exists():
-        raise ConfigError(
-            f"{format_kill_switch_line(switch)}: the run does not start. Remove the file to run "
-            "again"
-        )
-
-
-def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> TrainState:
-    """Return the counters to start from. A fine-tuning run starts at zero.
-
-    Raises:
-        CheckpointError: The checkpoint's state is incomplete.
-    """
-    if checkpoint is None or config.checkpoint.finetune:
-        return TrainState()
-    return TrainState.from_json(checkpoint.state)
 
 
 def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
@@ -320,45 +206,6 @@ def check_tokenizer(config: Config, state: TrainState) -> list[str]:
         names = ", ".join(missing)
         return [f"{names}: not compared with the checkpoint's, because it is not given here"]
     return []
-
-
-def load_engine(
-    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
-) -> str | None:
-    """Load a checkpoint of any layout into the engine, on all ranks together.
-
-    Returns:
-        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
-            needed.
-    """
-    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
-    if with_optimizer and checkpoint.optimizer is None:
-        raise CheckpointError(
-            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
-            "continue with moments of zero"
-        )
-    shards = engine.shards(optimizer=with_optimizer)
-
-    def read() -> DamagedError | None:
-        try:
-            checkpoint.load_into(shards, config.model)
-        except DamagedError as damage:
-            return damage
-        return None
-
-    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
-    # an error would otherwise train on weights that the others do not have.
-    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
-    damaged = agree_on_damage(checkpoint, damage, ranks)
-    if damaged is None:
-        # Checked after the digests, because a damaged file may hold any number. Weights that are
-        # not finite in a valid file cannot be trained further.
-        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
-        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
-    return damaged
 
 
 def record_for_resume(state: TrainState, plan: Plan) -> None:

@@ -14,12 +14,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, read_lineage
+from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
-from megatron.checkpoint.start import agree_on_start
+from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, needs_documents
@@ -28,7 +30,7 @@ from megatron.data.source import BatchSlice, Sources, build_sources, count_evalu
 from megatron.durable import replace_file
 from megatron.engine.base import Engine, skip_waiting
 from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
-from megatron.errors import CheckpointError, LostRanksError, MegatronError
+from megatron.errors import CheckpointError, DamagedError, LostRanksError, MegatronError
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
@@ -38,41 +40,32 @@ from megatron.observe.startup import format_start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
-from megatron.parallel.mesh import Mesh, build_mesh, choose_device, start_process_group
+from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
-from megatron.training.agreement import check_agreement
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
+from megatron.training.job import Job, confirm_job
+from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
 from megatron.training.report import Reporter
-from megatron.training.resume import (
-    Job,
-    load_engine,
-    record_for_resume,
-    resolve_job,
-    select_checkpoint_config,
-)
+from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 
 
-def join_ranks(plan: Plan, world: LaunchedWorld, timers: Timers) -> Mesh:
-    """Start the process group if there are several ranks, and build the plan's grid of ranks.
+def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers) -> Mesh:
+    """Divide the ranks, which have joined, into the groups of the plan's grid.
 
     Args:
         plan: The plan of the run.
+        ranks: All ranks.
         world: What the launcher set.
         timers: They time the collectives.
     """
     parallel = plan.config.parallel
-    # The device is set before the process group starts. NCCL would otherwise use device 0 on every
-    # rank of the host.
-    device = choose_device(world.local_rank)
-    if world.size > 1:
-        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        start_process_group(backend, parallel.distributed_timeout_minutes)
     grid = Grid(
         parallel.pipeline_model_parallel_size,
         plan.data_parallel_size,
@@ -80,10 +73,11 @@ def join_ranks(plan: Plan, world: LaunchedWorld, timers: Timers) -> Mesh:
     )
     return build_mesh(
         grid,
-        device,
+        choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
         timeout_minutes=parallel.distributed_timeout_minutes,
         comm_timer=lambda: timers(COMMUNICATION),
+        control=ranks.group,
     )
 
 
@@ -111,13 +105,6 @@ def build_ranks(mesh: Mesh) -> Ranks:
     return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
-def make_printer(mesh: Mesh) -> Callable[[str], None]:
-    """Return a function that prints on rank 0. It is used before the reporter exists."""
-    if mesh.rank == 0:
-        return lambda line: print(line, flush=True)
-    return lambda line: None
-
-
 @contextlib.contextmanager
 def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     """Make this run the only writer of the folder `--save` within a `with` block.
@@ -133,65 +120,53 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
         return
     root = Path(config.checkpoint.save)
 
-    # The failure is returned and not raised, because all ranks must reach the gather below.
-    def acquire() -> tuple[Lease | None, str | None, Exception | None]:
-        """Return the lease, what went wrong, and the error."""
-        lease = None
-        try:
-            if mesh.rank == 0:
-                check_writable(root)
-                lease = Lease.acquire(root, make_printer(mesh))
-                # The marker records that no checkpoint has been saved here yet. Without it, the
-                # next launch would take the files of this one for traces of a lost run.
-                if not list_run_leftovers(root):
-                    mark_started(root)
-        except CheckpointError as error:
-            return lease, str(error), error
-        except OSError as error:
-            return lease, f"--save {root} cannot be written: {error}", error
-        return lease, None, None
+    held: list[Lease] = []
 
-    ranks = build_ranks(mesh)
-    lease, problem, cause = ranks.work(
-        acquire, f"acquiring the lease of {root}", make_printer(mesh)
-    )
-    # Only rank 0 can fail here. Its message is raised on every rank, so that none waits for it.
-    problem = ranks.gather(problem)[0]
-    if problem is not None:
-        raise CheckpointError(problem) from cause
+    def acquire() -> None:
+        try:
+            check_writable(root)
+            held.append(Lease.acquire(root, say))
+            # The marker records that no checkpoint has been saved here yet. Without it, the next
+            # launch would take the files of this one for traces of a lost run.
+            if not list_run_leftovers(root):
+                mark_started(root)
+        except OSError as error:
+            raise CheckpointError(f"--save {root} cannot be written: {error}") from error
+
+    say = make_printer(mesh.rank)
     try:
-        yield lease
+        build_ranks(mesh).call_on_rank_0(acquire, f"acquiring the lease of {root}", say)
+        yield held[0] if held else None
     finally:
-        if lease is not None:
+        for lease in held:
             lease.release()
 
 
-def start_run(loaded: LoadedConfig, mesh: Mesh, timers: Timers, lease: Lease | None) -> Run:
-    """Start a run from scratch, or from the checkpoint that rank 0 finds.
+def start_run(
+    loaded: LoadedConfig, job: Job, mesh: Mesh, timers: Timers, lease: Lease | None
+) -> Run:
+    """Start the job, from scratch or from its checkpoint.
 
-    If that checkpoint turns out to be damaged, the run starts from the one before it.
+    If another run has saved meanwhile, this one starts from there. If the checkpoint turns out to
+    be damaged, it starts from the one before it.
 
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.
         ConfigError: See `resolve_job`.
-        LayoutError: Configuration, code version or files of a rank differ from rank 0's.
+        LayoutError: Small files of a rank differ from rank 0's.
     """
     config = loaded.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh)
+    say = make_printer(mesh.rank)
     # The handlers come first, so that a signal during the construction is not lost.
     exits = Exits(config.batch, mesh)
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
     # Each pass either returns, raises, or adds one checkpoint to `damage`. The loop ends because
-    # `agree_on_start` does not return a checkpoint that is listed there.
+    # `confirm_job` does not return a checkpoint that is listed there.
     while True:
-        start = agree_on_start(
-            select_checkpoint_config(config), ranks, damage, holds_lease=own, say=say
-        )
-        job = resolve_job(loaded, mesh.grid.world_size, start.checkpoint)
-        check_agreement(job.plan.config, job.state.iteration, mesh)
+        job = confirm_job(loaded, job, ranks, damage, holds_lease=own, say=say)
         check_small_files(job.plan.config, ranks, mesh.describe())
         for note in job.notes:
             say(f"warning: {note}")
@@ -242,8 +217,47 @@ def build_engine(
 
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
-    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh))
+    make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh.rank))
     return make(plan, mesh, timers, before_update)
+
+
+def load_engine(
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, say: Callable[[str], None]
+) -> str | None:
+    """Load a checkpoint of any layout into the engine, on all ranks together.
+
+    Returns:
+        A description of the damage, the same on all ranks, or None if the checkpoint is valid.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
+            needed.
+    """
+    with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
+    if with_optimizer and checkpoint.optimizer is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved without the optimizer's state; give --no-load-optim to "
+            "continue with moments of zero"
+        )
+    shards = engine.shards(optimizer=with_optimizer)
+
+    def read() -> DamagedError | None:
+        try:
+            checkpoint.load_into(shards, config.model)
+        except DamagedError as damage:
+            return damage
+        return None
+
+    # Ranks must agree on the damage before any of them goes on. A rank that read its part without
+    # an error would otherwise train on weights that the others do not have.
+    damage = ranks.work(read, f"loading {checkpoint.folder}", say)
+    damaged = agree_on_damage(checkpoint, damage, ranks)
+    if damaged is None:
+        # Checked after the digests, because a damaged file may hold any number. Weights that are
+        # not finite in a valid file cannot be trained further.
+        refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
+        engine.finish_load(checkpoint.optimizer if with_optimizer else None)
+    return damaged
 
 
 def build_run(
@@ -267,7 +281,7 @@ def build_run(
     state = job.state
     config = job.plan.config
     ranks = build_ranks(mesh)
-    say = make_printer(mesh)
+    say = make_printer(mesh.rank)
     sources = open_data(plan, mesh, state, say)
     data_files = DataFiles(sources.registry, state, ranks, mesh.describe(), say)
     # Digests of small files are known by now. A changed file must be found before the first step.

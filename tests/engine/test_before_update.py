@@ -19,10 +19,12 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.engine.base import Engine
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan import resolve
-    from megatron.training.setup import build_engine, build_timers, join_ranks
+    from megatron.training.join import join_ranks
+    from megatron.training.setup import build_engine, build_timers, divide_ranks
 
     world = read_launcher_world(None)
-    plan = resolve(load_config([*ARGV.split(), *flags.split()]).config, world.size)
+    loaded = load_config([*ARGV.split(), *flags.split()])
+    plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
     timers = build_timers(world)
     phase = "construction"
@@ -38,7 +40,7 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
         calls.append(phase)
         unchanged.append(all(map(torch.equal, before, copy_state())))
 
-    mesh = join_ranks(plan, world, timers)
+    mesh = divide_ranks(plan, join_ranks(loaded, world), world, timers)
     engine = build_engine(plan, mesh, timers, before_update)
     tokens = torch.randint(0, 100, (2, 1, 17), generator=torch.Generator().manual_seed(0))
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]

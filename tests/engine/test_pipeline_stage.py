@@ -101,12 +101,14 @@ def walk(flags: str, steps: list[Work]) -> list[Seen]:
     from megatron.engine.native import NativeEngine
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan import resolve
-    from megatron.training.setup import build_timers, join_ranks
+    from megatron.training.join import join_ranks
+    from megatron.training.setup import build_timers, divide_ranks
 
     world = read_launcher_world(None)
-    plan = resolve(load_config([*ARGV.split(), *flags.split()]).config, world.size)
+    loaded = load_config([*ARGV.split(), *flags.split()])
+    plan = resolve(loaded.config, world.size)
     plan.raise_on_errors()
-    mesh = join_ranks(plan, world, build_timers(world))
+    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
     engine = NativeEngine(plan, mesh)
     seen = []
     trained = 0

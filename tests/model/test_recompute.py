@@ -28,7 +28,8 @@ def run_block(partition: bool) -> tuple[Tensor, Tensor, bool]:
     """
     from megatron.model.recompute import Recomputation
     from megatron.parallel.grid import Grid
-    from megatron.parallel.mesh import build_mesh, start_process_group
+    from megatron.parallel.mesh import build_mesh
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     tp = build_mesh(Grid(pipeline=1, data=1, tensor=2), torch.device("cpu")).tensor_parallel

@@ -46,7 +46,8 @@ def join() -> TensorParallel:
     import os
 
     from megatron.parallel.grid import Grid
-    from megatron.parallel.mesh import build_mesh, start_process_group
+    from megatron.parallel.mesh import build_mesh
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     grid = Grid(pipeline=1, data=1, tensor=int(os.environ["WORLD_SIZE"]))

@@ -55,7 +55,7 @@ def pretrain_and_count(argv: list[str]) -> tuple[list[str], str]:
 def gather_objects() -> int:
     import torch.distributed as dist
 
-    from megatron.parallel.mesh import start_process_group
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     with unpickled() as found:
@@ -66,12 +66,24 @@ def gather_objects() -> int:
 def gather_values(values: list) -> tuple[list, list[str]]:
     import torch.distributed as dist
 
-    from megatron.parallel.mesh import start_process_group
     from megatron.parallel.messages import gather_json
+    from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
     with unpickled() as found:
         return gather_json(values[dist.get_rank()], dist.group.WORLD), found
+
+
+def broadcast_values(values: list) -> tuple[list, list[str]]:
+    import torch.distributed as dist
+
+    from megatron.parallel.messages import broadcast_json
+    from megatron.parallel.rendezvous import start_process_group
+
+    start_process_group("gloo", 1)
+    with unpickled() as found:
+        group = dist.group.WORLD
+        return [broadcast_json(v if dist.get_rank() == 0 else None, group) for v in values], found
 
 
 def test_unpickling_by_torch_is_counted(pool: ProcessPool) -> None:
@@ -84,15 +96,24 @@ def test_values_of_any_length_arrive(pool: ProcessPool) -> None:
         assert outcome.value == (values, []), outcome.output
 
 
+def test_rank_0s_values_arrive_everywhere(pool: ProcessPool) -> None:
+    values: list[Any] = [{"ä": [1, 2.5, True, None], "b": {"c": "x" * 100_000}}, [], "€", None, 0.1]
+    for outcome in pool.run(3, broadcast_values, values):
+        assert outcome.value == (values, []), outcome.output
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError), (Path("/"), TypeError)]
 )
 def test_a_value_that_json_does_not_have_is_refused(value: object, error: type[Exception]) -> None:
-    from megatron.parallel.messages import gather_json
+    from megatron.parallel.messages import broadcast_json, gather_json
 
     with pytest.raises(error):
         gather_json(value, None)
+    with pytest.raises(error):
+        broadcast_json(value, None)
     assert gather_json((1, "a"), None) == [[1, "a"]]
+    assert broadcast_json((1, "a"), None) == [1, "a"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from process_pool import ProcessPool, succeed
 
 from megatron.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
-from megatron.parallel.mesh import choose_device, start_process_group
+from megatron.parallel.rendezvous import choose_device, start_process_group
 from megatron.parallel.rng import mix
 
 

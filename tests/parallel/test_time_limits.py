@@ -60,7 +60,7 @@ def test_every_group_has_the_limit(
 
 
 def join(minutes: float, starts: bool) -> None:
-    from megatron.parallel.mesh import start_process_group
+    from megatron.parallel.rendezvous import start_process_group
 
     if starts:
         start_process_group("gloo", minutes)

@@ -1,0 +1,101 @@
+"""The meeting of all ranks at the start: the device, the process group and the group for messages.
+
+Nothing here depends on the layout. `parallel/mesh.py` divides the ranks into groups afterwards.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import LayoutError
+from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """Return the GPU of this local rank, or the CPU if there is no GPU.
+
+    If there are fewer GPUs than local ranks, the ranks share them in turn.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(backend: str, timeout_minutes: float) -> None:
+    """Join the world that the launcher's environment describes.
+
+    It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        LayoutError: `backend` is nccl on a machine without GPUs, or ranks have not arrived within
+            the limit.
+    """
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise LayoutError(
+            "--distributed-backend nccl needs GPUs and torch sees none on this host; "
+            "use --distributed-backend gloo"
+        )
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = _meet(rank, world_size, timedelta(minutes=timeout_minutes))
+    limit = TimeLimit(timeout_minutes)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=limit.collective
+    )
+
+
+def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
+    """Return the store of the world, after all ranks have arrived at it.
+
+    Raises:
+        LayoutError: Some ranks have not arrived within the limit. The message names them.
+    """
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    keeps_it = rank == 0 and store_is_rank_zeros()
+    # `wait_for_workers` would wait inside torch, and its error does not name missing ranks. The
+    # ranks are awaited below instead. With `multi_tenant`, stores of one process at the same port
+    # share a server.
+    try:
+        store: dist.Store = dist.TCPStore(
+            host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        raise LayoutError(
+            f"rank {rank} on {os.uname().nodename} cannot reach the store at {host}:{port} within "
+            f"--distributed-timeout-minutes {limit / timedelta(minutes=1):g}: {error}; "
+            "check that rank 0 was started there and that this host can connect to that port"
+        ) from error
+    # torchrun's agent keeps one store over all its restarts. A prefix for each restart separates
+    # its keys from those of earlier ones.
+    if restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
+        store = dist.PrefixStore(f"restart{restart}", store)
+    keys = [f"arrived/{other}" for other in range(world_size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, limit)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise LayoutError(
+            f"these of {world_size} ranks have not joined within --distributed-timeout-minutes "
+            f"{limit / timedelta(minutes=1):g}: "
+            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; "
+            "check that each was started with this WORLD_SIZE and that its host can connect to "
+            f"{host}:{port}"
+        ) from error
+    return store
+
+
+def build_control_group(timeout_minutes: float) -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks for small messages. All ranks call it together.
+
+    Args:
+        timeout_minutes: The limit that the group's time-out is derived from.
+    """
+    if dist.get_backend() == "gloo":
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo", timeout=TimeLimit(timeout_minutes).collective)

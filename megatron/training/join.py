@@ -1,0 +1,47 @@
+"""The first meeting of the ranks, before any of them knows the layout."""
+
+import os
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron.checkpoint.ranks import Ranks
+from megatron.config.cli import LoadedConfig, combine_errors
+from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.ranges import check_ranges
+from megatron.parallel.launcher import LaunchedWorld
+from megatron.parallel.messages import gather_json
+from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+
+
+def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
+    """Start the process group if there are several ranks. Return the ranks, named by their hosts.
+
+    Raises:
+        ConfigError: A number of the configuration is out of its range.
+        LayoutError: See `start_process_group`.
+    """
+    # The device is set before the process group starts. NCCL would otherwise use device 0 on every
+    # rank of the host.
+    device = choose_device(world.local_rank)
+    host = os.uname().nodename
+    if world.size == 1:
+        return Ranks(names=(f"rank 0 on {host}",))
+    # The time limit is used below. Rank 0 checks everything else together, once the ranks have met.
+    if wrong := list(check_ranges(ConfigWithOrigin(loaded.config, loaded.origin))):
+        raise combine_errors(wrong)
+    parallel = loaded.config.parallel
+    minutes = parallel.distributed_timeout_minutes
+    backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    start_process_group(backend, minutes)
+    control = build_control_group(minutes)
+    rank = dist.get_rank()
+    names = gather_json(f"rank {rank} on {host}", control)
+    return Ranks(rank, world.size, control, tuple(names))
+
+
+def make_printer(rank: int) -> Callable[[str], None]:
+    """Return a function that prints on rank 0. It is used before the reporter exists."""
+    if rank == 0:
+        return lambda line: print(line, flush=True)
+    return lambda line: None
