@@ -85,7 +85,10 @@ def find_lineage_before(root: Path, iteration: int) -> Lineage | None:
     None if its manifest is damaged and `LINEAGE_FILE` has no valid copy for it.
     """
     try:
-        return read_lineage(read_manifest(find_stored_folder(root, iteration)))[:-1]
+        manifest = read_manifest(find_stored_folder(root, iteration))
+        # A folder that was renamed by hand holds another checkpoint, with another lineage.
+        if manifest.iteration == iteration:
+            return read_lineage(manifest)[:-1]
     except DamagedError:
         pass
     try:

@@ -92,9 +92,9 @@ class StageResult:
     """What a stage returned on one rank. Empty for PREPARE and READ_BACK."""
 
     written: WrittenFile | None = None
-    """Of WRITE: the file of this rank. None if the rank owns no shard."""
+    """The file that this rank wrote in WRITE. None if the rank owns no shard."""
     published: Published | None = None
-    """Of FINISH_EARLIER and PUBLISH, on rank 0: the checkpoint that is safe now."""
+    """The checkpoint that is safe after FINISH_EARLIER or PUBLISH. Only on rank 0."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON, for the other ranks."""
