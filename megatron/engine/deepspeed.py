@@ -40,7 +40,6 @@ from megatron.engine.base import (
     skip_timing,
     skip_waiting,
 )
-from megatron.engine.common import EngineBase
 from megatron.engine.deepspeed_adapters import (
     FixedLossScaler,
     MeshMpu,
@@ -50,6 +49,7 @@ from megatron.engine.deepspeed_adapters import (
 )
 from megatron.engine.deepspeed_settings import build_settings, get_effective_zero_stage
 from megatron.engine.describe import list_kernels
+from megatron.engine.engine_base import EngineBase
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
 from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica

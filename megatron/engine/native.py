@@ -21,8 +21,8 @@ from megatron.engine.base import (
     skip_timing,
     skip_waiting,
 )
-from megatron.engine.common import EngineBase
 from megatron.engine.describe import list_kernels
+from megatron.engine.engine_base import EngineBase
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage
