@@ -4,6 +4,8 @@ Nothing here depends on the layout. `parallel/mesh.py` divides the ranks into gr
 """
 
 import os
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -11,6 +13,11 @@ import torch.distributed as dist
 
 from megatron.errors import LayoutError
 from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
+
+_NAMED = 16
+"""Number of missing ranks that a message names."""
+_STORE_SECONDS = 2.0
+"""Time for which rank 0 keeps the store after a failed meeting."""
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -79,15 +86,28 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     try:
         store.wait(keys, limit)
     except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = _name_missing(store, keys)
+        if keeps_it:
+            # The store ends with this rank. The others still ask it who is missing.
+            time.sleep(_STORE_SECONDS)
         raise LayoutError(
             f"these of {world_size} ranks have not joined within --distributed-timeout-minutes "
-            f"{limit / timedelta(minutes=1):g}: "
-            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}; "
+            f"{limit / timedelta(minutes=1):g}: {missing}; "
             "check that each was started with this WORLD_SIZE and that its host can connect to "
             f"{host}:{port}"
         ) from error
     return store
+
+
+def _name_missing(store: dist.Store, keys: Sequence[str]) -> str:
+    """Return the ranks that have not set their key, for a message."""
+    try:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except dist.DistError:
+        return "rank 0 has ended before this one, and its message names them"
+    if len(missing) > _NAMED:
+        missing = [*missing[:_NAMED], "..."]
+    return ", ".join(missing)
 
 
 def build_control_group(timeout_minutes: float) -> dist.ProcessGroup | None:
