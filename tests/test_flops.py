@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, Normalization
 from megatron.model import flops
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
@@ -83,7 +83,7 @@ def count_built_parameters(shape: ModelShape, tp: TensorParallel) -> int:
 def test_counts_equal_those_of_the_built_model():
     switches: dict[str, list[Any]] = {
         "num_query_groups": [None, 2],
-        "normalization": ["LayerNorm", "RMSNorm"],
+        "normalization": list(get_args(Normalization)),
         "glu_activation": [None, "geglu"],
         "add_bias_linear": [True, False],
         "untie_embeddings_and_output_weights": [True, False],

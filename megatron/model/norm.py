@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import apex
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, Normalization
 from megatron.parallel.layers import Init, make_replicated_parameter
 from megatron.parallel.mesh import TensorParallel
 
@@ -111,12 +111,16 @@ class RMSNorm(nn.Module):
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
+_NORMS: dict[Normalization, type[LayerNorm] | type[RMSNorm]] = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}
+"""Value of --normalization -> its class. A choice without a row is an error."""
+
+
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
-    kind: type[LayerNorm] | type[RMSNorm] = RMSNorm
-    if config.normalization == "LayerNorm":
-        kind = LayerNorm
-    return kind(config.hidden_size, config.layernorm_epsilon, tp)
+    return _NORMS[config.normalization](config.hidden_size, config.layernorm_epsilon, tp)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -51,7 +51,7 @@ def test_second_call_resumes(data: Path) -> None:
     ("script", "layout"),
     [
         ("pretrain_gpt_distributed.sh", "2 x "),
-        ("pretrain_gpt_distributed_with_mp.sh", "TP 2"),
+        ("pretrain_gpt_distributed_with_mp.sh", "pipeline 2 x data 1 x tensor 2"),
         ("pretrain_gpt_deepspeed.sh", "PipelineEngine"),
     ],
 )
