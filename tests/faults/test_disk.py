@@ -197,7 +197,7 @@ def test_save_without_enough_room_is_not_started(
     output = job.fail()
     assert failures(output) == [(8, 1), (9, 2), (10, 3)]
     assert retries(output) == [9, 10]
-    sizes = r"rank 0 on \S+: the checkpoint needs [\d.]+ [kM]B, and \S+ has [\d.]+ [kM]B free"
+    sizes = r"rank 0 on \S+: the checkpoint needs \d\.\d\d MB, and \S+ has \d\.\d\d MB free"
     assert len(re.findall(sizes, output)) == 3
     error = output.rpartition("CheckpointError:")[2]
     assert "the run ends here" in error

@@ -20,6 +20,7 @@ SCRIPTS = sorted(
     for path in (ROOT / folder).rglob("*.slurm")
 )
 TRAINING = [script for script in SCRIPTS if "pretrain_gpt.py" in (ROOT / script).read_text()]
+EXAMPLE = "examples/pretrain_gpt.slurm"
 PUBLISHED = {
     "train/tr8-104B/tr8-104B.slurm": "tr8-104B",
     "train/tr8-104B/tr8-104B-64.slurm": "tr8-104B",
@@ -53,13 +54,13 @@ def test_scripts_are_found() -> None:
     } <= set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, EXAMPLE])
 def test_slurm_accepts_the_script(script: str, cluster: Cluster) -> None:
     """The partition has 128 nodes of 8 GPUs, which never start."""
     cluster.run("sbatch", "--test-only", "--partition=absent", str(ROOT / script))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, EXAMPLE])
 def test_script_has_no_syntax_error(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 

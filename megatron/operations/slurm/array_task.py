@@ -31,7 +31,7 @@ from megatron.operations.monitor.alerts import format_time
 from megatron.operations.slurm import attempts, node_report
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-"""Root of the repository. The steps of srun run in this folder."""
+"""Root of the repository, if the package runs from a checkout. The steps of srun run there."""
 TAIL_BYTES = 1 << 16
 """Number of bytes at the end of the log in which the last lines of the training are searched."""
 _TRIES = 4
