@@ -89,7 +89,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"data_path": ("0", "a", "1", "b")}, "'0' must be a weight, a number above 0"),
     (
         {"data_path": ("a",), "train_weighted_split_paths": ("t: 1 0:1 a",)},
-        "--train-weighted-split-paths t: 1 0:1 a defines its own parts",
+        "--data-path a is divided by --split, but --train-weighted-split-paths t: 1 0:1 a defines",
     ),
     (
         {"valid_weighted_split_paths": ("v",), "valid_weighted_split_paths_path": "f"},
@@ -105,7 +105,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"pp_partition_method": "parameters", "num_layers_per_virtual_pipeline_stage": 2},
-        "--num-layers-per-virtual-pipeline-stage 2 both divide the layers into stages",
+        "--pp-partition-method parameters and --num-layers-per-virtual-pipeline-stage 2 both",
     ),
     ({"cpu_optimizer": True}, "--cpu-optimizer needs --deepspeed; without it, --zero-stage shards"),
     (

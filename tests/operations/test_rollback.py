@@ -150,7 +150,7 @@ def test_a_rollback_is_recorded(run: FakeRun) -> None:
     chronicles = (run.root / "chronicles.md").read_text()
     assert chronicles.startswith("# Chronicles\n\nIt began.\n\n## ")
     assert ": rolled back from iteration 8 to 4\n" in chronicles
-    assert "\n- Reason: loss spike at 6\n" in chronicles
+    assert "\n- Reason: loss spike at 6\n- Skipped from there: 5-6\n" in chronicles
 
 
 def test_a_second_rollback_is_recorded_after_the_first(run: FakeRun, tmp_path: Path) -> None:

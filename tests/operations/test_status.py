@@ -475,7 +475,7 @@ def test_lower_throughput_is_an_alert(squeue: Squeue, log: Path) -> None:
     assert found(log) == ""
     train(log, 35, 40, tflops=60.0)
     text = found(log)
-    assert "has become slower: 60 TFLOPs" in text
+    assert "has become slower: 60 TFLOPs (median of the newest 10 log lines)" in text
     assert "150 earlier, 40%" in text
     assert found(log, slower_than=0.39) == ""
     # While no job runs, the speed is not checked.

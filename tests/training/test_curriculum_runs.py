@@ -254,12 +254,12 @@ def test_changed_curriculum_is_refused_on_resume(run: Runner) -> None:
     assert "curriculum differs from the checkpoint's" in error
     assert "over 8 iterations in steps of 8 here" in error
     assert "over 5 iterations in steps of 8 in the checkpoint" in error
-    assert "sequences of 16 tokens here and of 24 in the checkpoint" in error
+    assert "iteration 4 has sequences of 16 tokens here and of 24 in the checkpoint" in error
     assert "--override-lr-scheduler" in error
     assert "--use-checkpoint-lr-scheduler" in error
     gone = run.error(f"--train-iters 20 --train-tokens {TOKENS} --lr-decay-tokens {TOKENS}")
     assert "none here, fixed_linear" in gone
-    assert "sequences of 32 tokens here and of 24 in the checkpoint" in gone
+    assert "iteration 4 has sequences of 32 tokens here and of 24 in the checkpoint" in gone
     assert run.losses_of_training() == [1, 2, 3]
 
 

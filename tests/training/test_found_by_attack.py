@@ -117,7 +117,7 @@ def test_tensorboard_on_a_full_disk_does_not_stop_the_run(run: Runner, tmp_path:
         output = run(f"--train-iters 60 --tensorboard-dir {small}/tb --tensorboard-queue-size 2")
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
-    assert "cannot write TensorBoard events" in output
+    assert "training continues, and the events are kept in memory" in output
     assert run.metrics()[-1]["iteration"] == 60
 
 

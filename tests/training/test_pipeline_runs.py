@@ -28,7 +28,7 @@ def test_each_schedule_and_its_idle_time_are_printed_once(run: Runner) -> None:
         (
             f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 3",
             2,
-            "must divide --num-layers 4",
+            "must divide --num-layers 4; use 1, 2",
         ),
         (
             f"{PIPELINE} --pp-partition-method by-weight",

@@ -64,7 +64,7 @@ def test_changed_seed_shuffles_only_samples_that_are_not_consumed(
 ) -> None:
     run("--exit-interval 5")
     output = run("--seed 99")
-    assert "from sample 20 on" in output
+    assert "--seed changed from 1234 to 99; from sample 20 on" in output
     other("")
     assert run.losses()[5] == other.losses()[5]
     assert run.losses()[6] != other.losses()[6]
