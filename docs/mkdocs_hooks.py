@@ -1,8 +1,8 @@
 """Hooks of the documentation site. mkdocs calls them by their names.
 
 Pages under docs/ link to files outside it, such as `../megatron/plan.py`. These links work where
-the repository is browsed. The site has no such files, so each link becomes its text. A link to a
-file that does not exist is an error on the site, too.
+the repository is browsed. The site has no such files. A link then leads to the repository if
+`repo_url` is set, and becomes its text otherwise. A link to a file that does not exist is an error.
 
 The reference pages and the list of decisions exist only on the site. They are made from the files
 that exist, so a new module or decision needs no change here.
@@ -74,7 +74,7 @@ def _make_row(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Replace the links of a page that lead out of docs/ by their texts.
+    """Replace the links of a page that lead out of docs/.
 
     Args:
         markdown: The text of the page.

@@ -2,9 +2,9 @@
 # Train a small GPT on one device: a GPU, or the CPU.
 #
 #     bash examples/pretrain_gpt.sh
-#     bash examples/pretrain_gpt.sh --train-iters 1000 --bf16      # flags at the end win
+#     bash examples/pretrain_gpt.sh --train-iters 1000 --override-lr-scheduler    # flags at the end win
 #
-# The second call resumes. The results are in runs/pretrain_gpt, or in $EXAMPLE_DIR.
+# The second call resumes. It needs the second flag, because the decay ends with the training. The results are in runs/pretrain_gpt, or in $EXAMPLE_DIR.
 set -euo pipefail
 EXAMPLE_DIR="${EXAMPLE_DIR:-runs/pretrain_gpt}"
 source "$(dirname "${BASH_SOURCE[0]}")/tiny_data.sh"

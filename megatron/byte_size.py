@@ -2,7 +2,7 @@
 
 
 def format_bytes(size: float) -> str:
-    """Return a size with three digits, in units of 1000 as disks and quotas are sold."""
+    """Return a size with at most two decimals, in units of 1000 as disks and quotas are sold."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
         # 999.5 would be rounded to 1000, which has four digits.

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
-"""Errors that mean that another process holds the lock. Others mean that locks do not work."""
+"""Errors after which another process is taken to hold the lock. Others mean that there are none."""
 
 
 class LockResult(Enum):

@@ -38,12 +38,11 @@ class Work(Generic[Result]):
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if in_thread:
+            # A daemon thread does not keep the process alive when a file system hangs.
             self._thread = threading.Thread(target=self._run, name="save", daemon=True)
-        # A daemon thread does not keep the process alive when a file system hangs.
-        if self._thread is None:
-            self._run()
-        else:
             self._thread.start()
+        else:
+            self._run()
 
     def _run(self) -> None:
         try:

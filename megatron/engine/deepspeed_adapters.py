@@ -102,15 +102,12 @@ class MeshMpu:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        # Without a device mesh the world has one rank, so its group is every group.
-        alone = dist.group.WORLD
         if mesh.devices is None:
-            self._tensor = alone
+            # The world has one rank, so its group is every group.
+            self._tensor = dist.group.WORLD
+            self._data = dist.group.WORLD
         else:
             self._tensor = mesh.devices.get_group("tp")
-        if mesh.devices is None:
-            self._data = alone
-        else:
             self._data = mesh.devices.get_group("dp")
 
     def get_model_parallel_rank(self) -> int:

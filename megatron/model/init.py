@@ -14,8 +14,8 @@
 | *.bias                        | ZERO          | 0                            |
 
 sigma is `--init-method-std`. A parameter's `ParameterSpec` states its kind. Its name decides
-nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero,
-which is not done here.
+nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
+The engines set them, not this module.
 
 The invariant: the value of an element depends on the seed, the name of the parameter, the block of
 its row, and its position in that block. It does not depend on the layout. Every layout, engine and

@@ -67,8 +67,8 @@ def make_replicated_parameter(
 ) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
 
-    It is for places where the sequence may be sharded: norms, and biases after the sum. With
-    sequence parallelism its gradient is therefore partial.
+    It is for places where the sequence may be sharded: norms, learned positions, and biases after
+    the sum. With sequence parallelism its gradient is therefore partial.
     """
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
 

@@ -104,7 +104,9 @@ def _name_missing(store: dist.Store, keys: Sequence[str]) -> str:
     try:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except dist.DistError:
-        return "rank 0 has ended before this one, and its message names them"
+        if store_is_rank_zeros():
+            return "rank 0 has ended before this one, and its message names them"
+        return "the launcher that keeps the store has ended, so they are not known"
     if len(missing) > _NAMED:
         missing = [*missing[:_NAMED], "..."]
     return ", ".join(missing)

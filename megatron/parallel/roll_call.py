@@ -83,7 +83,7 @@ class RollCall:
         Args:
             store: The rendezvous store.
             rank: This rank.
-            names: The names of all ranks for messages. See `Mesh.describe`.
+            names: The names of all ranks for messages.
             limit: The limit of `--distributed-timeout-minutes`.
         """
         self._rank = rank
@@ -104,6 +104,13 @@ class RollCall:
         self._thread = threading.Thread(
             target=self._answer, args=(own,), name="roll call", daemon=True
         )
+
+    def use_names(self, names: Sequence[str]) -> None:
+        """Name the ranks in messages by these names from now on.
+
+        The coordinates of the ranks are known only after the ranks have been divided.
+        """
+        self._names = names
 
     def __enter__(self) -> "RollCall":
         """Start to answer calls."""

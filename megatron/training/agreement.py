@@ -85,9 +85,9 @@ def _describe_deepspeed_settings(config: Config) -> str:
         return "{}"
     # A rank that raised here would leave the others waiting. If no rank has the file, rank 0
     # refuses the flag.
-    if not Path(path).is_file():
-        return "nothing (the file does not exist)"
     try:
+        if not Path(path).is_file():
+            return "nothing (the file does not exist)"
         return json.dumps(select_passed_on(read_json(path)), sort_keys=True)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         return f"nothing ({error})"

@@ -40,18 +40,21 @@ def pretrain(loaded: LoadedConfig) -> None:
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    check_agreement(config, ranks)
-    # Mistakes are reported here, before this run touches its folder or waits for the lease.
-    job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
-    timers = build_timers(world)
-    mesh = divide_ranks(job.plan, ranks, world, timers)
-    with build_roll_call(job.plan, mesh), hold_folder_lease(config, mesh) as lease:
-        run = start_run(loaded, job, mesh, timers, lease)
-        try:
-            if config.batch.eval_only:
-                evaluate_only(run)
-            else:
-                train(run)
-        finally:
-            run.sources.close()
-            run.reporter.close()
+    with build_roll_call(config, ranks) as roll_call:
+        check_agreement(config, ranks)
+        # Mistakes are reported here, before this run touches its folder or waits for the lease.
+        job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+        timers = build_timers(world)
+        mesh = divide_ranks(job.plan, ranks, world, timers)
+        if roll_call is not None:
+            roll_call.use_names(mesh.names)
+        with hold_folder_lease(config, mesh) as lease:
+            run = start_run(loaded, job, mesh, timers, lease)
+            try:
+                if config.batch.eval_only:
+                    evaluate_only(run)
+                else:
+                    train(run)
+            finally:
+                run.sources.close()
+                run.reporter.close()

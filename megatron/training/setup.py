@@ -86,17 +86,19 @@ def build_timers(world: LaunchedWorld) -> Timers:
     return Timers(choose_device(world.local_rank))
 
 
-def build_roll_call(plan: Plan, mesh: Mesh) -> contextlib.AbstractContextManager[object]:
+def build_roll_call(
+    config: Config, ranks: Ranks
+) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
 
     The run then ends with a `LostRanksError`. See `RollCall`.
     """
-    if mesh.control is None:
+    if ranks.group is None:
         return contextlib.nullcontext()
     # PyTorch has no public way to get the store of the default process group.
     store = dist.distributed_c10d._get_default_store()
     return RollCall(
-        store, mesh.rank, mesh.names, TimeLimit(plan.config.parallel.distributed_timeout_minutes)
+        store, ranks.rank, ranks.names, TimeLimit(config.parallel.distributed_timeout_minutes)
     )
 
 

@@ -42,6 +42,15 @@ def watch_start(argv: list[str]) -> list[str]:
     return made
 
 
+def pretrain_with_lost_search(argv: list[str]) -> None:
+    """Train with a search for the checkpoint that fails in a way that no check expects."""
+    import megatron.training.job as job_module
+
+    error = PermissionError(13, "Permission denied", "/nowhere/kill-switch")
+    with mock.patch.object(job_module, "find_start", side_effect=error):
+        pretrain(argv)
+
+
 def pretrain_as_version(argv: list[str], version: str) -> None:
     """Train with this rank's code version replaced."""
     import megatron.training.agreement as agreement
@@ -163,3 +172,12 @@ def test_what_a_checkpoint_decides_reaches_every_rank(run: Runner) -> None:
     assert vars(received.plan) | {"warnings": ()} == vars(job.plan) | {"warnings": ()}
     assert received.state == job.state
     assert received.checkpoint == job.checkpoint
+
+
+def test_rank_that_is_lost_during_the_start_is_named(run: Runner, pool: ProcessPool) -> None:
+    """Rank 0 fails alone while the other rank waits for the job."""
+    outcomes = pool.run(2, pretrain_with_lost_search, run.argv("--distributed-timeout-minutes 0.2"))
+    assert outcomes[0].kind == "PermissionError"
+    assert outcomes[1].kind == "LostRanksError"
+    assert "the ranks cannot continue together" in str(outcomes[1].error)
+    assert "rank 0 on " in str(outcomes[1].error)
