@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from corpora import golden, short_hash
+from data.corpora import golden, short_hash
 
 from megatron.data.blend import blend, compute_samples_per_dataset, count_drawn_samples, normalise
 from megatron.data.cache import IndexCache

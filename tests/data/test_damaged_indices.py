@@ -6,7 +6,7 @@ never a crash.
 
 import numpy as np
 import pytest
-from corpora import write_numbered
+from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy

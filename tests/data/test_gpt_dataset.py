@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from corpora import HUNDRED, THOUSAND_IDX, golden, short_hash, write_numbered
+from data.corpora import HUNDRED, THOUSAND_IDX, golden, short_hash, write_numbered
 from shared_data import shared_dir
 
 from megatron.data import index_numpy

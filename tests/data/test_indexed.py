@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import HUNDRED
+from data.corpora import HUNDRED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

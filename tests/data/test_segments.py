@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from corpora import write_numbered
+from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data.segments import Segment

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from corpora import HUNDRED, write_numbered
+from data.corpora import HUNDRED, write_numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

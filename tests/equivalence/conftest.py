@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from corpus import EVALUATED, NO_DROPOUT, UNTIED, Single, command
+from equivalence.corpus import EVALUATED, NO_DROPOUT, UNTIED, Single, command
 from process_pool import ProcessPool, pretrain, succeed
 
 

@@ -1,6 +1,6 @@
 """Command lines of the tiny GPT that the equivalence tests train on real text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.observe.metrics import read_metrics
@@ -76,7 +76,7 @@ def validation(folder: Path) -> list[tuple[float]]:
     return [(entry["validation"]["validation"],) for entry in entries if "validation" in entry]
 
 
-def worst(a: list[tuple[float, ...]], b: list[tuple[float, ...]]) -> float:
+def worst(a: Sequence[tuple[float, ...]], b: Sequence[tuple[float, ...]]) -> float:
     """Return the largest relative difference between two curves of the same length."""
     assert len(a) == len(b) > 0, f"curves of {len(a)} and {len(b)} iterations"
     return max(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import combinations, product
 
-from corpus import SIZES, UNTIED
+from equivalence.corpus import SIZES, UNTIED
 
 from megatron.schedule.pipeline import choose_schedule
 

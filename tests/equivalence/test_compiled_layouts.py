@@ -7,7 +7,7 @@ because the halves of a layer are compiled with `fullgraph`.
 from pathlib import Path
 
 import pytest
-from corpus import NO_DROPOUT, command, curve, validation, worst
+from equivalence.corpus import NO_DROPOUT, command, curve, validation, worst
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5

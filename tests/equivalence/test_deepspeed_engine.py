@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from corpus import (
+from equivalence.corpus import (
     EVALUATED,
     NO_DROPOUT,
     UNTIED,
@@ -18,7 +18,7 @@ from corpus import (
     validation,
     worst,
 )
-from layouts import RECOMPUTE
+from equivalence.layouts import RECOMPUTE
 from process_pool import ProcessPool, pretrain, succeed
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpus import NO_DROPOUT, command, curve, worst
-from layouts import Layout
+from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.layouts import Layout
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from corpus import EVALUATED, NO_DROPOUT, UNTIED, command, curve, validation, worst
+from equivalence.corpus import EVALUATED, NO_DROPOUT, UNTIED, command, curve, validation, worst
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5

@@ -12,7 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from corpus import (
+from equivalence.corpus import (
     EVALUATED,
     NO_DROPOUT,
     SHAPES,
@@ -24,7 +24,7 @@ from corpus import (
     validation,
     worst,
 )
-from layouts import LAYOUTS, VALUES, Layout, pairs, possible
+from equivalence.layouts import LAYOUTS, VALUES, Layout, pairs, possible
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import NO_DROPOUT, command, curve, worst
-from layouts import Layout
+from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.layouts import Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
 

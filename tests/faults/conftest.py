@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import Job, NewJob, Uninterrupted
+from faults.launches import Job, NewJob, Uninterrupted
 
 
 @pytest.fixture(scope="session")

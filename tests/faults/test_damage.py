@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launches import Job, NewJob, loaded_line
+from faults.launches import Job, NewJob, loaded_line
 
 from megatron.checkpoint.folder import (
     LATEST,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import Launch, NewJob, loaded_line, saved_lines
+from faults.launches import Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import read_pointed_iteration
 

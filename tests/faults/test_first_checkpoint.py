@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 
-from launches import Job
+from faults.launches import Job
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import Job
-from test_disk import Disk, disk, new_disk  # noqa: F401
+from faults.launches import Job
+from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
 

@@ -4,8 +4,8 @@ tests/checkpoint/test_io_errors.py covers all calls.
 """
 
 import pytest
-from launches import NewJob, saved_lines
-from test_disk import failures
+from faults.launches import NewJob, saved_lines
+from faults.test_disk import failures
 
 FLAGS = "--save-interval 4 --save-retry-interval 2 --keep-latest-checkpoints 2"
 

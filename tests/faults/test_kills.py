@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import BOUND_SECONDS, Job, Launch, NewJob, loaded_line, saved_lines
+from faults.launches import BOUND_SECONDS, Job, Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 
@@ -218,7 +218,9 @@ def test_separate_programs_end_when_one_is_killed(corpus: str, tmp_path: Path) -
             time.sleep(0.01)
         ranks[1].kill()
         assert ranks[0].wait(BOUND_SECONDS) != 0
-        job.verify(read_pointed_iteration(folder))
+        saved = read_pointed_iteration(folder)
+        assert saved is not None
+        job.verify(saved)
     finally:
         for process in ranks:
             process.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import BOUND_SECONDS, ERROR, Job, Launch, NewJob, loaded_line, saved_lines
+from faults.launches import BOUND_SECONDS, ERROR, Job, Launch, NewJob, loaded_line, saved_lines
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.lease import FILE

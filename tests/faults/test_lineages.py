@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_damage import flip
-from launches import Job, NewJob
+from faults.launches import Job, NewJob
 
 from megatron.checkpoint.folder import list_saved_iterations, point_to
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Job, Launch, NewJob
+from faults.launches import Job, Launch, NewJob
+from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.observe.report import Axes
 from megatron.operations.rollback.cutting import find_events_cut

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import BOUND_SECONDS, ERROR, Launch, NewJob, loaded_line, saved_lines
+from faults.launches import BOUND_SECONDS, ERROR, Launch, NewJob, loaded_line, saved_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build, some_tokens, tiny_config
+from model.builders import build, some_tokens, tiny_config
 from torch._dynamo.utils import counters
 
 from megatron.engine.parallelize import compile_blocks, recompute_blocks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, build, some_tokens, tiny_config
+from model.builders import VOCAB, build, some_tokens, tiny_config
 
 from megatron.data.batches import Microbatch
 from megatron.data.documents import DocumentRules
@@ -70,6 +70,7 @@ def test_gradients_flow_within_documents_only(shape: str) -> None:
     )
     microbatch = rules.apply(packed())
     stream: list[torch.Tensor] = []
+    assert model.embedding is not None
     model.embedding.register_forward_hook(lambda module, inputs, output: stream.append(output))
     out = outputs(model, microbatch)
     # The sum of normalised values is a constant, so they get different weights.

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from builders import build, tiny_config
+from model.builders import build, tiny_config
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,7 +44,7 @@ def attention(magnitude: float, dropout: float = 0.0) -> SelfAttention:
         attention_dropout=dropout,
         add_bias_linear=False,
     )
-    module = build(config).blocks["0"].attention
+    module = build(config).get_blocks()[0].attention
     first = torch.diag(torch.tensor([magnitude] + [1.0] * (WIDTH - 1)))
     head = torch.cat((first, first, torch.eye(WIDTH)))
     module.qkv.weight.data.copy_(torch.block_diag(*[head] * HEADS))

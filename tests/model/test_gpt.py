@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, build, some_tokens, tiny_config
+from model.builders import VOCAB, build, some_tokens, tiny_config
 
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
@@ -49,7 +49,10 @@ def test_loss_and_gradients_equal_cross_entropy(shape: str, masked: bool) -> Non
         mask = (torch.rand(tokens.shape, generator=generator) > 0.3).float()
     loss = model(None, Inputs(tokens, labels, mask))
     loss.backward()
-    ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    ours = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        ours[name] = parameter.grad.clone()
     model.zero_grad()
     losses = F.cross_entropy(
         model.compute_logits(tokens).reshape(-1, VOCAB), labels.reshape(-1), reduction="none"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, build, tiny_config
+from model.builders import VOCAB, build, tiny_config
 
 from megatron.model import init
 from megatron.model.gpt import GPT

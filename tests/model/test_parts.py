@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from builders import build, some_tokens, tiny_config
+from model.builders import build, some_tokens, tiny_config
 
 from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import Inputs
@@ -32,8 +32,9 @@ from megatron.parallel.rng import DropoutKey
 )
 def test_glu_equals_its_formula(glu: str, formula) -> None:
     """The MLP computes down(act(gate x) * up x)."""
-    mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).blocks["0"].mlp
+    mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).get_blocks()[0].mlp
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
+    assert mlp.gate is not None
     expected = (formula(x @ mlp.gate.weight.t()) * (x @ mlp.up.weight.t())) @ mlp.down.weight.t()
     torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from builders import VOCAB, tiny_config
+from model.builders import VOCAB, tiny_config
 from process_pool import ProcessPool, succeed
 from torch import Tensor
 

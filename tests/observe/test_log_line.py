@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from reports import full_report
+from observe.reports import full_report
 
 from megatron.observe import log_line
 from megatron.observe.report import IterationReport

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports import full_report
+from observe.reports import full_report
 
 from megatron.observe.metrics import MetricsFile, read_metrics
 from megatron.observe.report import IterationReport

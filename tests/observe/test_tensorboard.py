@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reports import full_report
+from observe.reports import full_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config.logging import LoggingConfig

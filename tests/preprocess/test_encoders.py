@@ -15,7 +15,7 @@ import tiny_corpus
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_preprocess import JSONL, SMALL, job, write_lines
+from preprocess.test_preprocess import JSONL, SMALL, job, write_lines
 from tiny_corpus import GPT2, REFERENCE_PREFIX, data_files
 from tokenizers import models, normalizers, pre_tokenizers
 

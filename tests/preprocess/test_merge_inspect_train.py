@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_corpus
-from test_preprocess import documents, job, run, write_lines
+from preprocess.test_preprocess import documents, job, run, write_lines
 from tiny_corpus import EOD, JSONL, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
 from megatron.config.data import TokenizerConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_preprocess import JSONL, SMALL, job, run, write_lines
+from preprocess.test_preprocess import JSONL, SMALL, job, run, write_lines
 from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
 from megatron.config.data import TokenizerConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from process_pool import ProcessPool
-from runs import Runner
+from training.runs import Runner
 
 
 @pytest.fixture

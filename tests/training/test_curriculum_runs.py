@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
-from runs import Runner
+from training.runs import Runner
 
 from megatron.config.cli import load_config
 from megatron.observe.log_line import parse_log_line

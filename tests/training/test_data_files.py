@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from process_pool import Outcome, PerRank, pretrain
-from runs import Runner
 from tiny_corpus import MERGES, VOCAB
+from training.runs import Runner
 
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest

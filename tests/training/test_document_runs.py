@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from process_pool import ProcessPool
-from runs import Runner
+from training.runs import Runner
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 FILES = f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"

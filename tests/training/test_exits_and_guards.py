@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
-from runs import Runner
+from training.runs import Runner
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.errors import TrainingError

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Runner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training.runs import Runner
 
 from megatron.checkpoint.manifest import read_manifest
 

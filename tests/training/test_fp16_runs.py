@@ -6,7 +6,7 @@ search for a loss scale, and a residual stream in fp32.
 
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
-from runs import Runner
+from training.runs import Runner
 
 from megatron.observe.log_line import parse_log_line
 

@@ -1,7 +1,7 @@
 """Log lines of a run on a pipeline, and flags that are refused before training."""
 
 import pytest
-from runs import Runner
+from training.runs import Runner
 
 PIPELINE = "--num-layers 4 --pipeline-model-parallel-size 2"
 

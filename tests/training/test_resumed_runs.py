@@ -1,7 +1,7 @@
 """Parts of a checkpoint that a launch loads, and parts that it replaces."""
 
 import pytest
-from runs import Runner
+from training.runs import Runner
 
 
 def test_finetune_loads_only_the_weights(run: Runner, other: Runner) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from process_pool import ProcessPool, succeed
-from runs import Runner
+from training.runs import Runner
 
 from megatron.training.state import TrainState
 

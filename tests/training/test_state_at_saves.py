@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_damage import make_format_2, poison
 from process_pool import Outcome, PerRank, ProcessPool, pretrain, succeed
-from runs import Runner
+from training.runs import Runner
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.manifest import read_index, read_manifest

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from runs import Runner
+from training.runs import Runner
 
 from megatron.checkpoint.digest import digest_of_file
 from megatron.checkpoint.manifest import CONFIG, MANIFEST, read_manifest
