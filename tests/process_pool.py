@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    assert "worker_preload" in sys.modules, "the fork server could not import worker_preload"
     torch.set_num_threads(1)
     while True:
         try:
@@ -108,10 +110,16 @@ class ProcessPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["megatron.training.pretrain", "megatron.engine.native", "deepspeed_preload"]
-        )
+        self._context.set_forkserver_preload(["worker_preload"])
+        # The fork server of Python 3.11 does not get `sys.path`. It ignores what it cannot import.
+        before = os.environ.get("PYTHONPATH")
+        folders = [str(Path(__file__).parent), *([before] if before else [])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
         self._workers = [self._start() for _ in range(WORKERS)]
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
     def _start(self) -> tuple[Connection, BaseProcess]:
         own_end, worker_end = self._context.Pipe()

@@ -1,0 +1,18 @@
+"""Imports that the fork server makes once, so that new workers have them from the start."""
+
+import contextlib
+import gc
+
+import process_pool  # noqa: F401
+
+import megatron.engine.native
+import megatron.training.pretrain  # noqa: F401
+from megatron.engine.deepspeed import import_deepspeed
+from megatron.errors import ConfigError
+
+# Without DeepSpeed, the tests that need it are skipped.
+with contextlib.suppress(ConfigError):
+    import_deepspeed("cpu")
+
+# The collections of the workers skip these objects, which are millions.
+gc.freeze()
