@@ -12,6 +12,24 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TESTS = Path(__file__).parent
+LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
+"""The folders with most of the time, longest first. With several workers they start first."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each folder to one of xdist's workers, so that its fixtures are made once."""
+    if not hasattr(config, "workerinput"):
+        return
+
+    def find_folder(item: pytest.Item) -> str:
+        return item.path.relative_to(TESTS).parts[0]
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(find_folder(item)))
+    order = {folder: rank for rank, folder in enumerate(LONG_FOLDERS)}
+    items.sort(key=lambda item: order.get(find_folder(item), len(order)))
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["ProcessPool"]:

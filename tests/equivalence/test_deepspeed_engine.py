@@ -279,7 +279,7 @@ EIGHT_BIT = "--hidden-size 128 --deepspeed --use-bnb-optimizer --no-embed-layern
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (1, "--micro-batch-size 4"),
+        pytest.param(1, "--micro-batch-size 4", marks=pytest.mark.full),
         pytest.param(2, "--micro-batch-size 1 --zero-stage 3", marks=pytest.mark.full),
         pytest.param(8, f"--micro-batch-size 1 {PP4}", marks=pytest.mark.full),
     ],

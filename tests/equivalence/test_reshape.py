@@ -113,8 +113,12 @@ def compare_after_load(argv: list[str], checkpoint: str) -> tuple[int, list[str]
 
 
 PAIRS = [
+    # In the short suite each of the first layouts saves once and loads once.
     pytest.param(
-        before, after, id=f"{before}--{after}", marks=() if max(i, j) < SHORT else pytest.mark.full
+        before,
+        after,
+        id=f"{before}--{after}",
+        marks=() if i < SHORT and j == (i + 1) % SHORT else pytest.mark.full,
     )
     for i, before in enumerate(LAYOUTS)
     for j, after in enumerate(LAYOUTS)

@@ -96,6 +96,8 @@ def start(folder: Path) -> Cluster:
         [SCRIPT, "start", folder], capture_output=True, text=True, env=environment, check=False
     )
     if done.returncode:
+        # Some of them may run.
+        Cluster(folder).stop()
         raise NoSlurmError(f"the daemons do not start here: {(done.stdout + done.stderr)[-800:]}")
     return Cluster(folder)
 

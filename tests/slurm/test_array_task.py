@@ -356,9 +356,11 @@ def test_unusable_save_folder_ends_the_array(tiny: TinyRun) -> None:
     assert tiny.main_log().count("ALERT") == 1
 
 
+@pytest.mark.full
 def test_only_the_last_array_task_is_requeued(tiny: TinyRun) -> None:
     """Its job number is also that of the array, which would requeue the first array task too."""
-    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="6400")
+    # The second array task trains until it is killed: 100 iterations take longer than the kill.
+    job = tiny.submit("--array=1-2%1", TRAIN_SAMPLES="6400", EXIT_INTERVAL="100")
     tiny.wait_for_line(f"array task {job}_2 starts")
     tiny.wait_for_line("successfully loaded checkpoint")
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
@@ -369,4 +371,4 @@ def test_only_the_last_array_task_is_requeued(tiny: TinyRun) -> None:
         ("2", 0),
         ("2", 1),
     ]
-    assert max(tiny.curve()) == 20
+    assert max(tiny.curve()) == 200

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --exit-interval 4"
 
 
-@pytest.mark.parametrize("engine", ["", pytest.param("--deepspeed", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["", "--deepspeed"])
 def test_srun_starts_the_ranks(
     engine: str, cluster: Cluster, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:

@@ -172,10 +172,10 @@ def test_large_file_that_differs_ends_the_run_before_its_save(on_hosts: OnHosts)
     Its digest is computed in the background.
     """
     alter_between_samples(on_hosts.hosts[1] / "data.bin")
-    (error, _) = on_hosts.errors("--train-iters 40 --save-interval 20", ranks=2, small_bytes=0)
+    (error, _) = on_hosts.errors("--train-iters 400 --save-interval 200", ranks=2, small_bytes=0)
     assert error.startswith("DataError: rank 1 on ")
     assert "xxh3_128" in error
-    assert not step_folder(on_hosts.run.folder, 20).exists()
+    assert not step_folder(on_hosts.run.folder, 200).exists()
 
 
 def test_host_with_a_different_split_file_is_named(on_hosts: OnHosts) -> None:
@@ -209,12 +209,12 @@ def test_corpus_altered_between_the_samples_is_refused_on_resume(
     assert IndexedDataset(on_hosts.hosts[0] / "data").compute_fingerprint() == before, (
         "the alteration must not change the sampled fingerprint"
     )
-    (error,) = on_hosts.errors("--train-iters 40 --save-interval 20", small_bytes=small_bytes)
+    (error,) = on_hosts.errors("--train-iters 400 --save-interval 200", small_bytes=small_bytes)
     assert "data.bin has changed" in error
     assert recorded[before] in error
     assert "--finetune" in error
     assert on_hosts.trained() == [1, 2] or small_bytes == 0
-    assert not step_folder(on_hosts.run.folder, 20).exists()
+    assert not step_folder(on_hosts.run.folder, 200).exists()
     assert "successfully saved" in on_hosts.succeed(
         f"--finetune --save {on_hosts.run.folder}-new --train-iters 2"
     )
