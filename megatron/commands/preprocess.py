@@ -3,6 +3,10 @@ r"""Tokenize text into indexed data sets PREFIX_{key}_document.bin and .idx.
     python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus \
         --vocab-file vocab.json --merge-file merges.txt --append-eod
 
+Inputs are JSON records (a record in each line, or one array), .parquet, and plain text (.txt, .text
+and .md, one document in each file). JSON and plain text may be compressed as .gz or .zst. A folder
+stands for its files, and may be one of Hugging Face's save_to_disk.
+
 If a run is killed, the same command continues it.
 """
 
@@ -22,8 +26,8 @@ class PreprocessArguments:
     """The command line."""
 
     input: tuple[str, ...]
-    """Files and globs of JSON lines (plain, .gz or .zst) and .parquet. The output keeps their
-    order."""
+    """Files, globs and folders. The output keeps their order. The files of a glob or a folder are
+    sorted by name."""
     output_prefix: str
     """Path of the output without _{key}_document.bin/.idx."""
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
@@ -37,6 +41,8 @@ class PreprocessArguments:
     """End each document with the end-of-document token."""
     workers: int = field(default_factory=count_default_workers)
     """Number of processes that encode. Default: one for each core."""
+    overwrite: bool = False
+    """Replace a finished data set of the same name."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
     its file and number."""
@@ -53,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         append_eod=given.append_eod,
         workers=given.workers,
         on_bad_line=given.on_bad_line,
+        overwrite=given.overwrite,
     )
     try:
         done = preprocess(job)
