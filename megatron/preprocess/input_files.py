@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
+from megatron.plural import format_count
 
 _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")
@@ -125,11 +126,11 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
     kinds = ", ".join(
         f"{count} {suffix}" for suffix, count in sorted(Counter(map(_get_suffix, used)).items())
     )
-    say(f"input {folder}: {len(used)} files ({kinds})")
+    say(f"input {folder}: {format_count(len(used), 'file')} ({kinds})")
     if others:
         say(
-            f"input {folder}: {len(others)} files with other suffixes are left out, such as "
-            f"{min(others)}"
+            f"input {folder}: {format_count(len(others), 'other file')} left out, such as "
+            f"{min(others)}; the suffix is not known"
         )
     return sorted(used)
 

@@ -177,7 +177,7 @@ def test_a_folder_stands_for_its_files(tmp_path: Path) -> None:
     found = [decode(ids[:-1]) for ids in documents(tmp_path / "out_text_document")]
     assert found == ["first", "second", "third"]
     assert "3 files (1 .jsonl, 1 .md, 1 .txt)" in messages[0]
-    assert "1 files with other suffixes are left out, such as" in messages[1]
+    assert "1 other file left out, such as" in messages[1]
     made = train_bpe([str(folder)], 300, str(tmp_path / "tokenizer"))
     assert made.size > 257
 
