@@ -110,8 +110,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
             1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         )
         warnings.append(
-            f"--world-size is not given: planned for one replica of the model, {world_size} "
-            "processes."
+            "--world-size is not given: planned for one replica of the model, "
+            f"{format_count(world_size, 'process', 'processes')}."
         )
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples

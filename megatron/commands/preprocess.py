@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron.errors import MegatronError
+from megatron.plural import format_count
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
@@ -73,12 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 130
     for key, prefix in done.prefixes.items():
-        print(f"{prefix}: {done.documents[key]} documents, {done.tokens[key]} tokens")
+        documents = format_count(done.documents[key], "document")
+        print(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
     # Speeds are per byte of text, not per byte of JSON.
     megabytes = done.text_bytes / 1e6
     speed = done.megabytes_per_second
     print(
-        f"{megabytes:.1f} MB of text, {done.bad_lines} bad lines, {done.seconds:.1f} s "
+        f"{megabytes:.1f} MB of text, {format_count(done.bad_lines, 'bad line')}, "
+        f"{done.seconds:.1f} s "
         f"({speed:.1f} MB/s, encoder {done.encoder})"
     )
     return 0

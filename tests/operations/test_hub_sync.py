@@ -617,6 +617,18 @@ def test_an_offline_dry_run_compares_with_the_last_sync(
     assert pauses == []
 
 
+def test_the_tiny_run_has_no_default_repository(tmp_path: Path) -> None:
+    """A default would be a name that belongs to somebody else."""
+    script = Path("train", "tiny", "tiny-hub-sync-logs.slurm")
+    environment = {**os.environ, "MEGATRON": str(ROOT), "TINY": str(tmp_path)}
+    environment.pop("HUB_REPO", None)
+    done = subprocess.run(
+        ["bash", str(ROOT / script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "HUB_REPO: is not set" in done.stderr
+
+
 @pytest.mark.parametrize("reason", ["unreachable", "no token"])
 def test_a_dry_run_needs_no_hub(
     hub: HubServer,
