@@ -179,15 +179,22 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
         iteration: The iteration to choose. Default: the one that `path` or the pointers name.
 
     Raises:
-        CheckpointError: If neither the path nor a pointer names an iteration.
+        CheckpointError: If neither the path nor a pointer names an iteration, or the folder has no
+            checkpoint of `iteration`.
     """
     named = parse_iteration(path.name)
     if named is not None and iteration is None:
         return path.parent, named
+    iterations = list_saved_iterations(path)
+    saved = ", ".join(f"global_step{i}" for i in iterations) or "none"
+    if iteration is not None:
+        if iteration not in iterations:
+            raise CheckpointError(
+                f"{path} has no such checkpoint, global_step{iteration}; there are: {saved}"
+            )
+        return path, iteration
+    iteration = read_pointed_iteration(path)
     if iteration is None:
-        iteration = read_pointed_iteration(path)
-    if iteration is None:
-        saved = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
         raise CheckpointError(
             f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"
         )

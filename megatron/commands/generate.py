@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(generate(arguments))
     except MegatronError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             message = str(error)
         if given.json:
             print(json.dumps({"error": message}, indent=1))
-        print(f"{type(error).__name__}: {message}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         return 2
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
@@ -208,11 +208,6 @@ def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | Non
         )
     if itself:
         return path, None
-    if iteration is not None and iteration not in list_saved_iterations(path):
-        existing = ", ".join(f"global_step{i}" for i in list_saved_iterations(path)) or "none"
-        raise CheckpointError(
-            f"--iteration {iteration}: {path} has no such checkpoint; existing ones: {existing}"
-        )
     # A save that replaces this iteration may have moved the checkpoint aside for the moment.
     return find_stored_folder(*locate_checkpoint(path, iteration)), path
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.commands.double_dash import split_at_double_dash
 from megatron.config.cli import load_config
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
@@ -29,6 +30,7 @@ from megatron.launch_script import LaunchScript, parse_command, read_launch_scri
 from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
+from megatron.plural import format_count
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
 
@@ -108,8 +110,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
             1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         )
         warnings.append(
-            f"--world-size is not given: planned for one replica of the model, {world_size} "
-            "processes."
+            "--world-size is not given: planned for one replica of the model, "
+            f"{format_count(world_size, 'process', 'processes')}."
         )
     # With --load the position is only known at run time, because the checkpoint holds it.
     position = options.consumed_samples
@@ -144,13 +146,9 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     Arguments are recognised by name. Everything after '--' belongs to the training command.
     """
     # tyro would refuse the training flags, so each word is assigned here.
-    if "--" in argv:
-        end = argv.index("--")
-    else:
-        end = len(argv)
+    words, after = split_at_double_dash(argv)
     own: list[str] = []
     training: list[str] = []
-    words = argv[:end]
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
@@ -171,7 +169,7 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
             own += ["--at", *values]
         else:
             training.append(word)
-    return own, training + argv[end + 1 :]
+    return own, training + (after or [])
 
 
 def read_source(training: list[str]) -> CommandSource:
@@ -427,7 +425,8 @@ def _format_model(plan: Plan) -> list[str]:
         ),
         _format_row(
             "grid",
-            f"{plan.world_size} processes = {parallel.tensor_model_parallel_size} tensor x "
+            f"{format_count(plan.world_size, 'process', 'processes')} = "
+            f"{parallel.tensor_model_parallel_size} tensor x "
             f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
             f"data; ZeRO {parallel.zero_stage}",
         ),

@@ -3,6 +3,10 @@ r"""Tokenize text into indexed data sets PREFIX_{key}_document.bin and .idx.
     python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus \
         --vocab-file vocab.json --merge-file merges.txt --append-eod
 
+Inputs are JSON records (a record in each line, or one array), .parquet, and plain text (.txt, .text
+and .md, one document in each file). JSON and plain text may be compressed as .gz or .zst. A folder
+stands for its files, and may be one of Hugging Face's save_to_disk.
+
 If a run is killed, the same command continues it.
 """
 
@@ -13,6 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron.errors import MegatronError
+from megatron.plural import format_count
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
 
@@ -22,8 +27,8 @@ class PreprocessArguments:
     """The command line."""
 
     input: tuple[str, ...]
-    """Files and globs of JSON lines (plain, .gz or .zst) and .parquet. The output keeps their
-    order."""
+    """Files, globs and folders. The output keeps their order. The files of a glob or a folder are
+    sorted by name."""
     output_prefix: str
     """Path of the output without _{key}_document.bin/.idx."""
     tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
@@ -37,6 +42,8 @@ class PreprocessArguments:
     """End each document with the end-of-document token."""
     workers: int = field(default_factory=count_default_workers)
     """Number of processes that encode. Default: one for each core."""
+    overwrite: bool = False
+    """Replace a finished data set of the same name."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """What to do with a line that is not JSON or lacks a key. Either way the line is reported with
     its file and number."""
@@ -53,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         append_eod=given.append_eod,
         workers=given.workers,
         on_bad_line=given.on_bad_line,
+        overwrite=given.overwrite,
     )
     try:
         done = preprocess(job)
@@ -66,12 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 130
     for key, prefix in done.prefixes.items():
-        print(f"{prefix}: {done.documents[key]} documents, {done.tokens[key]} tokens")
+        documents = format_count(done.documents[key], "document")
+        print(f"{prefix}: {documents}, {format_count(done.tokens[key], 'token')}")
     # Speeds are per byte of text, not per byte of JSON.
     megabytes = done.text_bytes / 1e6
     speed = done.megabytes_per_second
     print(
-        f"{megabytes:.1f} MB of text, {done.bad_lines} bad lines, {done.seconds:.1f} s "
+        f"{megabytes:.1f} MB of text, {format_count(done.bad_lines, 'bad line')}, "
+        f"{done.seconds:.1f} s "
         f"({speed:.1f} MB/s, encoder {done.encoder})"
     )
     return 0

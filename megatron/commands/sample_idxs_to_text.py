@@ -20,6 +20,7 @@ import tyro
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
+from megatron.commands.double_dash import split_at_double_dash
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
 from megatron.data.segments import History
@@ -59,19 +60,12 @@ class SampleRange:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the text that `argv` (default: the command line) asks for and return the exit code."""
-    if argv is None:
-        words = sys.argv[1:]
-    else:
-        words = argv
-    if "--" in words:
-        end = words.index("--")
-    else:
-        end = len(words)
+    own, training = split_at_double_dash(argv)
     options = tyro.cli(
-        SampleArguments, args=words[:end], prog="sample_idxs_to_text.py", description=__doc__
+        SampleArguments, args=own, prog="sample_idxs_to_text.py", description=__doc__
     )
     try:
-        for line in format_samples(options, words[end + 1 :]):
+        for line in format_samples(options, training or []):
             print(line)
     except MegatronError as failure:
         print(f"error: {failure}", file=sys.stderr)

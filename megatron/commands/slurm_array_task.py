@@ -34,6 +34,7 @@ from pathlib import Path
 
 import tyro
 
+from megatron.commands.double_dash import split_at_double_dash
 from megatron.errors import MegatronError
 from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.operations.slurm.array_task import EXIT_CODES, ArrayTask, run_array_task
@@ -62,16 +63,7 @@ class ArrayTaskArguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the array task and return the exit code."""
-    if argv is None:
-        words = sys.argv[1:]
-    else:
-        words = argv
-    # Everything after '--' is the training command. tyro would refuse its flags.
-    own, command = (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
+    own, command = split_at_double_dash(argv)
     options = tyro.cli(
         ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )

@@ -31,6 +31,7 @@ from typing import Any
 
 import tyro
 
+from megatron.commands.double_dash import split_at_double_dash
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config
@@ -80,17 +81,14 @@ class CurriculumChange:
 
 def main(argv: list[str] | None = None) -> int:
     """Print what changes for `argv` (default: the command line) and return the exit code."""
-    if argv is None:
-        argv = sys.argv[1:]
-    if "--" in argv:
-        end = argv.index("--")
-    else:
-        end = _find_first_file(argv)
-    options = tyro.cli(
-        CurriculumArguments, args=argv[:end], prog="to_curriculum.py", description=__doc__
-    )
+    own, old = split_at_double_dash(argv)
+    if old is None:
+        end = _find_first_file(own)
+        old = own[end:]
+        own = own[:end]
+    options = tyro.cli(CurriculumArguments, args=own, prog="to_curriculum.py", description=__doc__)
     try:
-        plan, origin = read_old(argv[end + 1 :] if "--" in argv else argv[end:])
+        plan, origin = read_old(old)
         change = convert_to_curriculum(plan, origin, options)
         # Errors of the new plan name the origin of a field. Fields with a new value have no origin
         # in the old command line any more.

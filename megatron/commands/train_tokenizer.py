@@ -1,9 +1,11 @@
-r"""Train a byte-level BPE tokenizer and write its vocab.json and merges.txt.
+r"""Train a byte-level BPE tokenizer and write its vocab.json, merges.txt and tokenizer.json.
 
     python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 5120 \
         --output-dir tokenizer
 
---vocab-file and --merge-file of the trainer read these files.
+The trainer and tools/preprocess_data.py read vocab.json and merges.txt with --vocab-file and
+--merge-file. Or they read tokenizer.json with --tokenizer-type PretrainedFromHF and
+--tokenizer-name-or-path FOLDER. Both give the same ids.
 """
 
 import sys
@@ -15,25 +17,32 @@ from megatron.preprocess.bpe_training import train_bpe
 
 
 def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: str = "text") -> int:
-    """Train a byte-level BPE tokenizer and write its vocab.json and merges.txt.
+    """Train a byte-level BPE tokenizer and write vocab.json, merges.txt and tokenizer.json.
 
     Args:
-        input: Files and globs: .jsonl and .parquet, or any text; .gz and .zst too.
+        input: Files, globs and folders of JSON records, .parquet, .arrow or any text; .gz and .zst
+            too.
         vocab_size: Number of ids. The 256 bytes and the end-of-document token (the last id) are
             among them.
-        output_dir: Folder for vocab.json and merges.txt.
+        output_dir: Folder for the three files.
         json_key: Key (column) that holds the text.
     """
     try:
-        vocab, merges, size = train_bpe(input, vocab_size, output_dir, json_key)
+        made = train_bpe(
+            input,
+            vocab_size,
+            output_dir,
+            json_key,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if size == vocab_size:
+    if made.size == vocab_size:
         short = ""
     else:
         short = f", fewer than {vocab_size}: the text has no more pairs to merge"
-    print(f"{vocab} and {merges}: {size} ids{short}")
+    print(f"{made.vocab}, {made.merges} and {made.tokenizer}: {made.size} ids{short}")
     return 0
 
 

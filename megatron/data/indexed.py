@@ -16,6 +16,7 @@ Layout of .idx, little endian (Megatron's mmap format):
     document offsets      int64[d], the sequence at which each document begins, then n
 """
 
+import glob
 import hashlib
 import os
 import struct
@@ -92,10 +93,7 @@ class IndexedDataset:
         self._bin = get_bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                raise DataError(
-                    f"{path} does not exist; a data set is given by its path without .bin and "
-                    ".idx, and needs both."
-                )
+                raise DataError(f"{path} does not exist; {_suggest_prefix(self.prefix)}.")
         raw, self.dtype, count, offsets = self._read_header()
         # The arrays follow a header of 34 bytes, so they are not aligned. NumPy can read them
         # anyway. C++ code must load each value with memcpy.
@@ -464,3 +462,20 @@ def _read_blocks(path: Path) -> Iterable[bytes]:
     with open(path, "rb") as file:
         while block := file.read(4 * _CHUNK):
             yield block
+
+
+def _suggest_prefix(prefix: str) -> str:
+    """Return what to give instead of a path that is no data set."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and get_idx_path(path.with_suffix("")).is_file():
+        return f"leave out the suffix {path.suffix}: {path.with_suffix('')}"
+    if path.is_file():
+        return (
+            f"{path} is not an indexed data set; convert it with tools/preprocess_data.py, and "
+            "give the path that this tool prints"
+        )
+    # The tool that writes data sets adds the key and `_document` to the path that it is given.
+    similar = sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx"))
+    if similar:
+        return f"there is {similar[0].with_suffix('')}"
+    return "a data set is given by its path without .bin and .idx, and needs both"

@@ -27,6 +27,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "samples per second": ("samples_per_second", float),
     "TFLOPs": ("tflops", float),
 }
+_KILL_SWITCH = "Detected kill switch at "
 # The pattern is not anchored at the line's start. Launchers put `[default7]:` or a time there.
 _TRAINING = re.compile(r"(?:^|[\s:\]])iteration +(\d+)/ *(\d+) \|(.*)")
 _VALIDATION = re.compile(
@@ -150,7 +151,16 @@ def format_no_checkpoint_line(path: str) -> str:
 
 def format_kill_switch_line(path: str) -> str:
     """Return the line for a stop by the kill switch."""
-    return f"Detected kill switch at {path}"
+    return f"{_KILL_SWITCH}{path}"
+
+
+def parse_kill_switch_line(line: str) -> str | None:
+    """Return the path of the kill switch, or None if the line reports no stop by it."""
+    # What comes before may be the prefix of a launcher.
+    _, found, path = line.partition(_KILL_SWITCH)
+    if not found:
+        return None
+    return path.strip()
 
 
 def format_exit_duration_line(minutes: float) -> str:

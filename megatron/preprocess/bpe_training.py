@@ -9,7 +9,8 @@ Source: Sennrich et al., https://arxiv.org/abs/1508.07909. Bytes as symbols are 
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -17,30 +18,50 @@ from tokenizers import models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.inputs import expand_inputs, open_lines, read_blocks
+from megatron.preprocess.input_files import expand_inputs, has_record_suffix
+from megatron.preprocess.inputs import open_lines, read_blocks
 from megatron.preprocess.texts import extract_texts
-from megatron.tokenizer.build import END_OF_DOCUMENT
+from megatron.tokenizer.build import END_OF_DOCUMENT, build_byte_level_bpe
 
-_JSON = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 # 256 bytes and the end of a document.
 _SMALLEST = 257
 
 
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """The files of a tokenizer that was trained.
+
+    Attributes:
+        vocab: The path of vocab.json.
+        merges: The path of merges.txt.
+        tokenizer: The path of tokenizer.json, which gives the same ids as the other two.
+        size: The number of ids. It is less than was asked for if the text has no more pairs to
+            merge.
+    """
+
+    vocab: Path
+    merges: Path
+    tokenizer: Path
+    size: int
+
+
 def train_bpe(
-    patterns: Sequence[str], vocab_size: int, output_folder: str, json_key: str = "text"
-) -> tuple[Path, Path, int]:
+    patterns: Sequence[str],
+    vocab_size: int,
+    output_folder: str,
+    json_key: str = "text",
+    say: Callable[[str], None] = lambda line: None,
+) -> TrainedTokenizer:
     """Train a vocabulary and write it.
 
     Args:
-        patterns: Input files and globs. Of JSON and Parquet files the texts of `json_key` are used,
-            of any other file its lines. Files may be compressed as .gz or .zst.
+        patterns: Input files, globs and folders. Of files with records (JSON, Parquet, Arrow) the
+            texts of `json_key` are used, of any other file its lines. Files may be compressed as
+            .gz or .zst.
         vocab_size: The largest number of ids, at least 257.
-        output_folder: Where vocab.json and merges.txt are written.
+        output_folder: Where the files are written.
         json_key: The key of the text in a record.
-
-    Returns:
-        The paths of vocab.json and merges.txt, and the number of ids. It is less than `vocab_size`
-        if the text has no more pairs to merge.
+        say: Receives what is used of folders.
 
     Raises:
         ConfigError: `vocab_size` is below 257.
@@ -51,7 +72,7 @@ def train_bpe(
             f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a "
             "document."
         )
-    paths = expand_inputs(patterns)
+    paths = expand_inputs(patterns, say)
     backend = tokenizers.Tokenizer(models.BPE())
     # One id is left for the end of a document, which `_write` adds. As a special token of the
     # trainer it would get the first id instead of the last.
@@ -80,15 +101,14 @@ def train_bpe(
         backend.train_from_iterator(count_texts(), trainer)
     if not texts:
         raise DataError(f"--input {' '.join(patterns)} holds no text to train on.")
-    vocab, merges = _write(backend, Path(output_folder))
-    return vocab, merges, backend.get_vocab_size() + 1
+    return _write(backend, Path(output_folder))
 
 
 def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
     """Yield the texts of the inputs in batches, and move the progress bar."""
     done = 0
     for path in paths:
-        if path.endswith(_JSON):
+        if has_record_suffix(path):
             for block in read_blocks([path], [key]):
                 (texts,), bad = extract_texts(block, [key])
                 if bad:
@@ -120,17 +140,25 @@ def _decode(content: bytes, path: str) -> list[str]:
         ) from error
 
 
-def _write(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Path, Path]:
-    """Write vocab.json and merges.txt, and return their paths."""
+def _write(backend: tokenizers.Tokenizer, folder: Path) -> TrainedTokenizer:
+    """Write vocab.json, merges.txt and tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     # Written to a temporary folder next to the final files, so that they can be renamed.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        made_vocab, made_merges = (Path(path) for path in backend.model.save(temporary))
-        vocabulary = json.loads(made_vocab.read_bytes())
+        vocab, merges = (Path(path) for path in backend.model.save(temporary))
+        vocabulary = json.loads(vocab.read_bytes())
         vocabulary[END_OF_DOCUMENT] = len(vocabulary)
-        made_vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-        vocab = folder / "vocab.json"
-        merges = folder / "merges.txt"
-        os.replace(made_vocab, vocab)
-        os.replace(made_merges, merges)
-    return vocab, merges
+        vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+        tokenizer = Path(temporary, "tokenizer.json")
+        # Made from the two files, so that it cannot give other ids. The end of a document is an
+        # ordinary entry in both, so that this text inside a document does not end it.
+        build_byte_level_bpe(str(vocab), str(merges)).save(str(tokenizer))
+        made = TrainedTokenizer(
+            vocab=folder / vocab.name,
+            merges=folder / merges.name,
+            tokenizer=folder / tokenizer.name,
+            size=len(vocabulary),
+        )
+        for file in (vocab, merges, tokenizer):
+            os.replace(file, folder / file.name)
+    return made

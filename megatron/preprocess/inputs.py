@@ -1,113 +1,51 @@
-"""The input files: which ones are meant, and their content as blocks of complete lines or rows.
+"""The content of the input files, as blocks of complete lines or rows.
 
 Invariant: memory holds one block, or one line if a line is longer than a block. A later run can
 continue where a block ends.
 
-The suffix gives the format. .parquet is Parquet. Everything else has a JSON record in each line,
-and may be compressed as .gz or .zst.
+A file of plain text is one document. All others have records with keys: tables have them in rows, a
+JSON array in its elements, and every other file in its lines. Files may be compressed as .gz or
+.zst.
 """
 
-import glob
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from megatron.errors import ConfigError, DataError
+from megatron.byte_size import format_bytes
+from megatron.errors import DataError
+from megatron.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
+from megatron.preprocess.input_files import InputFormat, find_format
+from megatron.preprocess.json_array import is_array, read_array_blocks
+from megatron.preprocess.tables import read_arrow_blocks, read_parquet_blocks
 
-BLOCK_BYTES = 4 << 20
 # Read at once from a .zst. It bounds how much text one step of decompression can give.
 _COMPRESSED_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Position:
-    """The place at which the next block begins.
-
-    Attributes:
-        file: Number of the input file.
-        offset: Offset in it, in bytes of its decompressed text, or in rows of a Parquet file.
-        line: Number of lines or rows before it.
-    """
-
-    file: int = 0
-    offset: int = 0
-    line: int = 0
-
-
-@dataclass(frozen=True)
-class InputBlock:
-    """Complete lines or rows of one file.
-
-    Attributes:
-        path: The file.
-        first_line: Number of the first line, from 1.
-        content: Lines as bytes, or rows as a pyarrow RecordBatch.
-        end: Where the next block begins.
-        disk_bytes: How far into the file on disk the block reaches.
-    """
-
-    path: str
-    first_line: int
-    content: Any
-    end: Position
-    disk_bytes: int
-
-    @property
-    def lines(self) -> int:
-        """Number of lines or rows."""
-        return self.end.line - self.first_line + 1
-
-
-def expand_inputs(patterns: Sequence[str]) -> list[str]:
-    """Return the files that --input means. The files of a glob are sorted by name.
-
-    Raises:
-        ConfigError: a pattern matches no file, or matches a folder.
-    """
-    files: list[str] = []
-    for pattern in patterns:
-        # A file whose name has characters of a glob is meant literally.
-        if Path(pattern).exists():
-            found = [pattern]
-        else:
-            found = sorted(glob.glob(pattern, recursive=True))
-        if not found:
-            if glob.has_magic(pattern):
-                what = "matches no file"
-            else:
-                what = "does not exist"
-            raise ConfigError(f"--input {pattern} {what}.")
-        folders = [path for path in found if Path(path).is_dir()]
-        if folders:
-            raise ConfigError(
-                f"--input {folders[0]} is a folder; give its files, as in '{folders[0]}/*.jsonl'."
-            )
-        files += found
-    if not files:
-        raise ConfigError("--input needs at least one file.")
-    return files
+_BEGINNING = Position()
+# Read to find out whether a file is a JSON array.
+_BEGINNING_BYTES = 1 << 12
+# A file of plain text is one document, which is encoded at once.
+_LONGEST_TEXT_BYTES = 1 << 28
 
 
 def read_blocks(
     paths: Sequence[str],
     keys: Sequence[str],
-    start: Position = Position(),
+    start: Position = _BEGINNING,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[InputBlock]:
     """Yield all blocks from `start` on.
 
     Args:
         paths: The input files.
-        keys: The columns that are read of Parquet files.
+        keys: The keys of the texts. Of tables only these columns are read.
         start: Where to begin.
         block_bytes: The approximate size of a block.
 
     Raises:
-        DataError: a file cannot be read, is truncated, or has no column for a key.
+        DataError: a file cannot be read, is truncated, or has no column for a key. Or a file of
+            plain text is too long, or there are several keys.
     """
     # Files before the start are not opened at all.
     for number in range(start.file, len(paths)):
@@ -115,10 +53,7 @@ def read_blocks(
             begin = start
         else:
             begin = Position(number)
-        if paths[number].endswith(".parquet"):
-            yield from _read_parquet_blocks(paths[number], keys, begin, block_bytes)
-        else:
-            yield from _read_line_blocks(paths[number], begin, block_bytes)
+        yield from _read_file_blocks(paths[number], keys, begin, block_bytes)
 
 
 def open_lines(
@@ -155,6 +90,53 @@ def open_lines(
                     yield piece, raw.tell()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
+
+
+def is_array_file(path: str) -> bool:
+    """Return whether a file is one JSON array, by its beginning."""
+    beginning, _ = next(open_lines(path, 0, _BEGINNING_BYTES), (b"", 0))
+    return is_array(beginning)
+
+
+def _read_file_blocks(
+    path: str, keys: Sequence[str], begin: Position, block_bytes: int
+) -> Iterator[InputBlock]:
+    """Yield the blocks of one file, in the way of its format."""
+    format = find_format(path)
+    if format is InputFormat.PARQUET:
+        return read_parquet_blocks(path, keys, begin, block_bytes)
+    if format is InputFormat.ARROW:
+        return read_arrow_blocks(path, keys, begin, block_bytes)
+    if format is InputFormat.TEXT:
+        return _read_text_block(path, keys, begin)
+    if is_array_file(path):
+        pieces = open_lines(path, begin.offset, block_bytes)
+        return read_array_blocks(path, pieces, begin, block_bytes)
+    return _read_line_blocks(path, begin, block_bytes)
+
+
+def _read_text_block(path: str, keys: Sequence[str], begin: Position) -> Iterator[InputBlock]:
+    """Yield the only block of a file of plain text, if an earlier run has not read it."""
+    if begin.line:
+        return
+    if len(keys) > 1:
+        raise DataError(
+            f"{path} is plain text, which has one text, but --json-keys names {len(keys)}: "
+            f"{' '.join(keys)}. Give one key, or leave out the file."
+        )
+    parts = list[bytes]()
+    size = 0
+    disk_bytes = 0
+    for piece, disk_bytes in open_lines(path):  # noqa: B007 (the last value is used below)
+        parts.append(piece)
+        size += len(piece)
+        if size > _LONGEST_TEXT_BYTES:
+            raise DataError(
+                f"{path} has more than {format_bytes(_LONGEST_TEXT_BYTES)}. A file of plain text "
+                "is one document. Split it into files, or write one JSON record for each document "
+                'into a .jsonl file: {"text": "..."}.'
+            )
+    yield InputBlock(path, 1, PlainText(b"".join(parts)), Position(begin.file, size, 1), disk_bytes)
 
 
 def _read_line_blocks(path: str, begin: Position, block_bytes: int) -> Iterator[InputBlock]:
@@ -239,78 +221,3 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
     if not fresh:
         raise DataError(f"{path} is truncated: it ends inside a zstd frame. Copy the file again.")
-
-
-def count_parquet_rows(path: str) -> int:
-    """Return the number of rows of a Parquet file."""
-    with _open_parquet_file(path) as file:
-        return file.metadata.num_rows
-
-
-@contextmanager
-def _open_parquet_file(path: str) -> Iterator[Any]:
-    """Open a Parquet file. pyarrow is imported here, because it is an optional package."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading Parquet needs the package pyarrow: pip install pyarrow."
-        ) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} cannot be read as Parquet: {error}. Fix or leave out the file."
-        ) from error
-
-
-def _read_parquet_blocks(
-    path: str, keys: Sequence[str], begin: Position, block_bytes: int
-) -> Iterator[InputBlock]:
-    """Yield the rows of a Parquet file from a position on, in blocks."""
-    with _open_parquet_file(path) as file:
-        _check_columns(path, file.schema_arrow, keys)
-        disk = Path(path).stat().st_size
-        first_row = 0
-        for group in range(file.metadata.num_row_groups):
-            # Rows have no fixed size. The row group's average gives the rows of a block.
-            row_group = file.metadata.row_group(group)
-            rows = max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size))
-            next_row = first_row
-            first_row += row_group.num_rows
-            # Row groups that an earlier run has read are not decoded again.
-            if first_row <= begin.offset:
-                continue
-            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(keys)):
-                begin_row = next_row
-                next_row = next_row + batch.num_rows
-                # Batches may begin elsewhere than in the earlier run. Leave out the rows it read.
-                passed = max(0, begin.offset - begin_row)
-                if passed < batch.num_rows:
-                    end = Position(begin.file, next_row, next_row)
-                    yield InputBlock(
-                        path,
-                        begin_row + passed + 1,
-                        batch.slice(passed),
-                        end,
-                        disk * next_row // file.metadata.num_rows,
-                    )
-
-
-def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
-    """Check that a Parquet file has a column of strings for each key."""
-    for key in keys:
-        if key not in schema.names:
-            raise DataError(
-                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with "
-                "--json-keys."
-            )
-        kind = schema.field(key).type
-        # A dictionary-encoded column holds the type of its values.
-        kind = getattr(kind, "value_type", kind)
-        if str(kind) not in ("string", "large_string", "string_view"):
-            raise DataError(
-                f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
-            )

@@ -26,6 +26,9 @@ _EXAMPLES = 5
 # If at least this fraction of the documents has the same token at the same place, a program has
 # probably added it.
 _CONSTANT = 0.9
+# A separator stands at the border of documents only. A token that also occurs in the middle of this
+# fraction of them, such as a newline, is ordinary text.
+_ORDINARY = 0.1
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,12 @@ def inspect_dataset(
     # Sorted and unique, because specials may contain the end-of-document id.
     separators = np.array(sorted({*specials, *([] if eod is None else [eod])}), np.int64)
     # Without the tokenizer, its BOS and EOS are unknown. Frequent border tokens replace them.
-    if source != "tokenizer":
-        separators = _add_usual_separators(firsts, before_last, separators)
-    problems = _inspect_borders(dataset, eod, separators, sure=source == "tokenizer")
-    contents = _inspect_contents(dataset, vocab_size, eod, separators)
+    sure = source == "tokenizer"
+    if not sure:
+        usual = _find_usual_separators(dataset, firsts, before_last)
+        separators = np.union1d(separators, usual)
+    problems = _inspect_borders(dataset, eod, separators, sure=sure)
+    contents = _inspect_contents(dataset, vocab_size, eod, separators, sure=sure)
     return Inspection(
         prefix=dataset.prefix,
         dtype=dataset.dtype.name,
@@ -300,22 +305,40 @@ def _iterate_documents(dataset: IndexedDataset) -> Iterator[_DocumentBatch]:
         place = int(bounds[-1])
 
 
-def _add_usual_separators(
-    firsts: _CommonToken, before_last: _CommonToken, known: NDArray[np.int64]
+def _find_usual_separators(
+    dataset: IndexedDataset, firsts: _CommonToken, before_last: _CommonToken
 ) -> NDArray[np.int64]:
-    """Return the ids that may be separators.
+    """Return the ids that may be separators, because nearly all documents have them at a border.
 
-    They are the known ones, and those that nearly all documents have at their border.
+    An id that documents also have in their middle is left out. It is ordinary text, such as the
+    newline at the end of a text file.
     """
-    return np.array(
-        sorted(
-            {
-                *known.tolist(),
-                *(common.token for common in (firsts, before_last) if common.constant),
-            }
-        ),
-        np.int64,
-    )
+    found = sorted({common.token for common in (firsts, before_last) if common.constant})
+    candidates = np.array(found, np.int64)
+    if not found:
+        return candidates
+    middle = np.zeros(len(found), np.int64)
+    for some in _iterate_documents(dataset):
+        # The two tokens at each border are not in the middle.
+        starts = some.starts + 1
+        ends = np.maximum(some.ends - 2, starts)
+        for index, token in enumerate(found):
+            middle[index] += _count_documents_with(dataset, token, starts, ends)
+    return candidates[middle < _ORDINARY * dataset.num_documents]
+
+
+def _count_documents_with(
+    dataset: IndexedDataset, token: int, starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> int:
+    """Return how many of the ranges [start, end) of tokens have a token."""
+    places = [np.empty(0, np.int64)]
+    for begin in range(int(starts[0]), int(ends[-1]), _TOKENS):
+        tokens = dataset.tokens[begin : min(begin + _TOKENS, int(ends[-1]))]
+        places.append(begin + np.flatnonzero(tokens == token))
+    found = np.concatenate(places)
+    # The number of places before the end and before the start of each range.
+    counts = np.searchsorted(found, ends) - np.searchsorted(found, starts)
+    return int(np.count_nonzero(counts))
 
 
 def _inspect_borders(
@@ -330,7 +353,7 @@ def _inspect_borders(
     )
     doubled = Problem("doubled separator at the end", "documents end with two separators", sure)
     without = Problem(
-        "no end of document", f"documents do not end with the end-of-document id {eod}"
+        "no end of document", f"documents do not end with the end-of-document id {eod}", sure
     )
     for some in tqdm(
         _iterate_documents(dataset),
@@ -375,13 +398,19 @@ class _Contents:
 
 
 def _inspect_contents(
-    dataset: IndexedDataset, vocab_size: int | None, eod: int | None, separators: NDArray[np.int64]
+    dataset: IndexedDataset,
+    vocab_size: int | None,
+    eod: int | None,
+    separators: NDArray[np.int64],
+    *,
+    sure: bool,
 ) -> _Contents:
     """Return the range of ids, wrong ids, and end-of-document ids inside documents."""
     beyond = Problem("ids beyond the vocabulary", f"token ids are not in [0, {vocab_size})")
     inside = Problem(
         "end of document inside",
         f"end-of-document ids {eod} are inside documents (special tokens in the text?)",
+        sure,
     )
     low = np.iinfo(np.int64).max
     high = -1

@@ -18,7 +18,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.durable import replace_file, without_links
 from megatron.errors import ConfigError, DataError
 from megatron.file_lock import LockResult, try_lock
-from megatron.preprocess.inputs import Position
+from megatron.preprocess.blocks import Position
 
 VERSION = 1
 
@@ -47,6 +47,11 @@ class PreprocessProgress:
     rejected: tuple[str, ...] = ()
     complete: bool = False
 
+    @property
+    def documents(self) -> int:
+        """Number of documents of all keys."""
+        return sum(documents for _, documents in self.outputs.values())
+
     def restart(self, rejected: str) -> "PreprocessProgress":
         """Return the progress of a run that starts again without another encoder."""
         return replace(PreprocessProgress(), rejected=(*self.rejected, rejected))
@@ -66,7 +71,10 @@ class Journal:
         self._fingerprint = fingerprint
 
     def load(self) -> PreprocessProgress | None:
-        """Return the progress of an earlier run, or None if it left no journal.
+        """Return the progress of an earlier run, or None if there is nothing to continue.
+
+        A run without documents has nothing that another run could destroy. So a command that was
+        corrected starts from scratch then.
 
         Raises:
             ConfigError: the earlier run had other inputs or flags.
@@ -97,6 +105,8 @@ class Journal:
                 "it to start from scratch."
             ) from error
         if version != VERSION or fingerprint != self._fingerprint:
+            if not loaded.documents:
+                return None
             changed = [
                 name
                 for name in self._fingerprint
@@ -162,8 +172,10 @@ def lock_output(prefix: str) -> Iterator[None]:
                 f"--output-prefix {prefix}: another run is writing it ({path} is locked). Wait "
                 "until that run ends."
             )
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:

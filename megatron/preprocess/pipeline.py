@@ -4,21 +4,25 @@ Invariant: after an interruption, everything that the journal has recorded is ke
 it is truncated. The outputs are therefore those of an uninterrupted run.
 """
 
+import itertools
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from tqdm import tqdm
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import choose_dtype
+from megatron.data.indexed import choose_dtype, get_bin_path, get_idx_path
 from megatron.errors import ConfigError, DataError
+from megatron.preprocess.blocks import BLOCK_BYTES
 from megatron.preprocess.encoders import EncoderMismatchError, choose_encoder
-from megatron.preprocess.inputs import BLOCK_BYTES, expand_inputs, read_blocks
+from megatron.preprocess.input_files import expand_inputs
+from megatron.preprocess.inputs import read_blocks
 from megatron.preprocess.journal import (
     Journal,
     PreprocessProgress,
@@ -42,8 +46,8 @@ _JOURNAL_SECONDS = 15.0
 class PreprocessJob:
     """What to preprocess.
 
-    The outputs are PREFIX_{key}_document.bin and .idx for each key. `input` has files and globs, in
-    the order of the output.
+    The outputs are PREFIX_{key}_document.bin and .idx for each key. `input` has files, globs and
+    folders, in the order of the output.
     """
 
     input: tuple[str, ...]
@@ -53,8 +57,14 @@ class PreprocessJob:
     append_eod: bool = False
     workers: int = 1
     on_bad_line: Literal["stop", "skip"] = "stop"
+    overwrite: bool = False
     block_bytes: int = BLOCK_BYTES
     journal_seconds: float = _JOURNAL_SECONDS
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """The path of the data set of each key, without .bin and .idx."""
+        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
 
 
 @dataclass(frozen=True)
@@ -88,13 +98,13 @@ def preprocess(
         choose: Chooses the encoder. See `choose_encoder`.
 
     Raises:
-        ConfigError: the flags are wrong.
+        ConfigError: the flags are wrong, or the output exists.
         DataError: the inputs are wrong.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     _check_job(job)
-    paths = expand_inputs(job.input)
-    for path in sorted({path for path in paths if paths.count(path) > 1}):
+    paths = expand_inputs(job.input, say)
+    for path in sorted(path for path, count in Counter(paths).items() if count > 1):
         # Not an error, since a repetition may be intended.
         say(f"warning: {path} is given more than once, so its documents are repeated")
     tokenizer = build_tokenizer(job.tokenizer)
@@ -105,7 +115,16 @@ def preprocess(
             job.output_prefix,
             compute_run_fingerprint(paths, job.json_keys, job.append_eod, job.tokenizer),
         )
-        progress = journal.load() or PreprocessProgress()
+        progress = journal.load()
+        if progress is None:
+            # A run that is continued was allowed to replace them when it started.
+            _check_outputs(job)
+            progress = PreprocessProgress()
+        if not job.append_eod:
+            say(
+                "note: without --append-eod no token separates the documents, so the model cannot "
+                "learn where a text ends"
+            )
         # A mismatch restarts the run without that encoder, since ids written before may be wrong,
         # too. The loop ends, because the tokenizer itself cannot mismatch.
         while True:
@@ -135,6 +154,19 @@ def _check_job(job: PreprocessJob) -> None:
         )
 
 
+def _check_outputs(job: PreprocessJob) -> None:
+    """Check that no finished data set would be replaced by accident."""
+    if job.overwrite:
+        return
+    for prefix in job.prefixes.values():
+        for path in (get_idx_path(prefix), get_bin_path(prefix)):
+            if path.exists():
+                raise ConfigError(
+                    f"{path} exists already. Use it as it is with --data-path {prefix}, give "
+                    "another --output-prefix, or replace it with --overwrite."
+                )
+
+
 def _run(
     job: PreprocessJob,
     paths: list[str],
@@ -145,7 +177,7 @@ def _run(
     choose: Callable[..., str],
 ) -> Summary:
     """Encode what is missing, and publish the outputs."""
-    prefixes = {key: f"{job.output_prefix}_{key}_document" for key in job.json_keys}
+    prefixes = job.prefixes
     started = time.monotonic()
     encoder = "none"
     before = progress.text_bytes
@@ -200,6 +232,8 @@ def _encode_all(
     encoding = EncodingJob(job.tokenizer, encoder, job.json_keys, job.append_eod, dtype.name)
     blocks = read_blocks(paths, job.json_keys, progress.position, job.block_bytes)
     sizes = [Path(path).stat().st_size for path in paths]
+    # The bytes of all files before each file.
+    bytes_before = [0, *itertools.accumulate(sizes)]
     saved = time.monotonic()
     bar = tqdm(
         total=sum(sizes),
@@ -216,11 +250,7 @@ def _encode_all(
             # Everything before this block is saved. With --on-bad-line skip, the next run
             # continues at this block.
             if encoded.bad and job.on_bad_line == "stop":
-                _save(journal, progress, writers)
-                raise DataError(
-                    f"{encoded.bad[0]}. With --on-bad-line skip the run continues from there. "
-                    f"To fix the line instead, delete {journal.path} and start from scratch."
-                )
+                _stop_at(encoded.bad[0], journal, progress, writers)
             _report_bad(encoded.bad, progress.bad_lines, say)
             for key, tokens, lengths in zip(
                 job.json_keys, encoded.tokens, encoded.sizes, strict=True
@@ -228,7 +258,7 @@ def _encode_all(
                 writers[key].add_documents(tokens, lengths)
             before = progress.disk_bytes
             # All bytes of the files before the current one count as done.
-            progress = _advance(progress, encoded, sum(sizes[: encoded.end.file]), writers)
+            progress = _advance(progress, encoded, bytes_before[encoded.end.file], writers)
             bar.update(progress.disk_bytes - before)
             if time.monotonic() - saved >= job.journal_seconds:
                 _save(journal, progress, writers)
@@ -251,6 +281,9 @@ def _encode_all(
         encoded_blocks.close()
         for writer in writers.values():
             writer.close()
+        if not progress.documents:
+            for writer in writers.values():
+                writer.discard()
 
 
 def _advance(
@@ -281,6 +314,26 @@ def _save(
     for writer in writers.values():
         writer.sync()
     journal.save(progress)
+
+
+def _stop_at(
+    bad: BadLine,
+    journal: Journal,
+    progress: PreprocessProgress,
+    writers: dict[str, ResumableWriter],
+) -> NoReturn:
+    """Raise the error for a bad line. What is done before it is saved."""
+    # Without documents nothing is saved, so that the corrected command starts from scratch.
+    if not progress.documents:
+        raise DataError(
+            f"{bad}. Correct the file or the command and start again, or leave such lines out with "
+            "--on-bad-line skip."
+        )
+    _save(journal, progress, writers)
+    raise DataError(
+        f"{bad}. With --on-bad-line skip the run continues from there. To fix the line instead, "
+        f"delete {journal.path} and start from scratch."
+    )
 
 
 def _report_bad(bad: list[BadLine], before: int, say: Callable[[str], None]) -> None:

@@ -81,6 +81,11 @@ class ResumableWriter:
         self._bin.close()
         self._sizes.close()
 
+    def discard(self) -> None:
+        """Remove the partial files of a run that has no documents."""
+        for part in ("bin", "sizes"):
+            _get_partial_path(self.prefix, part).unlink(missing_ok=True)
+
     def write_index(self) -> None:
         """Close the data files, and write PREFIX.idx.partial from the sizes."""
         self.sync()

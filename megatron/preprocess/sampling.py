@@ -7,13 +7,10 @@ entered at any byte are entered there.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.preprocess.inputs import (
-    InputBlock,
-    Position,
-    count_parquet_rows,
-    open_lines,
-    read_blocks,
-)
+from megatron.preprocess.blocks import InputBlock, Position
+from megatron.preprocess.input_files import InputFormat, find_format
+from megatron.preprocess.inputs import is_array_file, open_lines, read_blocks
+from megatron.preprocess.tables import count_rows
 from megatron.preprocess.texts import extract_texts
 
 # Spots from the first byte of the inputs to the last one. One text is taken at each.
@@ -58,6 +55,9 @@ def _read_texts_at(
     path: str, place: int, size: int, spot: int, keys: Sequence[str]
 ) -> Iterator[list[str]]:
     """Yield the texts of one line at or after a byte of a file, as a list with one for each key."""
+    if find_format(path) is InputFormat.TEXT:
+        yield [_read_passage_at(path, place)] * len(keys)
+        return
     for block in _read_block_at(path, place, size, keys):
         columns, _ = extract_texts(block, keys)
         if columns and columns[0]:
@@ -65,15 +65,24 @@ def _read_texts_at(
             yield [column[row] for column in columns]
 
 
+def _read_passage_at(path: str, place: int) -> str:
+    """Return some text of a file of plain text, from about a byte on."""
+    if path.endswith((".gz", ".zst")):
+        place = 0
+    piece, _ = next(open_lines(path, place, _BLOCK_BYTES), (b"", 0))
+    # The byte may be inside a character, whose rest is left out.
+    return piece[:_BLOCK_BYTES].decode("utf-8", errors="ignore")
+
+
 def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Iterator[InputBlock]:
     """Yield the block with the first complete line at or after a byte of a file."""
-    if path.endswith(".parquet"):
-        # Parquet is entered by row, so the byte is converted to a row.
-        row = count_parquet_rows(path) * place // max(1, size)
+    if find_format(path) in (InputFormat.PARQUET, InputFormat.ARROW):
+        # Tables are entered by row, so the byte is converted to a row.
+        row = count_rows(path) * place // max(1, size)
         yield from read_blocks([path], keys, Position(0, row, row), _BLOCK_BYTES)
         return
     # These can only be entered at their beginning. Each spot takes another line of the first block.
-    if path.endswith((".gz", ".zst")):
+    if path.endswith((".gz", ".zst")) or is_array_file(path):
         yield from read_blocks([path], keys, block_bytes=_BLOCK_BYTES)
         return
     content = b""

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.preprocess.inputs import InputBlock
+from megatron.preprocess.blocks import InputBlock, PlainText
+
+# A record may have thousands of keys, of which a message names the first ones.
+_NAMED_KEYS = 8
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,11 @@ def extract_texts(block: InputBlock, keys: Sequence[str]) -> tuple[list[list[str
     """
     texts: list[list[str]] = [[] for _ in keys]
     bad: list[BadLine] = []
+    rows: Iterator[tuple[int, list[str] | str]]
     if isinstance(block.content, bytes):
         rows = _parse_lines(block, keys)
+    elif isinstance(block.content, PlainText):
+        rows = _parse_plain_text(block.content, keys)
     else:
         rows = _parse_rows(block, keys)
     for line, values in rows:
@@ -65,7 +71,7 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
     try:
         record = _load_record(raw, fast)
     except (ValueError, RecursionError) as error:
-        return f"not JSON: {error}"
+        return f"not JSON: {error} (files of plain text are known by their suffix, such as .txt)"
     if not isinstance(record, dict):
         return f"must be a JSON object, is {type(record).__name__}"
     values = _pick_values(record, keys)
@@ -93,12 +99,23 @@ def _pick_values(record: dict[str, Any], keys: Sequence[str]) -> list[str] | str
     values = []
     for key in keys:
         if key not in record:
-            return f"no key {key!r}"
+            return f"no key {key!r}, only {_name_keys(record)}; name others with --json-keys"
         value = record[key]
         if not isinstance(value, str):
             return f"the value of {key!r} is {type(value).__name__}, not a string"
         values.append(value)
     return values
+
+
+def _name_keys(record: dict[str, Any]) -> str:
+    """Return the keys of a record for a message, those with texts first."""
+    keys = sorted(record, key=lambda key: not isinstance(record[key], str))
+    if not keys:
+        return "an empty object"
+    named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
+    if len(keys) > _NAMED_KEYS:
+        return f"{named} and {len(keys) - _NAMED_KEYS} more"
+    return named
 
 
 def _has_half_surrogate_pair(raw: bytes, values: Sequence[str]) -> bool:
@@ -125,6 +142,19 @@ def _parse_rows(block: InputBlock, keys: Sequence[str]) -> Iterator[tuple[int, l
     for line, values in enumerate(zip(*columns, strict=True), block.first_line):
         empty = [key for key, value in zip(keys, values, strict=True) if value is None]
         yield line, f"the value of {empty[0]!r} is null, not a string" if empty else list(values)
+
+
+def _parse_plain_text(
+    text: PlainText, keys: Sequence[str]
+) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the only text of a file. White space alone is no document, like a blank line."""
+    content = text.content.removeprefix(b"\xef\xbb\xbf")
+    if not content or content.isspace():
+        return
+    try:
+        yield 1, [content.decode("utf-8")] * len(keys)
+    except UnicodeDecodeError as error:
+        yield 1, f"not UTF-8 text: {error}"
 
 
 def _import_fast_loads() -> Callable[[bytes], Any] | None:

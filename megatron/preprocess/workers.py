@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import DataError, MegatronError
+from megatron.preprocess.blocks import InputBlock, Position
 from megatron.preprocess.encoders import (
     REFERENCE,
     EncoderMismatchError,
@@ -30,7 +31,6 @@ from megatron.preprocess.encoders import (
     make_encoder,
     run_encoder,
 )
-from megatron.preprocess.inputs import InputBlock, Position
 from megatron.preprocess.texts import BadLine, extract_texts
 from megatron.tokenizer import build_tokenizer
 

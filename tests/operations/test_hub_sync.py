@@ -617,6 +617,57 @@ def test_an_offline_dry_run_compares_with_the_last_sync(
     assert pauses == []
 
 
+def test_the_tiny_run_has_no_default_repository(tmp_path: Path) -> None:
+    """A default would be a name that belongs to somebody else."""
+    script = Path("train", "tiny", "tiny-hub-sync-logs.slurm")
+    environment = {**os.environ, "MEGATRON": str(ROOT), "TINY": str(tmp_path)}
+    environment.pop("HUB_REPO", None)
+    done = subprocess.run(
+        ["bash", str(ROOT / script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "HUB_REPO: is not set" in done.stderr
+
+
+@pytest.mark.parametrize("reason", ["unreachable", "no token"])
+def test_a_dry_run_needs_no_hub(
+    hub: HubServer,
+    run: Path,
+    sync: Sync,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: str,
+) -> None:
+    """It compares with the last sync, whether the Hub is silent or wants a token."""
+    root = run / "checkpoints"
+    save_checkpoint(root, 10)
+    assert sync("--checkpoints", str(root)) == 0
+    save_checkpoint(root, 20)
+    (run / "logs" / "new.txt").write_text("x\n")
+    monkeypatch.delenv("HF_TOKEN")
+    if reason == "unreachable":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    else:
+        hub.fail("refs", status=401, times=2)
+    capsys.readouterr()
+    assert sync("--checkpoints", str(root), "--dry-run") == 0
+    output = capsys.readouterr()
+    sent = [line.split()[2] for line in output.out.splitlines()]
+    if reason == "no token":
+        assert sent == ["logs/new.txt.000000", "global_step20"]
+        assert "can be read without a token" in output.err
+    # The state belongs to the other Hub, so nothing is known to be on this one.
+    else:
+        assert "global_step10" in sent
+        assert "127.0.0.1:9 does not answer" in output.err
+    assert output.err.count("compared with the state of the last sync") == 2
+    assert pauses == []
+    # Without --dry-run the token is needed.
+    assert sync() == 2
+    assert "there is no token for the Hub" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["preupload", "upload", "commit"])
 def test_a_killed_sync_is_continued_by_the_next_one(
     kind: str, hub: HubServer, run: Path, sync: Sync, tmp_path: Path

@@ -25,6 +25,7 @@ from megatron.commands import slurm_status
 from megatron.durable import append_lines
 from megatron.errors import OperationsError
 from megatron.observe.log_line import (
+    format_kill_switch_line,
     format_saved_checkpoint_line,
     format_training_complete_line,
     format_training_line,
@@ -517,6 +518,26 @@ def test_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
     assert findings.alerts == []
     # The run was rolled back and continued.
     train(log, 90, 91)
+    assert "neither running nor scheduled" in found(log)
+
+
+def test_run_that_was_stopped_by_its_kill_switch_is_no_alert(squeue: Squeue, log: Path) -> None:
+    squeue()
+    train(log, 1, 100)
+    with log.open("a") as file:
+        file.write(format_kill_switch_line("/runs/a/kill-switch") + "\n")
+        file.write("successfully saved checkpoint at iteration 100 to /runs/a\n")
+        file.write("[2026-11-22 10:00:00] array task 7_1 ended at iteration 100: kill switch\n")
+    findings = check_run(WatchedRun(JOB, log))
+    assert findings.pulse is not None
+    assert "was stopped by its kill switch" in findings.pulse
+    assert "remove /runs/a/kill-switch and submit" in findings.pulse
+    assert findings.alerts == []
+    # A job that cannot start was not stopped by anybody.
+    squeue(NEVER)
+    assert "nothing that is queued can start by itself" in found(log)
+    squeue()
+    train(log, 101, 102)
     assert "neither running nor scheduled" in found(log)
 
 

@@ -243,6 +243,31 @@ def test_training_on_a_short_text_gives_fewer_ids(
     assert "fewer than 5000" in capsys.readouterr().out
 
 
+def test_a_newline_at_the_end_of_files_is_no_separator(tmp_path: Path) -> None:
+    """It also ends the lines inside the texts, so the tokenizer is not needed to recognise it."""
+    texts = [[*text[:9], 198, *text[9:], 198] for text in TEXT]
+    good = write_documents(tmp_path / "a", *[[*text, EOD] for text in texts])
+    found = inspect_dataset(good)
+    assert found.problems == []
+    assert found.eod == EOD
+    # A separator is never inside, and is still found in the same data.
+    doubled = write_documents(tmp_path / "b", *[[4000, *text, 4001, EOD] for text in texts])
+    assert set(find_problems(doubled)) == {
+        "separator at the beginning",
+        "doubled separator at the end",
+    }
+
+
+def test_what_was_found_with_a_guessed_separator_is_not_sure(tmp_path: Path) -> None:
+    """Most texts end with a newline, and none with an end-of-document id."""
+    texts = [[*text[:9], 198, *text[9:], 198] for text in TEXT[:30]] + TEXT[30:]
+    prefix = write_documents(tmp_path / "a", *texts)
+    found = inspect_dataset(prefix)
+    assert {problem.kind for problem in found.problems} >= {"no end of document"}
+    assert not any(problem.sure for problem in found.problems)
+    assert inspect_tool.main([prefix, "--strict"]) == 0
+
+
 def test_a_newline_at_the_end_of_texts_is_only_a_possible_problem(tmp_path: Path) -> None:
     """Without the tokenizer, it cannot be distinguished from a second separator."""
     prefix = write_documents(tmp_path / "a", *[[*text, 198, EOD] for text in TEXT])

@@ -305,7 +305,7 @@ def test_wrong_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cases: list[tuple[PreprocessJob, str]] = [
         (job(tmp_path / "o", "none.jsonl"), "--input none.jsonl does not exist"),
         (job(tmp_path / "o", tmp_path / "*.none"), r"--input .*\*.none matches no file"),
-        (job(tmp_path / "o", tmp_path / "folder"), r"is a folder; give its files"),
+        (job(tmp_path / "o", tmp_path / "folder"), r"folder has no file that can be read"),
         (job(tmp_path / "o", input=()), "--input needs at least one file"),
         (job(tmp_path / "o", workers=0), "--workers 0 must be at least 1"),
         (

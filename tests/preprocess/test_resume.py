@@ -23,7 +23,8 @@ from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess import pipeline, resumable
-from megatron.preprocess.inputs import InputBlock, read_blocks
+from megatron.preprocess.blocks import InputBlock
+from megatron.preprocess.inputs import read_blocks
 from megatron.preprocess.journal import Journal
 
 SLOW_RUN = """
@@ -135,7 +136,9 @@ def test_a_run_interrupted_at_any_step_continues_to_the_same_files(
     step = 0
     while True:
         step += 1 if suffix == "jsonl" else 3
-        interrupted = replace(uninterrupted, output_prefix=str(tmp_path / f"at{step}"))
+        interrupted = replace(
+            uninterrupted, output_prefix=str(tmp_path / f"at{step}"), overwrite=True
+        )
         output = tmp_path / f"at{step}_text_document"
         for ending, content in zip((".bin", ".idx"), old, strict=True):
             Path(f"{output}{ending}").write_bytes(content)

@@ -25,7 +25,7 @@ from megatron.checkpoint.folder import set_aside
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
-from megatron.commands import inspect_checkpoint
+from megatron.commands import generate, inspect_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.shard import Kind, TensorShard
 
@@ -662,6 +662,17 @@ def test_errors_name_the_value_and_the_fix(
     (root / "latest").write_text("nonsense")
     assert "holds 'nonsense'" in inspect(capsys, root, code=2)
     assert inspect_json(capsys, root, "--iteration", 3)["folder"]["remark"] is not None
+
+
+def test_generate_lists_the_checkpoints_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    save(root, make_full_shards(make_state()))
+    assert generate.main(["--load", str(root), "--prompt", "a", "--iteration", "33"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "global_step33; there are: global_step3\n" in error
 
 
 def test_a_configuration_of_another_version_does_not_hide_the_rest_of_the_overview(

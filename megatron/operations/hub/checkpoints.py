@@ -18,7 +18,6 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_ma
 from megatron.errors import CheckpointError, OperationsError
 from megatron.operations.hub.client import (
     Hub,
-    HubOfflineError,
     HubUnavailableError,
     RetryPolicy,
     Say,
@@ -29,6 +28,7 @@ from megatron.operations.hub.push import (
     IN_MEMORY_BYTES,
     SyncRequest,
     create_missing_repository,
+    goes_on_without_hub,
 )
 from megatron.operations.hub.queue import SyncState, digest, read_state
 
@@ -148,8 +148,8 @@ def _list_branches(
 ) -> Collection[str]:
     """Return the names of the branches, and wait while the Hub is unavailable.
 
-    A missing repository is created if the request allows it. An offline dry run returns the
-    branches that earlier syncs have sent.
+    A missing repository is created if the request allows it. A dry run that cannot ask the Hub
+    returns the branches that earlier syncs have sent.
     """
     created = False
     while True:
@@ -158,22 +158,27 @@ def _list_branches(
         except UnknownRepositoryError as error:
             if created:
                 raise
+            if goes_on_without_hub(request, hub, error):
+                return _list_sent_branches(state, error, warn)
             # A dry run with patterns has reported it already.
             if request.create and request.dry_run and request.patterns:
                 return ()
             if not create_missing_repository(request, hub, error, say):
                 return ()
             created = True
-        except HubOfflineError:
-            if not request.dry_run:
-                raise
-            warn(
-                "HF_HUB_OFFLINE is set, so the checkpoints are compared with the state of the last "
-                "sync, and not with the Hub"
-            )
-            return state.checkpoints.keys()
         except HubUnavailableError as trouble:
+            if goes_on_without_hub(request, hub, trouble):
+                return _list_sent_branches(state, trouble, warn)
             patience.wait(trouble)
+
+
+def _list_sent_branches(state: SyncState, trouble: OperationsError, warn: Say) -> Collection[str]:
+    """Return the branches that earlier syncs have sent, because the Hub cannot be asked."""
+    warn(
+        f"{trouble}; the checkpoints are compared with the state of the last sync, and not with "
+        "the Hub"
+    )
+    return state.checkpoints.keys()
 
 
 def _push(

@@ -145,6 +145,11 @@ class Hub:
         # With None the client would look for a token by itself. With False it sends none.
         self.api = huggingface_hub.HfApi(endpoint=self._endpoint, token=self._token or False)
 
+    @property
+    def has_token(self) -> bool:
+        """Whether requests are sent with a token."""
+        return self._token is not None
+
     # Reading
 
     def list_branches(self) -> dict[str, str]:
@@ -316,6 +321,12 @@ class Hub:
             reason = f"{status}: {self._clean(error.server_message)}"
         else:
             reason = f"{status}"
+        # The Hub does not tell a private repository from a missing one to those without a token.
+        if status in (401, 403) and not self.has_token:
+            return UnknownRepositoryError(
+                f"there is no repository {self.repo} on {self.host} that can be read without a "
+                f"token ({reason}); check the name, or set HF_TOKEN"
+            )
         if status == 401:
             return OperationsError(
                 f"{self.host} refuses the token ({reason}): it has expired or was revoked; create "

@@ -22,7 +22,6 @@ from megatron.operations.hub.client import (
     MAIN,
     Hub,
     HubMovedError,
-    HubOfflineError,
     HubUnavailableError,
     RetryPolicy,
     Say,
@@ -42,6 +41,7 @@ from megatron.operations.hub.queue import (
     plan_remote_files,
     read_state,
 )
+from megatron.plural import format_count
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -170,6 +170,17 @@ def create_missing_repository(
     return True
 
 
+def goes_on_without_hub(request: SyncRequest, hub: Hub, trouble: OperationsError) -> bool:
+    """Return whether a dry run compares with the state of the last sync, because of `trouble`.
+
+    The Hub does not answer, or it shows nothing of the repository without a token.
+    """
+    # A branch that has changed is listed again, which needs no waiting.
+    if not request.dry_run or isinstance(trouble, HubMovedError):
+        return False
+    return isinstance(trouble, HubUnavailableError) or not hub.has_token
+
+
 class FolderSync:
     """One sync of one folder. The caller holds the lock."""
 
@@ -225,16 +236,16 @@ class FolderSync:
                 # All of these deletions were in this commit.
                 deletions = []
                 self._patience.note_progress()
-            except HubOfflineError:
-                if not self._request.dry_run:
+            except (HubUnavailableError, UnknownRepositoryError) as trouble:
+                if goes_on_without_hub(self._request, self._hub, trouble):
+                    self._warn(
+                        f"{trouble}; the files are compared with the state of the last sync, and "
+                        "not with the Hub"
+                    )
+                    deletions = self._find_deletions(found)
+                    break
+                if not isinstance(trouble, HubUnavailableError):
                     raise
-                self._warn(
-                    "HF_HUB_OFFLINE is set, so the files are compared with the state of the last "
-                    "sync, and not with the Hub"
-                )
-                deletions = self._find_deletions(found)
-                break
-            except HubUnavailableError as trouble:
                 # It is unknown whether the deletions were made. Compute them again.
                 deletions = None
                 if isinstance(trouble, HubMovedError):
@@ -542,10 +553,10 @@ def _format_title(groups: Sequence[CommitGroup]) -> str:
     added = sum(len(group.adds) for group in groups)
     deleted = sum(len(group.deletes) for group in groups)
     if added:
-        done = [f"{_format_count(added, 'file')}, {format_bytes(_count_bytes(groups))}"]
+        done = [f"{format_count(added, 'file')}, {format_bytes(_count_bytes(groups))}"]
     else:
         done = []
-    done += [f"{_format_count(deleted, 'file')} deleted"] if deleted else []
+    done += [f"{format_count(deleted, 'file')} deleted"] if deleted else []
     return f"Sync {'; '.join(done)}"
 
 
@@ -560,10 +571,6 @@ def _format_lines(groups: Sequence[CommitGroup]) -> list[str]:
 def _count_bytes(groups: Sequence[CommitGroup]) -> int:
     """Return the size of all contents that a commit adds."""
     return sum(piece.blob.size for group in groups for piece in group.adds)
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _shorten(names: Sequence[str], between: str) -> str:

@@ -22,7 +22,11 @@ from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteratio
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.durable import replace_file
 from megatron.errors import CheckpointError, OperationsError
-from megatron.observe.log_line import format_training_complete_line, parse_log_line
+from megatron.observe.log_line import (
+    format_training_complete_line,
+    parse_kill_switch_line,
+    parse_log_line,
+)
 from megatron.operations.monitor.alerts import Alert, format_time, parse_own_line_time, read_record
 from megatron.operations.monitor.queue import (
     QueuedJob,
@@ -107,6 +111,9 @@ class LogTail:
     """Number of these lines that are new since the last check."""
     complete: bool
     """The log has the line `training is complete`, and no training line after it."""
+    kill_switch: str | None
+    """Path of the kill switch that stopped the run. None: there is a training line after the stop,
+    or there was no stop."""
     output_at: float | None
     """Time at which training last wrote, in seconds since the epoch.
 
@@ -274,6 +281,12 @@ def _check_queue(
     # A run that is complete has no jobs, which is no problem.
     if problem is not None and tail is not None and tail.complete:
         return f"{run.job_name} is finished: {format_training_complete_line()}"
+    # Somebody stopped it on purpose. The pending tasks of its array are cancelled then.
+    if not jobs and tail is not None and tail.kill_switch is not None:
+        return (
+            f"{run.job_name} was stopped by its kill switch; to continue, remove "
+            f"{tail.kill_switch} and submit a job"
+        )
     if problem is not None:
         found.alerts.append(Alert(kind, problem))
     return format_pulse(run.job_name, jobs, now)
@@ -314,7 +327,7 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
     try:
         file = open(log, "rb")  # noqa: SIM115
     except FileNotFoundError:
-        return LogTail([], 0, False, None, 0)
+        return LogTail([], 0, False, None, None, 0)
     with file:
         status = os.fstat(file.fileno())
         data, at = _read_last_lines(file, status.st_size)
@@ -336,7 +349,9 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
     else:
         # Without a line of ours at the end, training itself changed the modification time last.
         output_at = status.st_mtime
-    return LogTail(scan.reports, scan.fresh, scan.complete, output_at, status.st_size)
+    return LogTail(
+        scan.reports, scan.fresh, scan.complete, scan.kill_switch, output_at, status.st_size
+    )
 
 
 def _read_last_lines(file: BinaryIO, size: int) -> tuple[bytes, int]:
@@ -367,6 +382,8 @@ class _LogScan:
     """Number of them that are new."""
     complete: bool = False
     """The training is complete, and was not continued."""
+    kill_switch: str | None = None
+    """Path of the kill switch that stopped the training, if it was not continued."""
     grown: bool = False
     """There is new training output."""
     own_line_at: float | None = None
@@ -397,8 +414,11 @@ class _LogScan:
             self.fresh += end > self.known
             # A training line after `training is complete` means that the run was continued.
             self.complete = False
+            self.kill_switch = None
         elif format_training_complete_line() in text:
             self.complete = True
+        else:
+            self.kill_switch = parse_kill_switch_line(text) or self.kill_switch
 
 
 def _check_stall(
