@@ -109,7 +109,14 @@ class ProcessPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["megatron.training.pretrain", "megatron.engine.native", "deepspeed_preload"]
+            [
+                "megatron.training.pretrain",
+                "megatron.engine.native",
+                # A run imports these two only if it uses them. Workers have them from the start.
+                "megatron.engine.pipeline",
+                "megatron.engine.sharding",
+                "deepspeed_preload",
+            ]
         )
         self._workers = [self._start() for _ in range(WORKERS)]
 

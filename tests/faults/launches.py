@@ -118,7 +118,14 @@ class Launch:
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"]
+            [
+                "pretrain_gpt",
+                "megatron.training.setup",
+                "megatron.engine.native",
+                # A run imports these two only if it uses them. Ranks have them from the start.
+                "megatron.engine.pipeline",
+                "megatron.engine.sharding",
+            ]
         )
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
