@@ -1,15 +1,10 @@
-"""Construction of a `Run` from the configuration, and the ways to end the process."""
+"""Construction of a `Run` from the configuration, and the end of the process group."""
 
 import contextlib
 import gc
-import json
-import os
 import platform
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +22,8 @@ from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
-from megatron.durable import replace_file
 from megatron.engine.base import Engine, skip_waiting
-from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
-from megatron.errors import CheckpointError, DamagedError, LostRanksError, MegatronError
+from megatron.errors import CheckpointError, DamagedError
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
@@ -42,7 +35,7 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
-from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
+from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.data_files import DataFiles, check_small_files, open_same
@@ -442,72 +435,6 @@ def describe_index_helpers() -> tuple[str, str]:
     # The description has the form "name (reason)".
     name, _, why = describe_implementation().partition(" (")
     return name, why.removesuffix(")") or "built with this installation"
-
-
-def leave_with_error(error: MegatronError) -> NoReturn:
-    """Report the error, print its message, and end the process within a few seconds.
-
-    Ranks that wait for this one in a collective must not wait long.
-    """
-    if isinstance(error, LostRanksError):
-        leave_after_lost_ranks(error)
-    rank = int(os.environ.get("RANK", "0"))
-    if rank > 0:
-        prefix = f"rank {rank} on {platform.node()}: "
-    else:
-        prefix = ""
-    message = f"{prefix}{type(error).__name__}: {error}"
-    # Reported before the wait below, because the launcher may end this process during the wait.
-    report_error(error, message)
-    if rank > 0:
-        # Most errors occur on every rank, and rank 0 prints its message first. If the error is the
-        # same here, the launcher ends this process during the wait and it is printed only once.
-        time.sleep(3)
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    if rank == 0 and FOLDER_VARIABLE in os.environ:
-        # srun ends all ranks when this one ends. The others need the time to write their reports.
-        time.sleep(1)
-    # sys.exit would destroy the process group. That can hang if other ranks are in a collective.
-    os._exit(2)
-
-
-def report_error(error: BaseException, message: str) -> None:
-    """Write the error to the file in which the launcher looks for it.
-
-    torchrun reads one file for each rank. The array task reads one folder for all ranks.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = os.environ.get(FOLDER_VARIABLE)
-    try:
-        if path:
-            # The format is that of torch.distributed.elastic, which prints this message in its
-            # summary of the failure.
-            record = {
-                "message": message,
-                "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))},
-            }
-            replace_file(Path(path), json.dumps({"message": record}))
-        if folder:
-            write_report(Path(folder), build_report(error))
-    except OSError as trouble:
-        # The error itself is still printed. An error of this report must not hide it.
-        print(
-            f"warning: the error could not be reported to the launcher: {trouble}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
-    """End the process after ranks were lost.
-
-    The exit code is 1, because no flag is wrong and the same command may succeed.
-    """
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    # Nothing is reported to the launcher. A report means an error that a person must correct.
-    os._exit(LOST)
 
 
 def leave() -> None:
