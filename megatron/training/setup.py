@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +20,18 @@ from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, needs_documents
+from megatron.data.epochs import (
+    DatasetUse,
+    describe_epochs,
+    measure_training_data,
+    warn_of_many_epochs,
+)
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, DamagedError
 from megatron.observe.log_line import (
+    format_from_scratch_line,
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
     format_saved_checkpoint_line,
@@ -282,8 +289,14 @@ def build_run(
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
+    # An evaluation does not train.
+    uses = []
+    if sources.train is not None:
+        uses = measure_training_data(config.data, plan.train_tokens, sources.registry.open)
     rows = [
         ("device", *describe_devices(mesh)),
+        ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
+        *describe_data(uses),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
@@ -299,8 +312,11 @@ def build_run(
         )
     elif config.checkpoint.load is not None:
         reporter.say(format_no_checkpoint_line(config.checkpoint.load))
+        reporter.say(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.say(note)
+    for warning in warn_of_many_epochs(uses):
+        reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
     run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
@@ -354,8 +370,13 @@ def open_data(
     """
     config = plan.config
     batch = plan.config.batch
+    # An evaluation only reads a window whose place does not depend on the run.
+    train_samples = 0 if batch.eval_only else plan.train_samples
     valid_samples, test_samples = count_evaluation_samples(
-        plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final
+        0 if batch.eval_only else plan.train_iters,
+        batch.eval_interval,
+        batch.eval_iters,
+        plan.batch_size.final,
     )
 
     def build() -> Sources:
@@ -364,7 +385,7 @@ def open_data(
             config.data,
             seq_length=config.model.seq_length,
             seed=batch.seed,
-            train_samples=plan.train_samples,
+            train_samples=train_samples,
             valid_samples=valid_samples,
             test_samples=test_samples,
             batch_slice=BatchSlice(
@@ -380,7 +401,9 @@ def open_data(
 
     ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
-    if state.data:
+    # With the position in the checkpoint, --eval-only would evaluate other samples after each
+    # evaluation of the run. It always starts at the first sample.
+    if state.data and not batch.eval_only:
         sources.load(state.data)
         # The position is stored twice, in the counters and in the source's state. Going on with two
         # different values would silently repeat or drop samples.
@@ -428,6 +451,14 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
     else:
         backend = ""
     return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
+
+
+def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
+    """Return the row "training data" of the table at the start, or no row without such data."""
+    if not uses:
+        return []
+    epochs, _, tokens = describe_epochs(uses).partition(": ")
+    return [("training data", epochs, tokens)]
 
 
 def describe_index_helpers() -> tuple[str, str]:
