@@ -4,6 +4,12 @@ Raise one of these for anything that a user can cause. Use `assert` with a messa
 this package.
 """
 
+LOST_EXIT_CODE = 1
+"""The exit code of a rank that cannot continue without another one.
+
+It is the code of a crash, because a restart may succeed.
+"""
+
 
 class MegatronError(Exception):
     """Base of all errors that a user can fix. Entry points print them without a traceback."""

@@ -88,6 +88,15 @@ class Plan:
         return self.shape.query_groups
 
     @property
+    def train_tokens(self) -> int:
+        """Tokens that the run reads. A curriculum reads whole samples and truncates them."""
+        tokens = self.train_samples * self.config.model.seq_length
+        end = self.config.batch.train_tokens
+        if end is None or self.curriculum is not None:
+            return tokens
+        return min(end, tokens)
+
+    @property
     def pipeline_size(self) -> int:
         """Number of pipeline ranks of a replica."""
         return len(self.stage_parameters)
@@ -416,6 +425,9 @@ def _build_lr_schedule(
     """
     optimizer = config.optimizer
     batch = config.batch
+    # An evaluation does not train, so its flags need no schedule.
+    if batch.eval_only:
+        return LRSchedule(0.0, 0.0, "constant", 0, 1)
 
     def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
         if samples is not None:

@@ -15,7 +15,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -105,21 +107,33 @@ def _serve(pipe: Connection) -> None:
         pipe.send((Outcome(value, error, kind, printed.getvalue()), _is_spent()))
 
 
-class ProcessPool:
-    """Processes that run worlds of up to `WORKERS` ranks."""
+def start_fork_server() -> ForkServerContext:
+    """Start the fork server if it does not run, and return the context that uses it.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["worker_preload"])
-        # The fork server of Python 3.11 does not get `sys.path`. It ignores what it cannot import.
-        before = os.environ.get("PYTHONPATH")
-        folders = [str(Path(__file__).parent), *([before] if before else [])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-        self._workers = [self._start() for _ in range(WORKERS)]
+    A process has one fork server. It imports `worker_preload` once for all that it starts.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["worker_preload"])
+    # The fork server of Python 3.11 does not get `sys.path`. It ignores what it cannot import.
+    before = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).parent), *([before] if before else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    try:
+        forkserver.ensure_running()
+    finally:
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+    return context
+
+
+class ProcessPool:
+    """Processes that run worlds of up to `WORKERS` ranks."""
+
+    def __init__(self) -> None:
+        self._context = start_fork_server()
+        self._workers = [self._start() for _ in range(WORKERS)]
 
     def _start(self) -> tuple[Connection, BaseProcess]:
         own_end, worker_end = self._context.Pipe()

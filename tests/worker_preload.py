@@ -6,7 +6,11 @@ import gc
 import process_pool  # noqa: F401
 
 import megatron.engine.native
-import megatron.training.pretrain  # noqa: F401
+
+# A run imports these two only if it uses them.
+import megatron.engine.pipeline
+import megatron.engine.sharding
+import megatron.training.setup  # noqa: F401
 from megatron.engine.deepspeed import import_deepspeed
 from megatron.errors import ConfigError
 

@@ -13,7 +13,7 @@ Exit code 0 means that the plan has no errors. Exit code 2 means that it has som
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
@@ -24,6 +24,12 @@ import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.config.cli import load_config
+from megatron.data.epochs import (
+    DatasetUse,
+    describe_epochs,
+    measure_training_data,
+    warn_of_many_epochs,
+)
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
@@ -128,16 +134,31 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     refused = list_unsupported(plan)
     if refused:
         warnings.append(f"planned here, but --deepspeed does not support it: {'; '.join(refused)}.")
+    uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
-    warnings = list(dict.fromkeys([*warnings, *plan.warnings]))
+    warnings = list(dict.fromkeys([*warnings, *plan.warnings, *warn_of_many_epochs(uses)]))
     if options.json:
-        print(json.dumps(build_json(plan, at, warnings), indent=1))
+        print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
     else:
-        print("\n".join(format_plan(plan, at, warnings)))
+        print("\n".join(format_plan(plan, at, warnings, uses)))
     if plan.errors:
         return 2
     return 0
+
+
+def find_training_data(plan: Plan) -> list[DatasetUse]:
+    """Return what the run reads of each training data set.
+
+    The list is empty if a data set is not on this machine or damaged, or if the run has no end.
+    """
+    if not plan.train_tokens:
+        return []
+    try:
+        return measure_training_data(plan.config.data, plan.train_tokens)
+    except MegatronError:
+        # The plan warns of data that are missing here. Training reports those that are damaged.
+        return []
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -199,7 +220,9 @@ def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSou
     return CommandSource((*command.arguments, *further), command.world_size, warnings)
 
 
-def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict[str, Any]:
+def build_json(
+    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     tokens = plan.config.model.seq_length
     shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
@@ -223,6 +246,9 @@ def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict
         "train_iters": plan.train_iters,
         "train_samples": plan.train_samples,
         "train_tokens": plan.config.batch.train_tokens or plan.train_samples * tokens,
+        "training_data": [
+            {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
+        ],
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
         "flops": compute_flops(plan),
@@ -379,11 +405,14 @@ def compute_flops(plan: Plan) -> dict[str, int]:
     }
 
 
-def format_plan(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> list[str]:
+def format_plan(
+    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+) -> list[str]:
     """Format the plan for people, one line per entry."""
     lines = [
         *_format_model(plan),
         *_format_training(plan),
+        *([_format_row("epochs", describe_epochs(uses))] if uses else []),
         *_format_memory(plan),
         *_format_flops(plan),
     ]

@@ -13,8 +13,13 @@ In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
 
 import sys
 
+from megatron.config.cli import load_config
+from megatron.errors import MegatronError
+from megatron.parallel.launcher import read_launcher_world
 from megatron.standard_streams import protect_standard_streams
+from megatron.training.leaving import leave_with_error
 from megatron.training.orphans import die_with_launcher
+from megatron.training.refusals import check_before_torch
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,13 +29,20 @@ def main(argv: list[str] | None = None) -> None:
     message explains how to fix it. It is 1 after a crash of this rank, or of another one without
     which this rank cannot continue.
     """
-    # Before the slow imports. A launcher that is killed during them must not leave this process.
+    # Before the slow import. A launcher that is killed during it must not leave this process.
     die_with_launcher()
     # Before libraries keep references to the streams.
     protect_standard_streams()
-    from megatron.training.pretrain import run_command_line
+    try:
+        loaded = load_config(sys.argv[1:] if argv is None else argv, prog="pretrain_gpt.py")
+        world = read_launcher_world(loaded.config.parallel.local_rank)
+        check_before_torch(loaded, world.size)
+    except MegatronError as error:
+        leave_with_error(error)
+    # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+    from megatron.training.pretrain import run_loaded
 
-    run_command_line(sys.argv[1:] if argv is None else argv)
+    run_loaded(loaded)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ class BatchConfig:
     eval_interval: int = 1000
     """Iterations between evaluations."""
     eval_only: bool = False
-    """Load a checkpoint, evaluate every validation and test set once, and exit."""
+    """Load a checkpoint, evaluate the first --eval-iters batches of every validation and test set,
+    and exit. No schedule of the learning rate is needed."""
     exit_interval: int | None = None
     """Save and exit at iterations divisible by this."""
     exit_duration_in_mins: float | None = None

@@ -46,11 +46,12 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     --help prints the help text and exits.
 
     Raises:
-        ConfigError: lists every unknown flag or key, value of a wrong type and missing field.
+        ConfigError: lists every unknown flag or key, value of a wrong type and missing field. Or
+            --help names a group that does not exist.
     """
     line = read_argv(sys.argv[1:] if argv is None else argv)
     if line.help:
-        print_help(prog)
+        print_help(prog, line.help_group)
         raise SystemExit(0)
     given: dict[str, ValueWithOrigin] = {}
     errors = list(line.errors)

@@ -12,33 +12,59 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.fields import Field, all_fields, list_groups
+from megatron.errors import ConfigError
 
 DESCRIPTION = """Pretrain a GPT or Llama model.
+
+--help GROUP prints the flags of one group, as in --help model.
 
 Flags may be spelled with hyphens or underscores. If a flag is given twice, the last one wins.
 Boolean flags take no value and have a --no- form (--fp16, --no-fp16). --fp16=True and --fp16=False
 are accepted too. Numbers may be grouped (6_000_000). None unsets a value. Flags have priority over
-the --config file, which nests the groups below, as in `model: {hidden_size: 384}`."""
+the --config file, which nests the groups below, as in `model: {hidden_size: 384}`.
 
-_MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+A small model on one device: pretrain_gpt.py --data-path corpus_text_document
+--vocab-file vocab.json --merge-file merges.txt --num-layers 4 --hidden-size 128
+--num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --global-batch-size 8 --train-iters
+1000 --lr 1e-3 --save runs/small --load runs/small --save-interval 200
+
+On 8 devices: torchrun --nproc-per-node 8 pretrain_gpt.py ... --tensor-model-parallel-size 2"""
+
+_MARKERS = (tyro.conf.OmitArgPrefixes,)
 
 
-def print_help(prog: str | None = None) -> None:
-    """Print the help text to stdout."""
+def print_help(prog: str | None = None, group: str | None = None) -> None:
+    """Print the help text to stdout, for all groups or for one.
+
+    Raises:
+        ConfigError: There is no such group.
+    """
+    if group is not None and group not in list_groups():
+        raise ConfigError(f"--help {group}: the groups are {', '.join(list_groups())}.")
     # tyro exits after it printed the help. The caller decides how the process ends.
     with contextlib.suppress(SystemExit):
         tyro.cli(
-            _make_help_class(), prog=prog, description=DESCRIPTION, args=["--help"], config=_MARKERS
+            _make_help_class(group),
+            prog=prog,
+            description=DESCRIPTION,
+            args=["--help"],
+            config=_MARKERS,
         )
 
 
-def _make_help_class() -> type:
+def _make_help_class(only: str | None) -> type:
     """Return a copy of `Config` whose fields carry their help text.
+
+    It has the group `only`, or all groups if that is None.
 
     tyro only prints this class. It never builds an instance of it.
     """
-    by_group: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in list_groups()}
+    by_group: dict[str, list[tuple[str, Any, Any]]] = {
+        group: [] for group in list_groups() if only in (None, group)
+    }
     for field in all_fields().values():
+        if field.group not in by_group:
+            continue
         by_group[field.group].append(
             (field.name, _add_help(field), dataclasses.field(default=field.default))
         )
@@ -58,10 +84,7 @@ def _make_help_class() -> type:
 
 
 def _add_help(field: Field) -> Any:
-    """Return the field's type, annotated with its text.
-
-    For a boolean that is on, --help shows the flag that turns it off.
-    """
+    """Return the field's type, annotated with its text."""
     metavar, text, hint = format_help_line(field)
     if field.optional:
         annotation = field.annotation | None
@@ -92,10 +115,4 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
         else:
             shown = shlex.quote(str(field.default))
         hint = f"(default: {shown})"
-    # For a boolean that is on, the flag shown is --no-x. The text describes what happens when it is
-    # on.
-    if field.is_bool and field.default:
-        doc = f"Turns off: {field.doc}"
-    else:
-        doc = field.doc
-    return metavar, doc, hint
+    return metavar, field.doc, hint

@@ -24,6 +24,8 @@ class CommandLine:
     given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
     help: bool = False
+    help_group: str | None = None
+    """The group that --help names."""
     conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
     """(flag as typed, row) of flags that are valid only if another field is given too."""
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -50,6 +52,9 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
             values = []
         if flag in ("-h", "--help"):
             line.help = True
+            values += _take(tokens, 1, len(values))
+            if values:
+                line.help_group = values[0]
             continue
         # The arity of the flag decides how many tokens it takes. A further value is reported as a
         # stray one.

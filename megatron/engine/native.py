@@ -7,7 +7,7 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,21 +25,22 @@ from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
-from megatron.engine.parallelize import RankStage
-from megatron.engine.pipeline import build_runner
-from megatron.engine.sharding import shard_offset
+from megatron.engine.parallelize import RankStage, shard_offset
+from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.plan import Plan
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 class NativeEngine(EngineBase):
     """An `Engine` that runs a step with PyTorch.
 
-    It builds this rank's stages on the meta device, shards them, and initialises only the shards
-    that this rank holds.
+    It builds this rank's stages, shards them, and initialises only the shards that this rank holds.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class NativeEngine(EngineBase):
         masters = []
         for name, parameter in stage.model.named_parameters():
             spec = stage.specs[name]
-            local = _get_local_tensor(parameter.detach())
+            local = self._get_local_tensor(parameter.detach())
             if stage.sharded is None and self._dtype != torch.float32:
                 # Sums over many microbatches would lose small gradients in 16 bits.
                 parameter.grad_dtype = torch.float32
@@ -115,6 +116,14 @@ class NativeEngine(EngineBase):
                 )
             )
         return masters
+
+    def _get_local_tensor(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a parameter or gradient of the model. Both share memory."""
+        # With several data-parallel ranks, FSDP2 has replaced each parameter by a DTensor.
+        if self._mesh.grid.data == 1:
+            return tensor
+        with torch.no_grad():
+            return cast("DTensor", tensor).to_local()
 
     def _compute_offset(
         self, spec: ParameterSpec, tp_local_shape: tuple[int, ...]
@@ -180,7 +189,7 @@ class NativeEngine(EngineBase):
         for master in self._masters:
             gradient = master.model.grad
             assert gradient is not None, f"{master.name} got no gradient"
-            master.weight.grad = _get_local_tensor(gradient)
+            master.weight.grad = self._get_local_tensor(gradient)
         self._add_partial_gradients()
         self._add_tied_gradients()
         # The norm is only right after the partial and tied gradients were added up.
@@ -378,11 +387,3 @@ class NativeEngine(EngineBase):
             self._optimizer.description,
             ("sharding", *sharding),
         ]
-
-
-def _get_local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor of a DTensor, or the tensor itself. Both share memory."""
-    if isinstance(tensor, torch.distributed.tensor.DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
-    return tensor

@@ -5,10 +5,13 @@ FSDP2's shards or masters of bf16 weights. Its numbers are therefore the same in
 AdamW: https://arxiv.org/abs/1711.05101.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from megatron import apex
 from megatron.config.optimizer import OptimizerConfig
@@ -46,7 +49,7 @@ class AdamW:
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         """Create the optimizer, apex's FusedAdam if it is installed and otherwise torch's AdamW."""
         self.masters = masters
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 "params": [m.weight for m in masters if m.decays],
                 "weight_decay": config.weight_decay,
@@ -63,14 +66,12 @@ class AdamW:
         self._step_in_groups = apex_adam is not None
         # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
-            self._optimizer: torch.optim.Optimizer = apex_adam(
+            self._optimizer: torch.optim.Optimizer | _TorchAdamW = apex_adam(
                 groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
             )
             self.description = ("optimizer", "apex FusedAdam", reason)
         else:
-            self._optimizer = torch.optim.AdamW(
-                groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True
-            )
+            self._optimizer = _TorchAdamW(groups, betas, config.adam_eps)
             self.description = ("optimizer", "torch AdamW, fused", reason)
         self.step_count = 0
         # The optimizer would create its state in the first step. A load needs it earlier.
@@ -110,6 +111,46 @@ class AdamW:
             group["lr"] = lr
         self._optimizer.step()
         self.step_count += 1
+
+
+class _TorchAdamW:
+    """torch's fused AdamW, with the attributes of `torch.optim.AdamW` that `AdamW` uses.
+
+    It calls the function that torch's class calls. The class itself imports torch's compiler when
+    it is created, which takes seconds on every rank.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
+        """Keep the parameter groups, each with its weight decay. The state is empty."""
+        self.param_groups = groups
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self._betas = betas
+        self._eps = eps
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            states = [self.state[weight] for weight in weights]
+            adamw(
+                weights,
+                [weight.grad for weight in weights],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=self._eps,
+                maximize=False,
+            )
 
 
 def compute_squared_norm(tensors: list[Tensor]) -> Tensor:

@@ -5,10 +5,10 @@ Both engines use it. `build_stages` is the one place to read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.engine.sharding import ShardedModel
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
@@ -18,6 +18,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.rng import RandomStreams
 from megatron.plan import Plan
 
+if TYPE_CHECKING:
+    from megatron.engine.sharding import ShardedModel
+
 
 @dataclass(frozen=True)
 class RankStage:
@@ -26,7 +29,7 @@ class RankStage:
     model: GPT
     specs: Mapping[str, ParameterSpec]
     """Name of a parameter -> its spec."""
-    sharded: ShardedModel | None
+    sharded: "ShardedModel | None"
     """The model as FSDP2 shards it, or None if it is not sharded."""
 
 
@@ -54,9 +57,10 @@ def build_stages(
     )
     dtype = execution.dtype or torch.float32
     # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
-    # complete stage. DeepSpeed copies the parameters into its partitions, so they need memory.
+    # complete stage. Without FSDP2, a rank needs that memory in any case.
+    sharding = use_fsdp and mesh.grid.data > 1
     device = mesh.device
-    if use_fsdp:
+    if sharding:
         device = torch.device("meta")
     stages = []
     for layers in layers_of_stages:
@@ -64,8 +68,8 @@ def build_stages(
         #    construction. The layers also contain the collectives of the tensor group.
         with device:
             model = GPT(plan.shape, mesh.tensor_parallel, streams, layers, execution)
-        # FSDP2 and `to_empty` replace the parameters by others without the attribute `spec`. So it
-        # is read before both.
+        # FSDP2 and `to` replace the parameters by others without the attribute `spec`. So it is
+        # read before both.
         specs: dict[str, ParameterSpec] = {
             name: parameter.spec  # type: ignore[attr-defined]
             for name, parameter in model.named_parameters()
@@ -78,7 +82,10 @@ def build_stages(
         # 5. Data-parallel shards, of what tensor parallelism left on this rank. FSDP2 needs the
         #    finished blocks, because it hooks into them.
         sharded = None
-        if use_fsdp and mesh.grid.data > 1:
+        if sharding:
+            # FSDP2 takes a second to import on every rank. A run without it does not need it.
+            from megatron.engine.sharding import ShardedModel
+
             sharded = ShardedModel(
                 model,
                 mesh.get_data_parallel_mesh(),
@@ -94,7 +101,6 @@ def build_stages(
             # FSDP2 would cast its fp32 shards when it gathers them. Without it, the parameters are
             # copies of the engine's fp32 masters.
             model.to(dtype)
-            model.to_empty(device=mesh.device)
         else:
             _fill_with_zeros(model)
         stages.append(RankStage(model, specs, sharded))
@@ -130,3 +136,13 @@ def _fill_with_zeros(model: GPT) -> None:
     # because its gradient is zero too.
     for parameter in model.parameters():
         parameter.data.zero_()
+
+
+def shard_offset(rows: int, rank: int, ranks: int) -> int:
+    """Return the first of `rows` rows that FSDP2 gives to `rank`.
+
+    FSDP2 divides the rows as `torch.chunk` does. All shards have equal size, except that the last
+    ones may be shorter or empty.
+    """
+    size = -(-rows // ranks)
+    return min(rank * size, rows)

@@ -1,17 +1,12 @@
-"""Runners that pass the microbatches of a global batch through the stages.
+"""The runner of several pipeline ranks, on the schedules of `torch.distributed.pipelining`.
 
-A single stage runs the microbatches one after the other. With several pipeline ranks, a schedule of
-`torch.distributed.pipelining` runs them: 1F1B, GPipe (https://arxiv.org/abs/1811.06965),
-interleaved 1F1B (https://arxiv.org/abs/2104.04473) or looped BFS
-(https://arxiv.org/abs/2211.05953).
-
-The invariant: every microbatch passes every block once, forward and backward, and each stage's
-gradient is that of `factor` x the sum of the losses. Only the rank with the last stage knows the
-loss.
+The schedules are 1F1B, GPipe (https://arxiv.org/abs/1811.06965), interleaved 1F1B
+(https://arxiv.org/abs/2104.04473) and looped BFS (https://arxiv.org/abs/2211.05953). Only a run
+with a pipeline imports this module. See `build_runner`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,50 +20,9 @@ from torch.distributed.pipelining import (
 )
 
 from megatron.engine.parallelize import RankStage
-from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.schedule.pipeline import choose_schedule
-
-
-class Runner(Protocol):
-    """Runs the microbatches of a global batch through this rank's stages."""
-
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
-        """Run forward and, with `train`, backward passes.
-
-        Args:
-            inputs: The microbatches of this rank.
-            factor: What each loss is multiplied by before its backward pass.
-            train: Whether to add the gradients of `factor` x the sum of the losses to the
-                parameters' gradients.
-
-        Returns:
-            The mean loss of the microbatches, a scalar in fp32. It is zero on ranks without the
-            last stage.
-        """
-        ...
-
-
-class SingleStageRunner:
-    """A runner for the complete model on this rank, without a pipeline."""
-
-    def __init__(self, stage: RankStage) -> None:
-        """Create a runner of the only stage."""
-        self._stage = stage
-
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
-        """Run the microbatches one after the other. See `Runner.run`."""
-        # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
-        total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
-        for number, microbatch in enumerate(inputs):
-            if train and self._stage.sharded is not None:
-                self._stage.sharded.prepare_backward(last=number == len(inputs) - 1)
-            loss = self._stage.model(None, microbatch)
-            if train:
-                (loss * factor).backward()
-            total += loss.detach() / len(inputs)
-        return total
 
 
 class PipelineRunner:
@@ -184,27 +138,6 @@ class PipelineRunner:
             output_args=loss if layers.last else stream,
             group=self._mesh.get_pipeline_group(),
         )
-
-
-def build_runner(
-    stages: Sequence[RankStage], mesh: Mesh, *, num_stages: int, execution: Execution
-) -> Runner:
-    """Return the runner of this rank's stages.
-
-    Args:
-        stages: This rank's stages, in the order of the layers.
-        mesh: This rank's mesh.
-        num_stages: The number of stages on all ranks together.
-        execution: How the blocks are computed.
-    """
-    if mesh.grid.pipeline == 1:
-        return SingleStageRunner(stages[0])
-    # Stages send the residual stream to each other in this type.
-    if execution.fp32_residual:
-        dtype = torch.float32
-    else:
-        dtype = execution.dtype or torch.float32
-    return PipelineRunner(stages, mesh, num_stages=num_stages, dtype=dtype)
 
 
 class _StageModule(nn.Module):

@@ -7,7 +7,8 @@ The stage determines what is sharded and when it is sent (https://arxiv.org/abs/
     stage 3   also parameters: gathered for each block's forward and backward, and dropped again
 
 FSDP2 keeps fp32 shards and gathers them in the compute dtype. It reduces and accumulates gradients
-in fp32 (https://arxiv.org/abs/2304.11277).
+in fp32 (https://arxiv.org/abs/2304.11277). Only a run with several data-parallel ranks imports this
+module. See `build_stages`.
 """
 
 import torch
@@ -143,13 +144,3 @@ class ShardedModel:
         # and gathered parameters would be out of date. In stage 3 they are dropped after each
         # microbatch. Otherwise all blocks would stay gathered from the first backward pass on.
         self._root.set_reshard_after_backward(last or self._stage == 3)
-
-
-def shard_offset(rows: int, rank: int, ranks: int) -> int:
-    """Return the first of `rows` rows that FSDP2 gives to `rank`.
-
-    FSDP2 divides the rows as `torch.chunk` does. All shards have equal size, except that the last
-    ones may be shorter or empty.
-    """
-    size = -(-rows // ranks)
-    return min(rank * size, rows)

@@ -1,7 +1,8 @@
 """The log lines that people search and scripts parse: training, validation, checkpoints, exits.
 
 Invariant: the formats are those of Megatron-DeepSpeed (BigScience), byte for byte. Golden tests
-compare them. A change of a line breaks scripts that parse it.
+compare them. A change of a line breaks scripts that parse it. The short form of the training line
+is for people at a terminal. The parser reads both forms.
 """
 
 import math
@@ -26,6 +27,15 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "number of nan iterations": ("nan_iterations", int),
     "samples per second": ("samples_per_second", float),
     "TFLOPs": ("tflops", float),
+    # The labels of the short form.
+    "loss": ("lm_loss", float),
+    "lr": ("learning_rate", float),
+    "norm": ("grad_norm", float),
+    "samples/s": ("samples_per_second", float),
+    "scale": ("loss_scale", float),
+    "length": ("curriculum_seqlen", int),
+    "skipped": ("skipped_iterations", int),
+    "nan": ("nan_iterations", int),
 }
 _KILL_SWITCH = "Detected kill switch at "
 # The pattern is not anchored at the line's start. Launchers put `[default7]:` or a time there.
@@ -69,6 +79,29 @@ def format_training_line(report: IterationReport) -> str:
     return " | ".join(parts)
 
 
+def format_short_training_line(report: IterationReport) -> str:
+    """Return the short line of one report, which fits into a terminal.
+
+    What is rare is left out if it is zero: skipped and nan iterations.
+    """
+    parts = [f" iteration {report.iteration}/{report.train_iters}"]
+    if report.lm_loss is not None:
+        parts.append(f"loss: {report.lm_loss:.4f}")
+    parts.append(f"lr: {report.learning_rate:.3E}")
+    if report.grad_norm is not None:
+        parts.append(f"norm: {report.grad_norm:.3f}")
+    parts.append(f"samples/s: {report.samples_per_second:.2f}")
+    if report.loss_scale is not None:
+        parts.append(f"scale: {report.loss_scale:.0f}")
+    if report.curriculum_seqlen is not None:
+        parts.append(f"length: {report.curriculum_seqlen}")
+    if report.skipped_iterations:
+        parts.append(f"skipped: {report.skipped_iterations}")
+    if report.nan_iterations:
+        parts.append(f"nan: {report.nan_iterations}")
+    return " | ".join(parts) + " |"
+
+
 def format_validation_line(iteration: int, lm_loss: float, name: str = "validation") -> str:
     """Return the line of one evaluation. `name` is the set's, for runs with several sets."""
     return (
@@ -78,12 +111,14 @@ def format_validation_line(iteration: int, lm_loss: float, name: str = "validati
 
 
 def compute_perplexity(lm_loss: float) -> float:
-    """Return exp(loss), with the exponent limited to 20 as in Megatron.
+    """Return exp(loss). It is infinite if it exceeds the largest number.
 
-    The loss of an untrained or broken model would otherwise overflow.
+    Megatron limits the loss to 20, so that every worse model has the same perplexity there.
     """
-    # A nan loss stays nan: `min` returns its first argument if the comparison is false.
-    return math.exp(min(lm_loss, 20.0))
+    try:
+        return math.exp(lm_loss)
+    except OverflowError:
+        return math.inf
 
 
 def parse_log_line(text: str) -> dict[str, int | float] | None:
@@ -147,6 +182,11 @@ def format_no_checkpoint_line(path: str) -> str:
     `path` is the checkpoint folder, without /latest.
     """
     return f"Unable to find latest file at {path}/latest"
+
+
+def format_from_scratch_line() -> str:
+    """Return the line that follows `format_no_checkpoint_line`."""
+    return "starting from scratch"
 
 
 def format_kill_switch_line(path: str) -> str:

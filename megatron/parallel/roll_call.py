@@ -24,13 +24,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron.errors import LostRanksError
+from megatron.errors import LOST_EXIT_CODE, LostRanksError
 
-LOST = 1
-"""The exit code of a rank that cannot continue without another one.
-
-It is the code of a crash, because a restart may succeed.
-"""
 _CALLED = "roll_call/called"
 """The key in the store that is set when the roll is called."""
 _CALLERS = "roll_call/callers"
@@ -187,7 +182,7 @@ class RollCall:
             print(
                 f"{LostRanksError.__name__}: {self._describe_exit()}", file=sys.stderr, flush=True
             )
-            os._exit(LOST)
+            os._exit(LOST_EXIT_CODE)
 
     def _leave(self, left: str, *, last: bool) -> None:
         """Report that this rank does not answer any more, and why.

@@ -13,7 +13,11 @@ from megatron.tokenizer.build import (
     list_special_token_ids,
 )
 from megatron.tokenizer.files import tokenizer_digests, tokenizer_files
-from megatron.tokenizer.vocabulary import compute_padded_vocab_size, find_vocab_size
+from megatron.tokenizer.vocabulary import (
+    compute_padded_vocab_size,
+    find_vocab_size,
+    list_missing_files,
+)
 
 __all__ = [
     "HFTokenizer",
@@ -22,6 +26,7 @@ __all__ = [
     "build_tokenizer",
     "compute_padded_vocab_size",
     "find_vocab_size",
+    "list_missing_files",
     "list_special_token_ids",
     "tokenizer_digests",
     "tokenizer_files",

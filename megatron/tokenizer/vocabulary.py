@@ -68,6 +68,39 @@ def compute_padded_vocab_size(
     return pad_to
 
 
+def list_missing_files(config: TokenizerConfig) -> list[str]:
+    """Return an error for each file that a run needs and that is not on this machine.
+
+    A run must not guess the size of its vocabulary. Only a plan may do that (`find_vocab_size`).
+    """
+    stated = config.vocab_size is not None
+    without = "or leave it out and give --vocab-size N, if no tokenizer is needed"
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
+        absent = [
+            f"{flag} {name} does not exist. Correct the path, {without}."
+            for flag, name in given.items()
+            if name is not None and not Path(name).is_file()
+        ]
+        if config.vocab_file is None and not stated:
+            absent.append(
+                "the size of the vocabulary is unknown: give --vocab-file, or --vocab-size N."
+            )
+        return absent
+    name = config.tokenizer_name_or_path
+    # A name without its files may be one on the Hugging Face Hub. It is enough if the size is
+    # stated and no text is tokenized.
+    is_name = name is None or not name.startswith((".", "/", "~"))
+    if (stated and is_name) or (name is not None and Path(name).exists()):
+        return []
+    if find_tokenizer_json(name) is not None:
+        return []
+    return [
+        f"--tokenizer-name-or-path {name} does not exist on this machine. Correct the path, "
+        f"{without}."
+    ]
+
+
 def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     """Return the number of token ids for planning, and a warning if it had to be guessed.
 

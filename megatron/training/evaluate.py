@@ -29,6 +29,9 @@ def evaluate_test(run: Run) -> None:
 def evaluate_only(run: Run) -> None:
     """Evaluate every validation and test set without training.
 
+    The samples are always the first ones of each set, so that the same checkpoint gives the same
+    loss, and losses of several checkpoints can be compared.
+
     Raises:
         ConfigError: There is nothing to evaluate.
     """
@@ -37,6 +40,8 @@ def evaluate_only(run: Run) -> None:
             "--eval-only has nothing to evaluate: give validation data (--split, "
             "--valid-weighted-split-paths) and --eval-iters"
         )
+    samples = run.plan.config.batch.eval_iters * run.plan.batch_size.final
+    run.reporter.say(f"--eval-only: evaluating the first {samples} samples of each set")
     evaluate_validation(run)
     evaluate_test(run)
 

@@ -20,14 +20,13 @@ from megatron.checkpoint.start import (
 )
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.cli import LoadedConfig, combine_errors, dump_yaml, load_yaml
-from megatron.config.rules import list_missing_for_training
+from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
 from megatron.config.tree import Config
-from megatron.engine.support import refuse_unsupported
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.plan import Plan, resolve
 from megatron.schedule.lr import LRSchedule
+from megatron.training.refusals import check_plan
 from megatron.training.resume import (
     check_tokenizer,
     choose_curriculum,
@@ -175,10 +174,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         consumed_tokens=state.consumed_tokens,
         iteration=state.iteration,
     )
-    plan.raise_on_errors()
-    refuse_unsupported(plan)
-    if missing := list_missing_for_training(config):
-        raise combine_errors(missing)
+    check_plan(plan)
     _refuse_kill_switch(config.batch)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)

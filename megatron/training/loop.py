@@ -166,6 +166,10 @@ def train_iteration(run: Run) -> None:
             params_norm=params_norm,
         ),
     )
+    if result.applied:
+        warning = run.divergence.observe(result.loss, state.iteration)
+        if warning is not None:
+            run.reporter.say(warning)
 
 
 def count_step(
@@ -195,17 +199,11 @@ def skip_range(run: Run, skipped: tuple[int, int]) -> None:
     plan = run.plan
     state = run.state
     assert run.sources.train is not None, "the plan has train samples"
-    first, last = skipped
-    if first < state.iteration + 1:
-        run.reporter.say(
-            f"iterations {first} to {state.iteration} of the range {first}-{last} were trained "
-            "by an earlier launch and stay in the weights. To undo them, roll back to a checkpoint "
-            f"before iteration {first}"
-        )
     before = state.iteration
+    # The run may end inside the range. A launch that continues it later skips the rest.
     # Each iteration is counted separately, because the batch size and the sequence length may
     # change within the range.
-    while state.iteration < last and not is_finished(plan, state):
+    while state.iteration < skipped[1] and not is_finished(plan, state):
         batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
         seq_length = plan.get_seq_length(state.iteration + 1)
         run.sources.train.advance(batch_size)

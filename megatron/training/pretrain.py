@@ -1,6 +1,6 @@
 """Everything that one rank does, from the command line to the end of training."""
 
-from megatron.config.cli import LoadedConfig, load_config
+from megatron.config.cli import LoadedConfig
 from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
@@ -8,6 +8,7 @@ from megatron.training.agreement import check_agreement
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
+from megatron.training.leaving import leave_with_error, report_error
 from megatron.training.loop import train
 from megatron.training.setup import (
     build_roll_call,
@@ -15,16 +16,14 @@ from megatron.training.setup import (
     divide_ranks,
     hold_folder_lease,
     leave,
-    leave_with_error,
-    report_error,
     start_run,
 )
 
 
-def run_command_line(argv: list[str]) -> None:
-    """Run a command line, and end the process after an error. See `megatron.commands.pretrain`."""
+def run_loaded(loaded: LoadedConfig) -> None:
+    """Train, and end the process after an error. See `megatron.commands.pretrain`."""
     try:
-        pretrain(load_config(argv, prog="pretrain_gpt.py"))
+        pretrain(loaded)
     except MegatronError as error:
         leave_with_error(error)
     except OSError as error:

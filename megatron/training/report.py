@@ -3,13 +3,18 @@
 Only rank 0 reports. The methods do nothing on the other ranks.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.engine.base import StepResult
 from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
-from megatron.observe.log_line import format_training_line, format_validation_line
+from megatron.observe.log_line import (
+    format_short_training_line,
+    format_training_line,
+    format_validation_line,
+)
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress import ProgressBar
 from megatron.observe.report import Axes, IterationReport
@@ -93,6 +98,13 @@ class Reporter:
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
+        # A file or a pipe gets the line that scripts parse.
+        log_format = plan.config.logging.log_format
+        if log_format is None and sys.stdout.isatty():
+            log_format = "short"
+        self._format_line = format_training_line
+        if log_format == "short":
+            self._format_line = format_short_training_line
         peak = plan.config.logging.peak_tflops_per_device
         self._peak = peak or find_peak_tflops(device_name)
 
@@ -199,7 +211,7 @@ class Reporter:
             self._metrics.write_training(report)
         self._bar.update(1, f"loss {step.result.loss:.3f}")
         if state.iteration % config.logging.log_interval == 0:
-            self.say(format_training_line(self._report(state, step, self._interval)))
+            self.say(self._format_line(self._report(state, step, self._interval)))
             self._interval = _Interval()
 
     def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:

@@ -9,6 +9,7 @@ from megatron.plan import Plan, build_curriculum
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule, list_schedule_differences
+from megatron.schedule.skip import find_range
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
@@ -23,8 +24,8 @@ def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
         ConfigError: The schedules differ and no flag decides between them. The message names every
             difference and both flags.
     """
-    # A state without a schedule is that of a new run, or of fine-tuning.
-    if not state.lr_schedule:
+    # A state without a schedule is that of a new run, or of fine-tuning. An evaluation needs none.
+    if not state.lr_schedule or plan.config.batch.eval_only:
         return plan, []
     optimizer = plan.config.optimizer
     saved = LRSchedule(**state.lr_schedule)
@@ -137,16 +138,43 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
     Returns:
         The plan with these ranges, and the warnings to print.
     """
+    if plan.config.batch.eval_only:
+        return plan, []
     # JSON has no tuples, so the checkpoint's ranges are lists.
     saved = tuple((first, last) for first, last in state.skip_ranges)
     # Ranges that lie in the past do not matter any more, so they cause no warning.
     ahead = [f"{first}-{last}" for first, last in saved if last > state.iteration]
+    trained = _describe_trained(plan, state, saved)
     if not ahead or plan.skip_ranges == saved:
-        return plan, []
+        return plan, trained
     if plan.skip_ranges:
-        return plan, [f"--skip-train-iteration-range replaces the checkpoint's {' '.join(ahead)}"]
+        return plan, [
+            f"--skip-train-iteration-range replaces the checkpoint's {' '.join(ahead)}",
+            *trained,
+        ]
     return replace(plan, skip_ranges=saved), [
         f"the checkpoint's --skip-train-iteration-range {' '.join(ahead)} still applies"
+    ]
+
+
+def _describe_trained(
+    plan: Plan, state: TrainState, saved: tuple[tuple[int, int], ...]
+) -> list[str]:
+    """Describe the part of a range to skip that an earlier launch has trained.
+
+    Iterations in the checkpoint's own ranges were skipped, if the run ended inside such a range.
+    """
+    here = find_range(plan.skip_ranges, state.iteration + 1)
+    if here is None:
+        return []
+    first, last = here
+    trained = [at for at in range(first, state.iteration + 1) if find_range(saved, at) is None]
+    if not trained:
+        return []
+    return [
+        f"iterations {trained[0]} to {trained[-1]} of the range {first}-{last} were trained by an "
+        "earlier launch and stay in the weights. To undo them, roll back to a checkpoint before "
+        f"iteration {trained[0]}"
     ]
 
 

@@ -1,6 +1,6 @@
 """Everything that training uses, in one object that is passed as an argument."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
@@ -9,6 +9,7 @@ from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.data_files import DataFiles
+from megatron.training.divergence import DivergenceWatch
 from megatron.training.exits import Exits
 from megatron.training.report import Reporter
 from megatron.training.state import TrainState
@@ -34,3 +35,4 @@ class Run:
 
     None until the first check.
     """
+    divergence: DivergenceWatch = field(default_factory=DivergenceWatch)

@@ -1,15 +1,10 @@
-"""Construction of a `Run` from the configuration, and the ways to end the process."""
+"""Construction of a `Run` from the configuration, and the end of the process group."""
 
 import contextlib
 import gc
-import json
-import os
 import platform
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,13 +20,18 @@ from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.data.documents import DocumentRules, needs_documents
+from megatron.data.epochs import (
+    DatasetUse,
+    describe_epochs,
+    measure_training_data,
+    warn_of_many_epochs,
+)
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
-from megatron.durable import replace_file
 from megatron.engine.base import Engine, skip_waiting
-from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
-from megatron.errors import CheckpointError, DamagedError, LostRanksError, MegatronError
+from megatron.errors import CheckpointError, DamagedError
 from megatron.observe.log_line import (
+    format_from_scratch_line,
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
     format_saved_checkpoint_line,
@@ -42,7 +42,7 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
-from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
+from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.data_files import DataFiles, check_small_files, open_same
@@ -289,8 +289,14 @@ def build_run(
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
+    # An evaluation does not train.
+    uses = []
+    if sources.train is not None:
+        uses = measure_training_data(config.data, plan.train_tokens, sources.registry.open)
     rows = [
         ("device", *describe_devices(mesh)),
+        ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
+        *describe_data(uses),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
@@ -306,8 +312,11 @@ def build_run(
         )
     elif config.checkpoint.load is not None:
         reporter.say(format_no_checkpoint_line(config.checkpoint.load))
+        reporter.say(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.say(note)
+    for warning in warn_of_many_epochs(uses):
+        reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
     run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
@@ -361,8 +370,13 @@ def open_data(
     """
     config = plan.config
     batch = plan.config.batch
+    # An evaluation only reads a window whose place does not depend on the run.
+    train_samples = 0 if batch.eval_only else plan.train_samples
     valid_samples, test_samples = count_evaluation_samples(
-        plan.train_iters, batch.eval_interval, batch.eval_iters, plan.batch_size.final
+        0 if batch.eval_only else plan.train_iters,
+        batch.eval_interval,
+        batch.eval_iters,
+        plan.batch_size.final,
     )
 
     def build() -> Sources:
@@ -371,7 +385,7 @@ def open_data(
             config.data,
             seq_length=config.model.seq_length,
             seed=batch.seed,
-            train_samples=plan.train_samples,
+            train_samples=train_samples,
             valid_samples=valid_samples,
             test_samples=test_samples,
             batch_slice=BatchSlice(
@@ -387,7 +401,9 @@ def open_data(
 
     ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
-    if state.data:
+    # With the position in the checkpoint, --eval-only would evaluate other samples after each
+    # evaluation of the run. It always starts at the first sample.
+    if state.data and not batch.eval_only:
         sources.load(state.data)
         # The position is stored twice, in the counters and in the source's state. Going on with two
         # different values would silently repeat or drop samples.
@@ -437,77 +453,19 @@ def describe_devices(mesh: Mesh) -> tuple[str, str]:
     return f"{grid.world_size} x {get_device_name(mesh.device)}", f"{layout}{backend}"
 
 
+def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
+    """Return the row "training data" of the table at the start, or no row without such data."""
+    if not uses:
+        return []
+    epochs, _, tokens = describe_epochs(uses).partition(": ")
+    return [("training data", epochs, tokens)]
+
+
 def describe_index_helpers() -> tuple[str, str]:
     """Return the second and third cell of the row "index helpers" in the table at the start."""
     # The description has the form "name (reason)".
     name, _, why = describe_implementation().partition(" (")
     return name, why.removesuffix(")") or "built with this installation"
-
-
-def leave_with_error(error: MegatronError) -> NoReturn:
-    """Report the error, print its message, and end the process within a few seconds.
-
-    Ranks that wait for this one in a collective must not wait long.
-    """
-    if isinstance(error, LostRanksError):
-        leave_after_lost_ranks(error)
-    rank = int(os.environ.get("RANK", "0"))
-    if rank > 0:
-        prefix = f"rank {rank} on {platform.node()}: "
-    else:
-        prefix = ""
-    message = f"{prefix}{type(error).__name__}: {error}"
-    # Reported before the wait below, because the launcher may end this process during the wait.
-    report_error(error, message)
-    if rank > 0:
-        # Most errors occur on every rank, and rank 0 prints its message first. If the error is the
-        # same here, the launcher ends this process during the wait and it is printed only once.
-        time.sleep(3)
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    if rank == 0 and FOLDER_VARIABLE in os.environ:
-        # srun ends all ranks when this one ends. The others need the time to write their reports.
-        time.sleep(1)
-    # sys.exit would destroy the process group. That can hang if other ranks are in a collective.
-    os._exit(2)
-
-
-def report_error(error: BaseException, message: str) -> None:
-    """Write the error to the file in which the launcher looks for it.
-
-    torchrun reads one file for each rank. The array task reads one folder for all ranks.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = os.environ.get(FOLDER_VARIABLE)
-    try:
-        if path:
-            # The format is that of torch.distributed.elastic, which prints this message in its
-            # summary of the failure.
-            record = {
-                "message": message,
-                "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))},
-            }
-            replace_file(Path(path), json.dumps({"message": record}))
-        if folder:
-            write_report(Path(folder), build_report(error))
-    except OSError as trouble:
-        # The error itself is still printed. An error of this report must not hide it.
-        print(
-            f"warning: the error could not be reported to the launcher: {trouble}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
-    """End the process after ranks were lost.
-
-    The exit code is 1, because no flag is wrong and the same command may succeed.
-    """
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    # Nothing is reported to the launcher. A report means an error that a person must correct.
-    os._exit(LOST)
 
 
 def leave() -> None:

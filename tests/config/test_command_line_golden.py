@@ -15,6 +15,7 @@ from megatron.config.cli import load_config
 from megatron.config.compat import TABLE
 from megatron.config.fields import all_fields
 from megatron.config.help import DESCRIPTION, format_help_line
+from megatron.plan import resolve
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -61,7 +62,10 @@ def test_help_equals_the_golden_file(help_text: str):
     group = ""
     position = printed.index(remove_layout(DESCRIPTION))
     for field in all_fields().values():
-        shown = field.negative_flag if field.default is True else field.flag
+        if field.is_bool:
+            shown = f"{field.flag}, {field.negative_flag}"
+        else:
+            shown = field.flag
         entry = " ".join([shown, *filter(None, format_help_line(field))])
         if field.group != group:
             group = field.group
@@ -71,6 +75,22 @@ def test_help_equals_the_golden_file(help_text: str):
         lines.append(f"  {entry}")
     check_golden("help.txt", "\n".join(lines) + "\n")
     assert remove_layout("--config FILE YAML file") in printed
+
+
+def test_help_of_one_group_has_no_other(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        load_config(["--help", "recompute"])
+    printed = capsys.readouterr().out
+    assert "recompute options" in printed
+    assert "model options" not in printed
+
+
+def test_the_example_of_the_help_is_a_configuration():
+    paragraphs = DESCRIPTION.split("\n\n")
+    example = next(text for text in paragraphs if text.startswith("A small model on one device:"))
+    config = load_config(example.partition("pretrain_gpt.py")[2].split()).config
+    assert config.batch.train_iters == 1000
+    assert resolve(config, 1, vocab_size=32768).errors == ()
 
 
 def test_every_field_has_a_docstring():

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
-from megatron.engine.sharding import shard_offset
+from megatron.engine.parallelize import shard_offset
 from megatron.parallel.layers import Init, ParameterSpec
 
 

@@ -9,7 +9,6 @@ everything, so only the process group takes time. Environment, exit codes and
 import contextlib
 import importlib
 import io
-import multiprocessing
 import os
 import re
 import resource
@@ -23,7 +22,7 @@ from typing import Any
 
 import pytest
 from failing_calls import FailingCalls
-from process_pool import find_free_port
+from process_pool import find_free_port, start_fork_server
 from training.runs import SIZES
 
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
@@ -116,10 +115,7 @@ class Launch:
         `io_error`: the folder and the call that fails once on rank 0. `delays`: rank -> function ->
         seconds by which its first call is slower.
         """
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["pretrain_gpt", "megatron.training.setup", "megatron.engine.native"]
-        )
+        context = start_fork_server()
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank_{rank}.txt" for rank in range(ranks)]
         self.processes = []

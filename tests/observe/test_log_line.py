@@ -57,9 +57,31 @@ def test_validation_line_is_golden() -> None:
     )
 
 
-def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
-    assert log_line.compute_perplexity(5000.0) == math.exp(20)
+def test_perplexity_has_no_limit_and_does_not_overflow() -> None:
+    assert log_line.compute_perplexity(30.0) == math.exp(30)
+    assert log_line.compute_perplexity(5000.0) == math.inf
     assert math.isnan(log_line.compute_perplexity(math.nan))
+    parsed = log_line.parse_validation_log_line(log_line.format_validation_line(3, 5000.0))
+    assert parsed == {"name": "validation", "iteration": 3, "lm_loss": 5000.0, "ppl": math.inf}
+
+
+def test_short_line_fits_into_a_terminal_and_is_parsed() -> None:
+    line = log_line.format_short_training_line(REPORT)
+    assert len(line) <= 90
+    assert log_line.parse_log_line(f"[default7]:{line}") == {
+        "iteration": 12695,
+        "train_iters": 115311,
+        "lm_loss": 2.3457,
+        "learning_rate": 5.969e-05,
+        "grad_norm": 0.123,
+        "samples_per_second": 19.46,
+    }
+    parsed = log_line.parse_log_line(log_line.format_short_training_line(full_report()))
+    assert parsed is not None
+    assert parsed["skipped_iterations"] == 1
+    assert parsed["nan_iterations"] == 2
+    assert parsed["loss_scale"] == 4096
+    assert parsed["curriculum_seqlen"] == 512
 
 
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank0]: ", "3: ", "2026-01-31 12:00:00 "])

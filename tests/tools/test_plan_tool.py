@@ -323,3 +323,20 @@ def test_plan_runs_as_a_script():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data_parallel_size"] == 2
+
+
+def test_report_has_the_epochs_of_the_training_data(capsys, corpus: str):
+    # 100 iterations of 16 samples of 128 tokens.
+    flags = [*SMALL, "--data-path", corpus, "--split", "1"]
+    (use,) = as_json(capsys, "--", *flags)["training_data"]
+    assert use["epochs"] == pytest.approx(100 * 16 * 128 / use["tokens"])
+    more = as_json(capsys, "--", *flags, "--train-iters", "1000")
+    assert "epochs. More than 4" in "".join(more["warnings"])
+    plan.main(["--", *flags])
+    assert f"{use['epochs']:.3g} epochs: 204,800 tokens asked" in capsys.readouterr().out
+
+
+def test_data_that_are_not_on_this_machine_have_no_epochs(capsys):
+    planned = as_json(capsys, "--", *SMALL, "--data-path", "/nowhere/corpus")
+    assert planned["training_data"] == []
+    assert "is not on this machine" in "".join(planned["warnings"])

@@ -150,6 +150,34 @@ def test_eval_only_trains_nothing_and_is_repeatable(run: Runner) -> None:
     assert sorted(run.losses_of_training()) == [1, 2, 3, 4, 5]
 
 
+def test_eval_only_evaluates_the_same_samples_at_every_checkpoint(run: Runner) -> None:
+    """The position in the validation data and the flags of the run do not move the window."""
+    evaluation = "--eval-iters 1 --split 50,45,5"
+    # Such small steps change no weight, so all checkpoints have the same weights.
+    still = f"{evaluation} --lr 1e-30"
+    run(f"{still} --exit-interval 2 --eval-interval 1")
+    first = run(f"{evaluation} --eval-only")
+    run(f"{still} --exit-interval 4 --eval-interval 1")
+    second = run(f"{evaluation} --eval-only --train-iters 500 --eval-interval 7")
+    assert "evaluating the first 4 samples of each set" in first
+    losses = [
+        [entry["lm_loss"] for entry in map(parse_validation_log_line, output.splitlines()) if entry]
+        for output in (first, second)
+    ]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
+def test_eval_only_needs_no_schedule_of_the_learning_rate(run: Runner) -> None:
+    evaluation = "--eval-iters 1 --split 80,10,10"
+    run("--exit-interval 2")
+    run("--exit-interval 4 --lr 1e-3 --lr-decay-style cosine --override-lr-scheduler")
+    for schedule in ("", "--lr 5e-4", "--lr-warmup-iters 700 --lr-decay-style cosine"):
+        output = run(f"{evaluation} --eval-only {schedule}")
+        assert "validation loss at iteration 4" in output
+        assert "learning rate" not in output
+
+
 def test_evaluation_does_not_change_training(run: Runner, other: Runner) -> None:
     run("--eval-interval 2 --eval-iters 3 --split 80,10,10")
     other("--split 80,10,10")
@@ -327,4 +355,6 @@ def test_require_load(run: Runner) -> None:
 
 
 def test_empty_folder_starts_from_scratch(run: Runner) -> None:
-    assert f"Unable to find latest file at {run.folder}/latest" in run("--train-iters 1")
+    output = run("--train-iters 1")
+    line = f"Unable to find latest file at {run.folder}/latest\nstarting from scratch\n"
+    assert line in output

@@ -74,6 +74,21 @@ def test_restart_neither_skips_nor_trains_twice(
     assert run.losses() == other.losses()
 
 
+def test_run_that_ends_inside_a_range_skips_the_rest_later(run: Runner, other: Runner) -> None:
+    flags = "--skip-train-iteration-range 4-8"
+    output = run(f"{flags} --train-iters 6")
+    assert "Skipped iterations 4 to 6 due to" in output
+    assert "training is complete at iteration 6" in output
+    assert (run.folder / "latest").read_text() == "global_step6"
+    later = run(flags)
+    assert "Skipped iterations 7 to 8 due to" in later
+    # The part that the first launch passed was skipped, so nothing is to be undone.
+    assert "were trained" not in later
+    other(flags)
+    assert run.losses() == other.losses()
+    assert run.metrics()[-1]["consumed_samples"] == other.metrics()[-1]["consumed_samples"]
+
+
 def test_range_that_starts_in_the_past_is_skipped_from_here_on(run: Runner) -> None:
     run("--exit-interval 5")
     output = run("--skip-train-iteration-range 4-7")

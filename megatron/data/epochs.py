@@ -1,0 +1,89 @@
+"""How often a run reads its training data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.config.data import DataConfig
+from megatron.data.blend import normalise
+from megatron.data.gpt_dataset import count_tokens
+from megatron.data.indexed import IndexedDataset
+from megatron.data.splits import find_train_mixture
+
+MANY_EPOCHS = 4
+"""Up to here, repeated data are almost as good as new ones (https://arxiv.org/abs/2305.16264)."""
+
+
+@dataclass(frozen=True)
+class DatasetUse:
+    """One training data set, and what a run reads of it."""
+
+    prefix: str
+    tokens: int
+    """Tokens of the documents for training."""
+    asked: float
+    """Tokens that the run reads. It is the data set's share of all tokens."""
+
+    @property
+    def epochs(self) -> float:
+        """How often each token is read."""
+        return self.asked / self.tokens
+
+
+def measure_training_data(
+    data: DataConfig,
+    tokens: int,
+    open_dataset: Callable[[str], IndexedDataset] = IndexedDataset,
+) -> list[DatasetUse]:
+    """Return the training data sets of a run that reads `tokens` tokens.
+
+    Data sets whose split has no document for training are left out.
+
+    Args:
+        data: The data section of the configuration.
+        tokens: Tokens that the run reads of all data sets together.
+        open_dataset: Opens the data set with a prefix.
+
+    Raises:
+        ConfigError: The values of the flags cannot be parsed.
+        DataError: A data set is missing or damaged.
+    """
+    mixture = find_train_mixture(data)
+    if mixture is None:
+        return []
+    found = []
+    for part in mixture.parts:
+        indexed = open_dataset(part.prefix)
+        there = count_tokens(indexed, part.select_documents(len(indexed)))
+        if there:
+            found.append((part, there))
+    if not found:
+        return []
+    shares = normalise([part.weight for part, _ in found])
+    return [
+        DatasetUse(part.prefix, there, share * tokens)
+        for (part, there), share in zip(found, shares, strict=True)
+    ]
+
+
+def describe_epochs(uses: Sequence[DatasetUse]) -> str:
+    """Return one phrase about how often the data are read."""
+    asked = sum(use.asked for use in uses)
+    there = sum(use.tokens for use in uses)
+    if len(uses) == 1:
+        epochs = f"{uses[0].epochs:.3g} epochs"
+    else:
+        lowest = min(use.epochs for use in uses)
+        highest = max(use.epochs for use in uses)
+        epochs = f"{lowest:.3g} to {highest:.3g} epochs of {len(uses)} data sets"
+    return f"{epochs}: {asked:,.0f} tokens asked, {there:,} there"
+
+
+def warn_of_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
+    """Return a warning for each data set that is read more than a few times."""
+    return [
+        f"{use.prefix} has {use.tokens:,} tokens for training, and the run reads {use.asked:,.0f} "
+        f"of it, which is {use.epochs:,.1f} epochs. More than {MANY_EPOCHS} teach little: use more "
+        "data, or train less"
+        for use in uses
+        if use.epochs > MANY_EPOCHS
+    ]

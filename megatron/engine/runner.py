@@ -1,0 +1,85 @@
+"""Runners that pass the microbatches of a global batch through the stages of a rank.
+
+A single stage runs the microbatches one after the other. With several pipeline ranks, a schedule
+runs them (`megatron.engine.pipeline`).
+
+The invariant: every microbatch passes every block once, forward and backward, and each stage's
+gradient is that of `factor` x the sum of the losses. Only the rank with the last stage knows the
+loss.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.engine.parallelize import RankStage
+from megatron.model.execution import Execution
+from megatron.model.inputs import Inputs
+from megatron.parallel.mesh import Mesh
+
+
+class Runner(Protocol):
+    """Runs the microbatches of a global batch through this rank's stages."""
+
+    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+        """Run forward and, with `train`, backward passes.
+
+        Args:
+            inputs: The microbatches of this rank.
+            factor: What each loss is multiplied by before its backward pass.
+            train: Whether to add the gradients of `factor` x the sum of the losses to the
+                parameters' gradients.
+
+        Returns:
+            The mean loss of the microbatches, a scalar in fp32. It is zero on ranks without the
+            last stage.
+        """
+        ...
+
+
+class SingleStageRunner:
+    """A runner for the complete model on this rank, without a pipeline."""
+
+    def __init__(self, stage: RankStage) -> None:
+        """Create a runner of the only stage."""
+        self._stage = stage
+
+    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+        """Run the microbatches one after the other. See `Runner.run`."""
+        # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
+        total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
+        for number, microbatch in enumerate(inputs):
+            if train and self._stage.sharded is not None:
+                self._stage.sharded.prepare_backward(last=number == len(inputs) - 1)
+            loss = self._stage.model(None, microbatch)
+            if train:
+                (loss * factor).backward()
+            total += loss.detach() / len(inputs)
+        return total
+
+
+def build_runner(
+    stages: Sequence[RankStage], mesh: Mesh, *, num_stages: int, execution: Execution
+) -> Runner:
+    """Return the runner of this rank's stages.
+
+    Args:
+        stages: This rank's stages, in the order of the layers.
+        mesh: This rank's mesh.
+        num_stages: The number of stages on all ranks together.
+        execution: How the blocks are computed.
+    """
+    if mesh.grid.pipeline == 1:
+        return SingleStageRunner(stages[0])
+    # torch's schedules import the compiler, which takes seconds on every rank. A run without a
+    # pipeline needs neither.
+    from megatron.engine.pipeline import PipelineRunner
+
+    # Stages send the residual stream to each other in this type.
+    if execution.fp32_residual:
+        dtype = torch.float32
+    else:
+        dtype = execution.dtype or torch.float32
+    return PipelineRunner(stages, mesh, num_stages=num_stages, dtype=dtype)

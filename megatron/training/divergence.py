@@ -1,0 +1,44 @@
+"""The warning about a run whose loss stays far above the loss that it started with."""
+
+_ITERATIONS = 50
+"""Iterations in a row that must be far above. A spike that recovers is shorter."""
+_FACTOR = 0.2
+_MARGIN = 1.0
+"""Far above means by this share of the loss at the start, and by at least this much.
+
+Without the margin, a model that knows its data by heart would be reported for noise.
+"""
+
+
+class DivergenceWatch:
+    """Compares each loss with the first one of this launch, and warns once."""
+
+    def __init__(self) -> None:
+        """Create a watch that has seen no loss."""
+        self._first: float | None = None
+        self._above = 0
+        self._warned = False
+
+    def observe(self, loss: float, iteration: int) -> str | None:
+        """Return a warning if the run seems to have diverged, and None otherwise.
+
+        Args:
+            loss: The finite loss of an applied step.
+            iteration: The iteration of the step.
+        """
+        if self._first is None:
+            self._first = loss
+        limit = self._first + max(_MARGIN, _FACTOR * self._first)
+        if loss > limit:
+            self._above += 1
+        else:
+            self._above = 0
+        if self._above < _ITERATIONS or self._warned:
+            return None
+        self._warned = True
+        return (
+            f"warning: the loss was above {limit:.3f} in the last {_ITERATIONS} iterations, up to "
+            f"iteration {iteration}, and it was {self._first:.3f} in the first one of this launch. "
+            "The run has probably diverged. Roll back to an earlier checkpoint with "
+            "tools/rollback.py, and lower --lr or skip the data"
+        )

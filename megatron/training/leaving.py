@@ -1,0 +1,82 @@
+"""The ways to end the process after an error.
+
+The module imports no torch, because errors of the configuration come before torch is imported.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.durable import replace_file
+from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
+from megatron.errors import LOST_EXIT_CODE, LostRanksError, MegatronError
+
+
+def leave_with_error(error: MegatronError) -> NoReturn:
+    """Report the error, print its message, and end the process within a few seconds.
+
+    Ranks that wait for this one in a collective must not wait long.
+    """
+    if isinstance(error, LostRanksError):
+        leave_after_lost_ranks(error)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        prefix = f"rank {rank} on {platform.node()}: "
+    else:
+        prefix = ""
+    message = f"{prefix}{type(error).__name__}: {error}"
+    # Reported before the wait below, because the launcher may end this process during the wait.
+    report_error(error, message)
+    if rank > 0:
+        # Most errors occur on every rank, and rank 0 prints its message first. If the error is the
+        # same here, the launcher ends this process during the wait and it is printed only once.
+        time.sleep(3)
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if rank == 0 and FOLDER_VARIABLE in os.environ:
+        # srun ends all ranks when this one ends. The others need the time to write their reports.
+        time.sleep(1)
+    # sys.exit would destroy the process group. That can hang if other ranks are in a collective.
+    os._exit(2)
+
+
+def report_error(error: BaseException, message: str) -> None:
+    """Write the error to the file in which the launcher looks for it.
+
+    torchrun reads one file for each rank. The array task reads one folder for all ranks.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = os.environ.get(FOLDER_VARIABLE)
+    try:
+        if path:
+            # The format is that of torch.distributed.elastic, which prints this message in its
+            # summary of the failure.
+            record = {
+                "message": message,
+                "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))},
+            }
+            replace_file(Path(path), json.dumps({"message": record}))
+        if folder:
+            write_report(Path(folder), build_report(error))
+    except OSError as trouble:
+        # The error itself is still printed. An error of this report must not hide it.
+        print(
+            f"warning: the error could not be reported to the launcher: {trouble}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
+    """End the process after ranks were lost.
+
+    The exit code is 1, because no flag is wrong and the same command may succeed.
+    """
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Nothing is reported to the launcher. A report means an error that a person must correct.
+    os._exit(LOST_EXIT_CODE)

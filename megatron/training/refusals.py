@@ -1,0 +1,72 @@
+"""What is refused before a run starts, as far as it needs no torch.
+
+Importing torch takes seconds. A wrong command line is therefore refused before that where possible.
+"""
+
+from pathlib import Path
+
+from megatron.config.cli import LoadedConfig, combine_errors
+from megatron.config.rules import check_rules, list_missing_for_training
+from megatron.engine.support import refuse_unsupported
+from megatron.plan import Plan, resolve
+from megatron.tokenizer import list_missing_files
+
+_UNKNOWN_VOCABULARY = 1
+"""A vocabulary size that breaks no rule, for a plan that is only checked."""
+
+
+def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
+    """Refuse a configuration that is wrong whatever a checkpoint contains.
+
+    Every rank calls it alone. Rank 0 checks everything again in `resolve_job`, where it also knows
+    the checkpoint.
+
+    Args:
+        loaded: The configuration as this rank loaded it.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigError: As `check_plan`.
+    """
+    config = loaded.config
+    # The checkpoint's curriculum may replace the one that is wrong here.
+    if config.optimizer.use_checkpoint_lr_scheduler:
+        return
+    load = config.checkpoint.load
+    if load is not None and Path(load).exists():
+        # The position in the data is unknown, so only rules that do not depend on it apply.
+        errors, _ = check_rules(config, loaded.origin)
+        if errors:
+            raise combine_errors(errors)
+        return
+    # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
+    alone = world_size == 1
+    plan = resolve(
+        config,
+        world_size,
+        loaded.origin,
+        vocab_size=None if alone else _UNKNOWN_VOCABULARY,
+    )
+    check_plan(plan, read_files=alone)
+
+
+def check_plan(plan: Plan, *, read_files: bool = True) -> None:
+    """Refuse a plan that cannot be trained.
+
+    Args:
+        plan: The plan of the run.
+        read_files: Also look for the files of the tokenizer.
+
+    Raises:
+        ConfigError: The configuration is wrong, a file of the tokenizer does not exist, the engine
+            cannot run the plan, or a setting is missing that a plan does without. The message lists
+            everything that is wrong.
+    """
+    errors = list(plan.errors)
+    if read_files:
+        errors += list_missing_files(plan.config.tokenizer)
+    if errors:
+        raise combine_errors(errors)
+    refuse_unsupported(plan)
+    if missing := list_missing_for_training(plan.config):
+        raise combine_errors(missing)

@@ -1,0 +1,114 @@
+"""Tests of what a process imports, because some imports take seconds on every rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_corpus import MERGES, VOCAB, command
+from training.runs import SIZES
+
+COMPILER_AND_FSDP = (
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+    "sympy",
+)
+# `leave_with_error` ends the process with os._exit, so the modules are printed there.
+PROGRAM = """
+import json, os, sys
+from megatron.commands.pretrain import main
+
+def print_modules(code=0):
+    print(json.dumps([code, sorted(sys.modules)]), flush=True)
+    end(code)
+
+end = os._exit
+os._exit = print_modules
+try:
+    main(sys.argv[1:])
+except SystemExit as leaving:
+    print_modules(leaving.code)
+print_modules()
+"""
+TINY = SIZES.replace("--vocab-size 5000", "")
+
+
+def run_and_list_modules(*arguments: str) -> tuple[int, set[str], str]:
+    """Run a command line, and return its exit code, the modules it imported and what it printed."""
+    process = command("-c", PROGRAM, *arguments)
+    output, errors = process.communicate()
+    printed, _, last = output.rstrip().rpartition("\n")
+    code, modules = json.loads(last)
+    return code, set(modules), printed + errors
+
+
+def test_training_on_one_device_imports_no_compiler_and_no_fsdp(
+    corpus: str, tmp_path: Path
+) -> None:
+    paths = ["--data-path", corpus, "--data-cache-path", str(tmp_path)]
+    code, modules, printed = run_and_list_modules(*SIZES.split(), *paths, "--exit-interval", "1")
+    assert code == 0, printed
+    assert "torch" in modules
+    assert modules.isdisjoint(COMPILER_AND_FSDP)
+
+
+def test_help_imports_no_torch() -> None:
+    code, modules, printed = run_and_list_modules("--help", "precision")
+    assert code == 0, printed
+    assert "--fp16, --no-fp16" in printed
+    assert "torch" not in modules
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{SIZES} --no-such-flag 3", "unknown flag --no-such-flag"),
+        ("--num-layers 2", "--hidden-size"),
+        (f"{SIZES} --help nothing", "the groups are model, batch"),
+        (f"{SIZES} --num-attention-heads 3", "--num-attention-heads 3"),
+        (f"{SIZES} --global-batch-size 5 --data-path x", "--global-batch-size 5 must be divisible"),
+        (f"{SIZES} --fp16 --bf16 --load .", "--bf16"),
+        (f"{SIZES} --deepspeed --data-path x --deepspeed-config /nowhere.json", "does not exist"),
+        (SIZES, "--data-path"),
+        (f"{TINY} --data-path x --vocab-file /nowhere/v.json", "/nowhere/v.json does not exist"),
+        (
+            f"{SIZES} --data-path x --vocab-file {VOCAB} --merge-file /nowhere/m.txt",
+            "/nowhere/m.txt does not exist",
+        ),
+        (f"{SIZES} --data-path x --merge-file {MERGES} --vocab-file v", "v does not exist"),
+        (
+            f"{SIZES} --data-path x --tokenizer-type PretrainedFromHF --tokenizer-name-or-path /no",
+            "--tokenizer-name-or-path /no does not exist",
+        ),
+        (
+            f"{TINY} --data-path x --tokenizer-type PretrainedFromHF --tokenizer-name-or-path a/b "
+            "--pad-vocab-size-to 5120",
+            "--tokenizer-name-or-path a/b does not exist",
+        ),
+        (f"{TINY} --data-path x", "give --vocab-file, or --vocab-size N"),
+    ],
+)
+def test_wrong_configuration_is_refused_without_torch(flags: str, message: str) -> None:
+    code, modules, printed = run_and_list_modules(*flags.split())
+    assert message in printed
+    assert code == 2
+    assert "torch" not in modules
+
+
+def test_rank_of_several_is_refused_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    flags = f"{SIZES} --data-path x --tensor-model-parallel-size 3"
+    code, modules, printed = run_and_list_modules(*flags.split())
+    assert "must divide the number of processes, 2" in printed
+    assert code == 2
+    assert "torch" not in modules
+
+
+def test_published_name_of_a_tokenizer_is_enough_with_a_stated_size(
+    corpus: str, tmp_path: Path
+) -> None:
+    paths = ["--data-path", corpus, "--data-cache-path", str(tmp_path)]
+    name = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", "nobody/nothing"]
+    code, _, printed = run_and_list_modules(*SIZES.split(), *paths, *name, "--exit-interval", "1")
+    assert code == 0, printed
