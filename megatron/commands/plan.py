@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.cli import load_config
+from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import LaunchScript, parse_command, read_launch_script
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
                 "train_iters": None,
                 "at": [],
                 "warnings": [],
+                "flags_without_effect": [],
             }
             # A ConfigError with several problems lists them one per line after a headline.
             head, *listed = str(failure).split("\n  - ")
@@ -230,6 +232,7 @@ def build_json(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> dict
         "flops": compute_flops(plan),
         "errors": list(plan.errors),
         "warnings": warnings,
+        "flags_without_effect": split_off_flags_without_effect(warnings)[1],
     }
 
 
@@ -401,7 +404,7 @@ def format_plan(plan: Plan, at: list[ForecastPoint], warnings: list[str]) -> lis
         f"{p.lr:>14.3E}"
         for p in at
     ]
-    lines += ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
+    lines += ["", *format_warnings(warnings)] if warnings else []
     # Errors come last, so that they are at the end of the terminal's output.
     lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
     return lines
