@@ -18,7 +18,7 @@ from megatron.config.fields import ValueWithOrigin, all_fields, build_config, fi
 from megatron.config.help import print_help
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.tree import Config
-from megatron.config.yaml_file import dump_yaml, read_file, read_text
+from megatron.config.yaml_file import dump_yaml, read_file, read_flat_flags, read_text
 from megatron.errors import ConfigError
 
 __all__ = [
@@ -55,7 +55,12 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         raise SystemExit(0)
     given: dict[str, ValueWithOrigin] = {}
     errors = list(line.errors)
-    if line.config_file is not None:
+    flat = None if line.config_file is None else read_flat_flags(line.config_file)
+    if flat is not None:
+        # The file holds flags of another system. Those of the command line have priority.
+        line = _merge_lines(read_argv(flat), line)
+        errors = list(line.errors)
+    elif line.config_file is not None:
         given, yaml_errors = read_file(line.config_file)
         errors += yaml_errors
     # Flags are merged after the file, so a flag replaces the file's value and its origin.
@@ -96,6 +101,17 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     }
     return LoadedConfig(
         build_config({dotted: item.value for dotted, item in given.items()}), origin, warnings
+    )
+
+
+def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
+    """Return two command lines as one. Values of `above` take precedence."""
+    return CommandLine(
+        given=below.given | above.given,
+        typed=below.typed | above.typed,
+        conditions=[*below.conditions, *above.conditions],
+        warnings=list(dict.fromkeys([*below.warnings, *above.warnings])),
+        errors=[*below.errors, *above.errors],
     )
 
 

@@ -622,3 +622,25 @@ def test_underscores_and_attached_values():
     (warning,) = load("--use_flash_attn=True").warnings
     assert warning.startswith("--use_flash_attn True has no effect here")
     assert load("--override_opt_param-scheduler").config.optimizer.override_lr_scheduler
+
+
+def test_file_of_flags_of_llm_baselines(tmp_path: Path):
+    path = tmp_path / "noam_wide.yaml"
+    path.write_text(
+        "model: llama\nn_layer: 10\nn_head: 16\nn_embd: 1024\nacc_steps: 4\nlr: 2e-3\n"
+        "compile: true\nwandb: false\nresume_from: null\nwarmup_percent: 0.02\n"
+    )
+    loaded = load_config(["--config", str(path), "--batch_size", "64", "--lr", "1e-3"])
+    config = loaded.config
+    assert (config.model.num_layers, config.model.hidden_size) == (10, 1024)
+    assert config.batch.global_batch_size == 256
+    assert config.optimizer.lr == 1e-3
+    assert config.kernels.use_torch_compile
+    assert config.checkpoint.load is None
+
+
+def test_file_without_groups_and_foreign_flags_is_still_an_error(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("num_layers: 10\nhidden_size: 16\n")
+    with pytest.raises(ConfigError, match="write it under its group: model"):
+        load_config(["--config", str(path)])
