@@ -13,7 +13,7 @@ The arithmetic is that of the BigScience 104B run. S is --seq-length, and B is t
                              with the run: --train-tokens
     --curriculum-total-step  --train-tokens / B / S / 2: half of the iterations at the full length
     --curriculum-min-difficulty 64, --curriculum-difficulty-step 8; lengths end at S
-    --lr-warmup-*            stays in samples; a fraction becomes the samples that it was
+    --lr-warmup-*            stays in samples; a fraction and tokens become the samples they were
 
 A run by --train-iters keeps iterations as its unit, and their number is doubled as well. A script
 is read as text and never run.
