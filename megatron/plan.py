@@ -452,6 +452,9 @@ def _build_lr_schedule(
     # A fraction has priority. `config.rules` reports it if a number is given as well.
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
+    # The schedule counts samples, so tokens may be a fraction of them.
+    elif optimizer.lr_warmup_tokens is not None:
+        warmup = optimizer.lr_warmup_tokens / config.model.seq_length
     schedule = LRSchedule(
         max_lr=optimizer.lr or 0.0,
         min_lr=optimizer.min_lr if optimizer.lr is not None else 0.0,

@@ -461,7 +461,9 @@ def warn_of_files(report: PlanReport) -> None:
     parallel = report.config.parallel
     data = report.config.data
     # With several data sets the list alternates between weight and prefix.
-    if len(data.data_path) > 1:
+    if data.mock_data:
+        prefixes: tuple[str, ...] = ()
+    elif len(data.data_path) > 1:
         prefixes = data.data_path[1::2]
     else:
         prefixes = data.data_path

@@ -37,7 +37,8 @@ unknown, which is an error.
 
 - A *renamed* flag works, and a warning gives the new name once. If a flag is listed with single
   values, the row holds for these values only. Other values are those of the flag of the same name
-  here, or errors.
+  here, or errors. A flag that ends in `*` stands for all flags that start like it.
+- A *derived* flag gives a number from which, with other flags, a value here is computed.
 - A *harmless* flag changes no number. It gives one warning with the reason.
 - A *refused* flag is an error with the reason and an alternative.
 
@@ -58,14 +59,17 @@ def build_page() -> str:
         lines += _format_table("flag | value | default | meaning", _list_fields(group))
     lines += ["", OTHERS]
     for system, table in SYSTEMS.items():
-        # Users of fms-fsdp know its flags with underscores. Both spellings are accepted.
-        underscores = system == "fms-fsdp"
+        # Users of these know the flags with underscores. Both spellings are accepted.
+        underscores = system in ("fms-fsdp", "llm-baselines")
         for kind, title, head in (
             ("renamed", "renamed", "there | here | note"),
+            ("derived", "derived", "flags | what follows from it"),
             ("harmless", "harmless", "flags | why they have no effect"),
             ("refused", "refused", "flags | why, and what to use instead"),
         ):
             rows = [row for row in table if row.kind == kind]
+            if not rows:
+                continue
             if kind == "renamed":
                 cells = _list_renamed(rows, underscores)
             else:
@@ -134,6 +138,7 @@ def _group_by_reason(rows: list[Row], underscores: bool) -> Iterator[list[str]]:
         flags = [
             _format_foreign_flag(row, underscores)
             + (f" with `{all_fields()[row.needs].flag}`" if row.needs else "")
+            + (f" without `{all_fields()[row.excludes].flag}`" if row.excludes else "")
             for row in others
         ]
         yield [", ".join(flags), reason]

@@ -24,6 +24,7 @@ import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.config.cli import load_config
+from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.data.epochs import (
     DatasetUse,
     describe_epochs,
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
                 "train_iters": None,
                 "at": [],
                 "warnings": [],
+                "flags_without_effect": [],
             }
             # A ConfigError with several problems lists them one per line after a headline.
             head, *listed = str(failure).split("\n  - ")
@@ -254,6 +256,7 @@ def build_json(
         "flops": compute_flops(plan),
         "errors": list(plan.errors),
         "warnings": warnings,
+        "flags_without_effect": split_off_flags_without_effect(warnings)[1],
     }
 
 
@@ -428,7 +431,7 @@ def format_plan(
         f"{p.lr:>14.3E}"
         for p in at
     ]
-    lines += ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
+    lines += ["", *format_warnings(warnings)] if warnings else []
     # Errors come last, so that they are at the end of the terminal's output.
     lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
     return lines

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.compare import compute_config_digest, list_config_differences
+from megatron.config.compat_derived import derive_values, find_defaults
 from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
-from megatron.config.normalise import read_argv
+from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.tree import Config
-from megatron.config.yaml_file import dump_yaml, read_file, read_text
+from megatron.config.yaml_file import dump_yaml, read_file, read_flat_flags, read_text
 from megatron.errors import ConfigError
 
 __all__ = [
@@ -55,7 +56,12 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         raise SystemExit(0)
     given: dict[str, ValueWithOrigin] = {}
     errors = list(line.errors)
-    if line.config_file is not None:
+    flat = None if line.config_file is None else read_flat_flags(line.config_file)
+    if flat is not None:
+        # The file holds flags of another system. Those of the command line have priority.
+        line = _merge_lines(read_argv(flat), line)
+        errors = list(line.errors)
+    elif line.config_file is not None:
         given, yaml_errors = read_file(line.config_file)
         errors += yaml_errors
     # Flags are merged after the file, so a flag replaces the file's value and its origin.
@@ -71,6 +77,12 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
             given |= from_json
             errors += json_errors
             warnings += json_warnings
+    # What other systems compute from several flags, and their defaults, come last of all, because
+    # they never replace a value.
+    filled, fill_errors, fill_warnings = _fill_for_other_systems(line, given)
+    given |= filled
+    errors += fill_errors
+    warnings += fill_warnings
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps
     # --no-embed-layernorm in effect if it was given.
     if _get_value(given, "optimizer.use_bnb_optimizer"):
@@ -78,12 +90,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
             "model.embed_layernorm",
             ValueWithOrigin(True, given["optimizer.use_bnb_optimizer"].origin),
         )
-    # Conditions are checked here and not in `read_argv`, because the field they need may come from
-    # the YAML file or the JSON.
-    for shown, row in line.conditions:
-        field = all_fields()[row.needs]
-        if row.needs not in given or given[row.needs].value == field.default:
-            errors.append(f"{shown} needs {field.flag} as well: {row.reason}.")
+    errors += _check_conditions(line, given)
     # Without this check, a typing error in a required flag would be reported twice, once as unknown
     # and once as missing.
     if not errors:
@@ -96,6 +103,73 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     return LoadedConfig(
         build_config({dotted: item.value for dotted, item in given.items()}), origin, warnings
     )
+
+
+def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
+    """Return two command lines as one. Values of `above` take precedence."""
+    return CommandLine(
+        given=below.given | above.given,
+        typed=below.typed | above.typed,
+        conditions=[*below.conditions, *above.conditions],
+        warnings=list(dict.fromkeys([*below.warnings, *above.warnings])),
+        errors=[*below.errors, *above.errors],
+    )
+
+
+def _fill_for_other_systems(
+    line: CommandLine, given: Mapping[str, ValueWithOrigin]
+) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
+    """Return the fields that another system would set by itself, the errors and the warnings."""
+    filled: dict[str, ValueWithOrigin] = {}
+    typed = dict(line.typed)
+    warnings: list[str] = []
+    found = find_defaults(typed, given)
+    system = ""
+    if found is not None:
+        system, words = found
+        defaults = read_argv(words)
+        typed = defaults.typed | typed
+        filled = {
+            dotted: ValueWithOrigin(item.value, f"{system}'s default")
+            for dotted, item in defaults.given.items()
+            if dotted not in given
+        }
+        listed = ", ".join(_format_value(dotted, item.value) for dotted, item in filled.items())
+        warnings.append(
+            f"the defaults of {system} are used for what is not given: {listed or 'nothing'}."
+        )
+    try:
+        derived = list(derive_values(typed, system, dict(given) | filled))
+    except ValueError as error:
+        return filled, [str(error)], warnings
+    for dotted, value, reason in derived:
+        filled[dotted] = ValueWithOrigin(value, "derived")
+        warnings.append(f"{reason}.")
+    return filled, [], warnings
+
+
+def _format_value(dotted: str, value: Any) -> str:
+    """Return a field and its value as a flag."""
+    field = all_fields()[dotted]
+    if field.is_bool:
+        return field.flag if value else field.negative_flag
+    return f"{field.flag} {value}"
+
+
+def _check_conditions(line: CommandLine, given: Mapping[str, ValueWithOrigin]) -> list[str]:
+    """Return an error for each flag whose row does not hold with the other fields.
+
+    The fields may come from the YAML file or the JSON, so `read_argv` cannot check this.
+    """
+    errors = []
+    for shown, row in line.conditions:
+        field = all_fields()[row.needs or row.excludes]
+        changed = field.dotted in given and given[field.dotted].value != field.default
+        if row.needs and not changed:
+            errors.append(f"{shown} needs {field.flag} as well: {row.reason}.")
+        if row.excludes and changed:
+            errors.append(f"{shown} is not possible here with {field.flag}: {row.reason}.")
+    return errors
 
 
 def _get_value(given: Mapping[str, ValueWithOrigin], dotted: str) -> Any:

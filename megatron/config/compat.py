@@ -8,13 +8,20 @@ import functools
 from collections.abc import Sequence
 
 from megatron.config.compat_fms import FMS
+from megatron.config.compat_llm_baselines import LLM_BASELINES
 from megatron.config.compat_megatron import MEGATRON
+from megatron.config.compat_megatron_core import MEGATRON_CORE
 from megatron.config.compat_models import OTHER_MODELS
 from megatron.config.compat_row import Row
 
 SYSTEMS: dict[str, tuple[Row, ...]] = {
-    "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (*MEGATRON, *OTHER_MODELS),
+    "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (
+        *MEGATRON,
+        *MEGATRON_CORE,
+        *OTHER_MODELS,
+    ),
     "fms-fsdp": FMS,
+    "llm-baselines": LLM_BASELINES,
 }
 TABLE: tuple[Row, ...] = tuple(row for table in SYSTEMS.values() for row in table)
 
@@ -22,9 +29,12 @@ TABLE: tuple[Row, ...] = tuple(row for table in SYSTEMS.values() for row in tabl
 def find_rows(flag: str) -> list[Row]:
     """Return the rows of a flag, which is spelled with hyphens.
 
-    There are several rows if the flag's values differ in meaning.
+    There are several rows if the flag's values differ in meaning. A flag without a row of its own
+    may belong to a family, such as `--moe-*`.
     """
-    return _index_by_flag().get(flag, [])
+    if rows := _index_by_flag().get(flag):
+        return rows
+    return next((rows for start, rows in _list_families() if flag.startswith(start)), [])
 
 
 def find_row(flag: str, values: Sequence[str]) -> Row | None:
@@ -39,6 +49,17 @@ def find_row(flag: str, values: Sequence[str]) -> Row | None:
         ),
         None,
     )
+
+
+@functools.cache
+def _list_families() -> list[tuple[str, list[Row]]]:
+    """Return (start of the flags, rows) for each family, the longest start first."""
+    families = [
+        (flag.removesuffix("*"), rows)
+        for flag, rows in _index_by_flag().items()
+        if flag.endswith("*")
+    ]
+    return sorted(families, key=lambda family: -len(family[0]))
 
 
 @functools.cache

@@ -136,13 +136,12 @@ FMS: tuple[Row, ...] = (
         "so on",
         1,
     ),
-    refuse_flag(
-        "--use-dummy-dataset",
-        "there is no dummy data; examples/quickstart.sh trains on a small real data set",
-    ),
+    rename_flag("--use-dummy-dataset", "--mock-data"),
     *refuse_flags(
         _STREAMED, "--file-type --col-name --datasets --weights --logical-shards", arity=1
     ),
+    # llm-baselines has this flag too. This value is the default tokenizer.
+    ignore_flag("--tokenizer", "GPT-2's tokenizer is the default", 1, only=("gpt2",)),
     refuse_flag(
         "--tokenizer", "--tokenizer-name-or-path names a folder in Hugging Face's format", arity=1
     ),
@@ -244,3 +243,11 @@ FMS: tuple[Row, ...] = (
         arity=1,
     ),
 )
+
+FMS_DEFAULTS = (
+    "--model-variant 7b --seq-length 4096 --batch-size 2 --num-steps 1000000 --learning-rate 3e-4 "
+    "--grad-clip-thresh 1.0 --seed 2023 --sharding-strategy hsdp --mixed-precision "
+    "--report-interval 100 --checkpoint-interval 10000 --lr-decay-style cosine --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --weight-decay 0.1"
+)
+"""What fms-fsdp's configuration sets if a flag is not given, and what its code hard-codes."""

@@ -8,6 +8,7 @@ with each argument.
 
 from megatron.config.compat_row import (
     Row,
+    derive_from,
     ignore_flag,
     ignore_flags,
     refuse_flag,
@@ -38,6 +39,10 @@ _SPLITS = (
     "use --train-weighted-split-paths 'NAME: 1 0:1 PATH' (valid, test), or --data-path with --split"
 )
 _INDEX = "indices are built from the data and the seed; --data-cache-path sets their folder"
+_NO_CONTEXT = (
+    "there is no context parallelism: --sequence-parallel with --tensor-model-parallel-size shards "
+    "sequences"
+)
 _ULYSSES = "--sequence-parallel with --tensor-model-parallel-size shards sequences"
 _ZERO_BUBBLE = (
     "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
@@ -51,7 +56,7 @@ _NO_PROFILER = (
 )
 _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
-_BY_ITSELF = "each layer is recomputed separately"
+_BY_ITSELF = "each layer is recomputed separately, which changes memory use and no number"
 
 # A row for some values of a flag comes before the row for all others, because the first row that
 # fits is used.
@@ -60,9 +65,8 @@ _MODEL = (
         "--swiglu",
         "--glu-activation",
         "swiglu",
-        needs="model.ffn_hidden_size",
-        reason="without it Megatron's width is 8/3 x hidden size, rounded down to a multiple of "
-        "64, and the width here is 4 x hidden size",
+        reason="without --ffn-hidden-size the width is 8/3 x hidden size, rounded down to a "
+        "multiple of 64",
     ),
     # Megatron's fused kernel needs biases. Without them GELU has its erf form there, so both are
     # turned off here.
@@ -142,8 +146,14 @@ _MODEL = (
     ignore_flag("--num-experts", "there are no mixtures of experts", arity="*", only=("1",)),
     refuse_flag("--num-experts", "there are no mixtures of experts", arity="*"),
     refuse_flag("--num-experts-switch", "there are no mixtures of experts", arity=1),
-    ignore_flag(
-        "--expert-model-parallel-size", "there are no mixtures of experts", arity=1, only=("1",)
+    *(
+        ignore_flag(flag, "there are no mixtures of experts", arity=1, only=("1",))
+        for flag in ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+    ),
+    *refuse_flags(
+        "there are no mixtures of experts",
+        "--expert-model-parallel-size --expert-tensor-parallel-size",
+        arity=1,
     ),
     *ignore_flags(
         _EXPERTS,
@@ -177,8 +187,12 @@ _KERNEL_CHOICES = (
     ignore_flag("--ds-fused-adam", _KERNELS),
     *refuse_flags(_FP8, "--fp8-e4m3 --fp8-hybrid --no-fp8-wgrad"),
     *refuse_flags(
-        _FP8, "--fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo", arity=1
+        _FP8,
+        "--fp8-format --fp8-recipe --fp8-margin --fp8-interval --fp8-amax-history-len "
+        "--fp8-amax-compute-algo",
+        arity=1,
     ),
+    *refuse_flags(_FP8, "--fp8-* --fp4-*", arity="*"),
 )
 
 _BATCHES_AND_DATA = (
@@ -210,12 +224,12 @@ _BATCHES_AND_DATA = (
         arity=1,
         only=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
     ),
-    refuse_flag(
+    derive_from(
         "--tokenizer-type",
-        "data that is tokenised already needs no tokenizer: use --vocab-size, one more than in "
-        "Megatron for the end of a document",
+        "it reserves one id after those of --vocab-size for the end of a document",
         arity=1,
         only=("NullTokenizer",),
+        needs="tokenizer.vocab_size",
     ),
     rename_flag("--tokenizer-model", "--tokenizer-name-or-path", arity=1),
     refuse_flag(
@@ -253,16 +267,13 @@ _OPTIMIZER_AND_PRECISION = (
     ignore_flag("--weight-decay-incr-style", _DECAY, arity=1, only=("constant",)),
     refuse_flag("--weight-decay-incr-style", _DECAY, arity=1),
     *refuse_flags(_DECAY, "--start-weight-decay --end-weight-decay", arity=1),
-    refuse_flag(
+    rename_flag(
         "--warmup",
-        "it is deprecated in Megatron: use --lr-warmup-fraction, --lr-warmup-iters or "
-        "--lr-warmup-samples",
+        "--lr-warmup-fraction",
         arity=1,
+        reason="a fraction of the decay, as in the first Megatron-LM and in GPT-NeoX",
     ),
     ignore_flag("--cpu-torch-adam", "--cpu-optimizer runs torch's AdamW"),
-    refuse_flag(
-        "--lr-warmup-tokens", "use --lr-warmup-samples (tokens / sequence length)", arity=1
-    ),
 )
 
 _PARALLELISM = (
@@ -302,7 +313,10 @@ _PARALLELISM = (
         "--remote-device", "parameters stay on the device: --zero-stage 3 shards them", arity=1
     ),
     # A size of 1 asks for no parallelism of this kind, so it is harmless.
-    ignore_flag("--context-parallel-size", "there is no context parallelism", arity=1, only=("1",)),
+    ignore_flag("--context-parallel-size", _NO_CONTEXT, arity=1, only=("1",)),
+    refuse_flag("--context-parallel-size", _NO_CONTEXT, arity=1),
+    refuse_flag("--hierarchical-context-parallel-sizes", _NO_CONTEXT, arity="*"),
+    ignore_flag("--cp-comm-type", _NO_CONTEXT, arity="*"),
     ignore_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1, only=("1",)),
     refuse_flag("--ds-sequence-parallel-size", _ULYSSES, arity=1),
     *refuse_flags(
@@ -327,10 +341,12 @@ _RECOMPUTATION = (
     rename_flag(
         "--activations-checkpoint-method", "--checkpoint-activations", arity=1, only=("uniform",)
     ),
-    ignore_flag("--activations-checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    ignore_flag("--recompute-method", _BY_ITSELF, arity=1, only=("uniform",)),
-    ignore_flag("--recompute-num-layers", _BY_ITSELF, arity=1, only=("1",)),
-    ignore_flag("--checkpoint-num-layers", _BY_ITSELF, arity=1, only=("1",)),
+    ignore_flag("--activations-checkpoint-num-layers", _BY_ITSELF, arity=1),
+    *ignore_flags(
+        _BY_ITSELF,
+        "--recompute-method --recompute-num-layers --checkpoint-num-layers",
+        arity=1,
+    ),
     rename_flag(
         "--deepspeed-activation-checkpointing",
         "--checkpoint-activations",
@@ -353,12 +369,16 @@ _STOPPING_AND_CHECKPOINTS = (
         reason="a flag without a value here",
     ),
     rename_flag("--skip-train", "--eval-only"),
+    rename_flag("--no-train", "--eval-only", arity=1, only=("True", "true", "1")),
+    ignore_flag("--no-train", "the run trains", arity=1, only=("False", "false", "0")),
+    rename_flag("--no-train", "--eval-only", arity=1),
     rename_flag("--kill-switch-file", "--kill-switch-path", arity=1),
     rename_flag("--exit-on-missing-checkpoint", "--require-load"),
     refuse_flag("--load-tag", "use --load-iteration N for global_stepN", arity=1),
-    refuse_flag(
-        "--use-checkpoint-args",
+    *ignore_flags(
         "give the arguments themselves; a resume is checked against its checkpoint",
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args "
+        "--no-use-tokenizer-model-from-checkpoint-args",
     ),
     ignore_flag(
         "--no-load-lr-state",

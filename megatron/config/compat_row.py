@@ -1,7 +1,8 @@
 """One row of the compatibility table, which describes what becomes of another system's flag.
 
-Invariant: a renamed flag does exactly what it did there. A harmless one changes no number. Any
-other is refused, and the reason names an alternative.
+Invariant: a renamed flag does exactly what it did there. A derived one enters a number that
+follows from several flags (`compat_derived`). A harmless one changes no number. Any other is
+refused, and the reason names an alternative.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 from megatron.config.fields import Arity
 
-Kind = Literal["renamed", "harmless", "refused"]
+Kind = Literal["renamed", "derived", "harmless", "refused"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Row:
     """One flag, or some values of it."""
 
     flag: str
-    """The flag, spelled with hyphens. Every flag is brought to this form before it is looked up."""
+    """The flag, spelled with hyphens. Every flag is brought to this form before it is looked up.
+    A flag that ends in `*` stands for all flags that start like it and have no row of their own."""
     kind: Kind
     arity: Arity
     """Number of values that the flag takes there. With 0, `=True` and `=False` may be attached."""
@@ -33,6 +35,8 @@ class Row:
     needs: str = ""
     """The row holds only if this field is also given and is not its default. `reason` then explains
     why."""
+    excludes: str = ""
+    """The row holds only if this field has its default. `reason` then explains why."""
 
 
 def rename_flag(
@@ -48,10 +52,25 @@ def rename_flag(
 
 
 def ignore_flag(
-    flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = (), needs: str = ""
+    flag: str,
+    reason: str,
+    arity: Arity = 0,
+    only: tuple[str, ...] = (),
+    needs: str = "",
+    excludes: str = "",
 ) -> Row:
     """Return the row of a flag that changes no number here."""
-    return Row(flag, "harmless", arity, reason, (), only, needs)
+    return Row(flag, "harmless", arity, reason, (), only, needs, excludes)
+
+
+def derive_from(
+    flag: str, reason: str, arity: Arity = 1, only: tuple[str, ...] = (), needs: str = ""
+) -> Row:
+    """Return the row of a flag from which, with other flags, a value follows.
+
+    Without `only` its value must be a number above 0.
+    """
+    return Row(flag, "derived", arity, reason, (), only, needs)
 
 
 def refuse_flag(flag: str, reason: str, arity: Arity = 0, only: tuple[str, ...] = ()) -> Row:

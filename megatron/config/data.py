@@ -29,6 +29,9 @@ class DataConfig:
     """File that holds the argument of --test-weighted-split-paths."""
     data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the data set. mmap (.bin/.idx) is the only one."""
+    mock_data: bool = False
+    """Train on synthetic tokens instead of --data-path, to measure speed or to try a command line.
+    Each sample counts upwards from a random token id, so the loss falls."""
     data_cache_path: str | None = None
     """Folder for index caches. Default: the folder of the data. It is needed where that folder is
     read-only."""

@@ -25,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_keys import (
-    BLOCKS,
+    ACCEPTED_KEYS,
+    ACCUMULATION_STEPS,
+    ALLOWED_VALUES,
+    BLOCK_NAMES,
     CHECKED,
     FIELDS,
-    LEAVES,
     LOSS_SCALE,
-    OFF,
-    ONLY,
-    PASSED,
-    STEPS,
+    PASSED_TO_DEEPSPEED,
+    PIPELINE_TIMERS,
+    UNSUPPORTED_BLOCKS,
+    VALUES_WITHOUT_EFFECT,
     WITHOUT_EFFECT,
     can_be_auto,
     suggest_fix,
@@ -149,7 +151,7 @@ def merge_json(
     flat = _drop_disabled_blocks(flat, given)
     found: dict[str, ValueWithOrigin] = {}
     errors = [f"{path}: {problem}." for problem in (*problems, *_find_refusals(flat, given))]
-    warnings = [f"{path}: {key} has no effect here." for key in flat if key in WITHOUT_EFFECT]
+    warnings = [f"{path}: {text}." for text in _find_keys_without_effect(flat, given)]
     for key, value in flat.items():
         # "auto" gives no value, and `_find_refusals` has reported a value that is not accepted.
         if value == "auto" or not _is_accepted(key, value):
@@ -177,30 +179,30 @@ def merge_json(
                     f"{_format_field(dotted, before)} contradicts {path}, where {key} is "
                     f'{_format_value(value)}; change one of them, or write "auto" there.'
                 )
-    fp16 = found.get("precision.fp16") or given.get("precision.fp16")
-    # `engine/deepspeed_settings.py` requests fp32 itself, so the key is not needed.
-    if fp16 is not None and fp16.value and flat.get("data_types.grad_accum_dtype") == "fp32":
-        errors.append(
-            f'{path}: data_types.grad_accum_dtype is "fp32"; in fp16 DeepSpeed accumulates '
-            "gradients in fp32 without it, because the trainer requests that; leave it out."
-        )
     return found, list(dict.fromkeys(errors)), warnings
 
 
-def select_passed_on(content: Mapping[str, Any]) -> dict[str, Any]:
+def select_passed_on(content: Mapping[str, Any], pipeline_size: int) -> dict[str, Any]:
     """Return the part of the JSON that only DeepSpeed reads, for a JSON without errors.
 
     `merge_json` must have found no error in it.
+
+    Args:
+        content: The JSON.
+        pipeline_size: Number of pipeline stages. With several of them DeepSpeed's timers are left
+            out.
     """
     result: dict[str, Any] = {}
     for key, value in _flatten(content)[0].items():
-        if key in PASSED and value != "auto":
+        if pipeline_size > 1 and key in PIPELINE_TIMERS and value is True:
+            continue
+        if key in PASSED_TO_DEEPSPEED and value != "auto":
             *blocks, name = key.split(".")
             part = result
             for block in blocks:
                 part = part.setdefault(block, {})
             # Convert the value, because DeepSpeed needs an integer where many files have 5e8.
-            part[name] = PASSED[key](value)
+            part[name] = PASSED_TO_DEEPSPEED[key](value)
     return result
 
 
@@ -209,7 +211,7 @@ def read_accumulation_steps(content: Mapping[str, Any]) -> int | None:
 
     `merge_json` must have found no error in it.
     """
-    steps = content.get(STEPS, "auto")
+    steps = content.get(ACCUMULATION_STEPS, "auto")
     if steps == "auto":
         return None
     return int(steps)
@@ -226,27 +228,53 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     def walk(part: Mapping[str, Any], prefix: str) -> None:
         for name, value in part.items():
             key = prefix + name
-            if key in OFF:
-                # An empty block, and a block with "enabled": false, request no feature.
-                if value != {} and not (
-                    isinstance(value, Mapping) and value.get("enabled") is False
-                ):
-                    problems.append(f"{key} is not accepted; {OFF[key]}")
+            if key in UNSUPPORTED_BLOCKS:
+                if not _is_switched_off(value):
+                    problems.append(f"{key} is not accepted; {UNSUPPORTED_BLOCKS[key]}")
             # A dot in a name would make "a.b" at the top look like b in the block a.
-            elif key in BLOCKS and "." not in name:
+            elif key in BLOCK_NAMES and "." not in name:
                 if isinstance(value, Mapping):
                     walk(value, f"{key}.")
                 else:
                     problems.append(
                         f"{key} is {_format_value(value)}, and must be an object, as in {{...}}"
                     )
-            elif key in LEAVES and "." not in name:
+            elif key in ACCEPTED_KEYS and "." not in name:
                 flat[key] = value
             else:
                 problems.append(f"{_format_key(key)} is not accepted; {suggest_fix(key)}")
 
     walk(_rename_bfloat16(content, problems), "")
     return flat, problems
+
+
+def _is_switched_off(block: Any) -> bool:
+    """Return whether a block requests no feature.
+
+    It is empty, has "enabled": false, or consists of blocks that are switched off.
+    """
+    if not isinstance(block, Mapping):
+        return False
+    if "enabled" in block:
+        return block["enabled"] is False
+    return all(_is_switched_off(part) for part in block.values())
+
+
+def _find_keys_without_effect(
+    flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
+) -> Iterator[str]:
+    """Yield a text for each key that is accepted and changes nothing here, with the reason."""
+    stages = given.get("parallel.pipeline_model_parallel_size")
+    for key, value in flat.items():
+        if key in WITHOUT_EFFECT:
+            yield f"{key} has no effect here: {WITHOUT_EFFECT[key]}"
+        elif key in VALUES_WITHOUT_EFFECT and value is VALUES_WITHOUT_EFFECT[key][0]:
+            yield (f"{key} {json.dumps(value)} has no effect here: {VALUES_WITHOUT_EFFECT[key][1]}")
+        elif key in PIPELINE_TIMERS and value is True and stages is not None and stages.value > 1:
+            yield (
+                f"{key} true has no effect here: DeepSpeed's timers fail in its pipeline, so it is "
+                "not passed on; --log-timers-to-tensorboard logs the times"
+            )
 
 
 def _rename_bfloat16(content: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
@@ -297,14 +325,14 @@ def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
             if not can_be_auto(key):
                 yield f'{key} is "auto", which no flag provides; give a value, or leave it out'
         elif not _is_accepted(key, value):
-            allowed, reason = ONLY[key]
+            allowed, reason = ALLOWED_VALUES[key]
             yield (
                 f"{key} is {_format_value(value)}; {reason}: use "
                 f"{' or '.join(json.dumps(one) for one in allowed)}"
             )
-        elif key in PASSED or key in CHECKED:
+        elif key in PASSED_TO_DEEPSPEED or key in CHECKED:
             try:
-                (PASSED | CHECKED)[key](value)
+                (PASSED_TO_DEEPSPEED | CHECKED)[key](value)
             except ValueError as error:
                 yield f"{key} is {_format_value(value)}, and {error}"
     # Without a type the curriculum would stay off, although the block switches it on.
@@ -323,13 +351,6 @@ def _find_refusals_with_flags(
     flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]
 ) -> Iterator[str]:
     """Yield a message for each value that does not fit the flags."""
-    stages = given.get("parallel.pipeline_model_parallel_size")
-    for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
-        if flat.get(key) is True and stages is not None and stages.value > 1:
-            yield (
-                f"{key} is true; DeepSpeed's timers fail in its pipeline: use false; "
-                "--log-timers-to-tensorboard logs the times"
-            )
     # DeepSpeed sends activations and gradients between stages either sharded over tensor ranks or
     # not. Both must use the same form.
     partitioned = [flat.get(f"pipeline.{what}_partitioned") for what in ("pipe", "grad")]
@@ -353,10 +374,11 @@ def _is_accepted(key: str, value: Any) -> bool:
 
     1 is not accepted for true, although they are equal in Python.
     """
-    if key not in ONLY or value == "auto":
+    if key not in ALLOWED_VALUES or value == "auto":
         return True
     return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[key][0]
+        value == one and isinstance(value, bool) == isinstance(one, bool)
+        for one in ALLOWED_VALUES[key][0]
     )
 
 

@@ -1,8 +1,8 @@
 """All keys of DeepSpeed's JSON that are accepted, and what becomes of each.
 
 Invariant: the tables are closed. A key in none of them is an error, because DeepSpeed (0.19.8)
-would ignore it or compute other numbers. The keys that go to DeepSpeed (`PASSED`) were checked one
-by one. They set sizes, overlap and printing, and never change numbers.
+would ignore it or compute other numbers. The keys that go to DeepSpeed (`PASSED_TO_DEEPSPEED`)
+were checked one by one. They set sizes, overlap and printing, and never change numbers.
 """
 
 import difflib
@@ -148,12 +148,15 @@ LOSS_SCALE: dict[str, tuple[tuple[str, Convert], ...]] = {
     "fp16.min_loss_scale": (("precision.min_loss_scale", read_number),),
 }
 """The same as FIELDS, but the JSON's value replaces that of a flag."""
-STEPS = "gradient_accumulation_steps"
+ACCUMULATION_STEPS = "gradient_accumulation_steps"
 """Follows from the batch sizes and the number of ranks, so the plan compares it."""
-CHECKED: dict[str, Convert] = {STEPS: read_positive, "curriculum_learning.enabled": read_flag}
+CHECKED: dict[str, Convert] = {
+    ACCUMULATION_STEPS: read_positive,
+    "curriculum_learning.enabled": read_flag,
+}
 """Keys whose values are only checked here. Other code reads them."""
 
-PASSED: dict[str, Convert] = {
+PASSED_TO_DEEPSPEED: dict[str, Convert] = {
     "steps_per_print": read_positive,
     "wall_clock_breakdown": read_flag,
     "memory_breakdown": read_flag,
@@ -194,14 +197,14 @@ PASSED: dict[str, Convert] = {
     "zero_optimization.enable_sanity_checks": read_flag,
     "zero_optimization.offload_optimizer.pin_memory": read_flag,
 }
-"""Keys that go to DeepSpeed unchanged."""
+"""Keys that go to DeepSpeed unchanged, except those of `PIPELINE_TIMERS` under a pipeline."""
 
 # These settings may be correct, but no test compares their results with this trainer's.
 _NUMBERS = "DeepSpeed's results with it were not compared with this trainer's own"
 _WEIGHTS_STAY = "weights stay on the device; --cpu-optimizer moves master weights and moments"
 _MASTERS = "master weights, gradients and moments are fp32, and so are checkpoints"
 _OVER_RANKS = "gradients are averaged over ranks, without scaling before"
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.type": (("Adam", "AdamW"), "AdamW is the only optimizer"),
     "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled, as in AdamW"),
     "optimizer.params.bias_correction": ((True,), "AdamW corrects its moments"),
@@ -251,9 +254,9 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), _NUMBERS),
     "zero_optimization.stage3_allgather_sequential": ((False,), _NUMBERS),
     "zero_optimization.memory_efficient_linear": ((True,), _NUMBERS),
-    "zero_allow_untested_optimizer": ((True,), "this trainer has its own optimizer"),
+    "zero_allow_untested_optimizer": ((True, False), "this trainer has its own optimizer"),
     "zero_force_ds_cpu_optimizer": ((False,), "this trainer has its own optimizer"),
-    "prescale_gradients": ((False,), _OVER_RANKS),
+    "prescale_gradients": ((False, True), _OVER_RANKS),
     "gradient_predivide_factor": ((1.0,), _OVER_RANKS),
     "gradient_allreduce_op": (("mean",), _OVER_RANKS),
     "sparse_gradients": ((False,), "gradients of embeddings are dense"),
@@ -273,58 +276,86 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys with which DeepSpeed could do what this trainer does not: the accepted values, and why."""
 
+_OWN_RECOMPUTATION = "layers are recomputed by this trainer's own code"
+_NO_NVME = "nothing is moved to NVMe"
+_OWN_CHECKPOINTS = "this trainer writes and reads its own checkpoints"
+_OWN_DATA = "this trainer has its own data loader"
 # Templates for DeepSpeed often have these keys, so they give a warning and not an error.
-WITHOUT_EFFECT = {
-    *(
-        f"activation_checkpointing.{key}"
-        for key in ("contiguous_memory_optimization", "number_checkpoints", "profile")
+WITHOUT_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "activation_checkpointing.contiguous_memory_optimization",
+            "activation_checkpointing.number_checkpoints",
+            "activation_checkpointing.profile",
+            "activation_checkpointing.synchronize_checkpoint_boundary",
+        ),
+        _OWN_RECOMPUTATION,
     ),
-    "activation_checkpointing.synchronize_checkpoint_boundary",
-    *(
-        f"aio.{key}"
-        for key in (
-            "block_size",
-            "queue_depth",
-            "thread_count",
-            "intra_op_parallelism",
-            "single_submit",
-        )
+    **dict.fromkeys(
+        (
+            "aio.block_size",
+            "aio.queue_depth",
+            "aio.thread_count",
+            "aio.intra_op_parallelism",
+            "aio.single_submit",
+            "aio.overlap_events",
+            "aio.use_gds",
+            "zero_optimization.offload_optimizer.nvme_path",
+            "zero_optimization.offload_optimizer.buffer_count",
+            "zero_optimization.offload_optimizer.buffer_size",
+            "zero_optimization.offload_optimizer.pipeline",
+            "zero_optimization.offload_optimizer.pipeline_read",
+            "zero_optimization.offload_optimizer.pipeline_write",
+            "zero_optimization.offload_optimizer.fast_init",
+            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+            "zero_optimization.offload_param.nvme_path",
+            "zero_optimization.offload_param.buffer_count",
+            "zero_optimization.offload_param.buffer_size",
+            "zero_optimization.offload_param.max_in_cpu",
+            "zero_optimization.offload_param.pin_memory",
+        ),
+        _NO_NVME,
     ),
-    *(f"aio.{key}" for key in ("overlap_events", "use_gds")),
-    *(
-        f"checkpoint.{key}"
-        for key in (
-            "tag_validation",
-            "checkpoint_serialization",
-            "use_node_local_storage",
-            "writer",
-        )
+    **dict.fromkeys(
+        (
+            "checkpoint.tag_validation",
+            "checkpoint.checkpoint_serialization",
+            "checkpoint.use_node_local_storage",
+            "checkpoint.writer",
+            "checkpoint.parallel_write",
+            "zero_optimization.load_from_fp32_weights",
+            "zero_optimization.elastic_checkpoint",
+            "zero_optimization.pipeline_loading_checkpoint",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        ),
+        _OWN_CHECKPOINTS,
     ),
-    "checkpoint.parallel_write",
-    "dataloader_drop_last",
-    "vocabulary_size",
-    *(
-        f"zero_optimization.{key}"
-        for key in ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint")
-    ),
-    "zero_optimization.override_module_apply",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-    *(
-        f"zero_optimization.offload_optimizer.{key}"
-        for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
-    ),
-    *(f"zero_optimization.offload_optimizer.{key}" for key in ("fast_init", "cpuadam_cores_perc")),
-    *(
-        f"zero_optimization.offload_param.{key}"
-        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-    ),
-    "zero_optimization.offload_param.pin_memory",
+    "dataloader_drop_last": _OWN_DATA,
+    "vocabulary_size": "the tokenizer gives the size of the vocabulary",
+    "zero_optimization.override_module_apply": "this trainer builds the model itself",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism of DeepSpeed's kind",
+    "use_data_before_expert_parallelism": "there are no mixtures of experts",
 }
-"""Keys about DeepSpeed's own loading, saving and NVMe, which are not used."""
+"""Keys that change no number here, and why."""
+
+VALUES_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    # DeepSpeed divides by the number of ranks before the sum instead of after it.
+    "prescale_gradients": (
+        True,
+        "gradients are accumulated in fp32 and averaged over the ranks once; dividing before the "
+        "sum is the same average",
+    ),
+    "zero_allow_untested_optimizer": (False, "this trainer has its own optimizer"),
+}
+"""Accepted values that change no number here although they differ from what is done, and why."""
+
+PIPELINE_TIMERS = ("wall_clock_breakdown", "flops_profiler.enabled")
+"""Keys that switch DeepSpeed's timers on. They fail or hang in its pipeline, so they are
+not passed on there."""
 
 _MONITORS = "use --tensorboard-dir; the same numbers are in metrics.jsonl"
-OFF: dict[str, str] = {
+UNSUPPORTED_BLOCKS: dict[str, str] = {
     "amp": "use --fp16 or --bf16",
     "torch_autocast": "use --fp16 or --bf16",
     "elasticity": "--global-batch-size and --rampup-batch-size set the batch sizes",
@@ -333,13 +364,15 @@ OFF: dict[str, str] = {
     "wandb": _MONITORS,
     "csv_monitor": _MONITORS,
     "comet": _MONITORS,
+    "compression_training": "weights are neither pruned nor quantised here",
+    "sparse_attention": "attention is dense here",
+    "quantize_training": "weights are not quantised here",
     **dict.fromkeys(
         ("autotuning", "eigenvalue", "hybrid_engine", "nebula", "progressive_layer_drop"),
         "leave it out",
     ),
 }
-"""Blocks that are accepted only if they are empty or have "enabled": false, and what to do
-instead."""
+"""Blocks that are accepted only if they switch themselves off, and what to do instead."""
 ALTERNATIVES: dict[str, str] = {
     "scheduler": "use --lr-decay-style and related flags for the learning rate",
     "compile": "leave it out; --use-torch-compile compiles, without --deepspeed",
@@ -353,10 +386,19 @@ ALTERNATIVES: dict[str, str] = {
 }
 """What to do instead, for some keys that are not accepted."""
 
-# A key may be in two tables. offload_optimizer.device is in FIELDS and ONLY.
-LEAVES = {*FIELDS, *LOSS_SCALE, *CHECKED, *PASSED, *ONLY, *WITHOUT_EFFECT}
+# A key may be in two tables. offload_optimizer.device is in FIELDS and ALLOWED_VALUES.
+ACCEPTED_KEYS = {
+    *FIELDS,
+    *LOSS_SCALE,
+    *CHECKED,
+    *PASSED_TO_DEEPSPEED,
+    *ALLOWED_VALUES,
+    *WITHOUT_EFFECT,
+}
 # Every proper prefix of an accepted key that ends before a dot is the name of a block.
-BLOCKS = {key[:index] for key in LEAVES for index, letter in enumerate(key) if letter == "."}
+BLOCK_NAMES = {
+    key[:index] for key in ACCEPTED_KEYS for index, letter in enumerate(key) if letter == "."
+}
 # DeepSpeed itself accepts "auto" in these blocks.
 _AUTO = ("zero_optimization.", "fp16.", "bf16.")
 
@@ -367,7 +409,7 @@ def can_be_auto(key: str) -> bool:
     For fields of the configuration it means the value of the flags. In some blocks DeepSpeed
     accepts the word, and it means DeepSpeed's default.
     """
-    return key in FIELDS or key in LOSS_SCALE or key == STEPS or key.startswith(_AUTO)
+    return key in FIELDS or key in LOSS_SCALE or key == ACCUMULATION_STEPS or key.startswith(_AUTO)
 
 
 def suggest_fix(key: str) -> str:
@@ -375,12 +417,14 @@ def suggest_fix(key: str) -> str:
     block, _, name = key.rpartition(".")
     siblings = [
         known.rpartition(".")[2]
-        for known in LEAVES | BLOCKS | set(OFF)
+        for known in ACCEPTED_KEYS | BLOCK_NAMES | set(UNSUPPORTED_BLOCKS)
         if known.rpartition(".")[0] == block
     ]
     # Look for a similar name in the same block first, then for the same name in another block.
     close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
-    elsewhere = sorted(known for known in LEAVES | BLOCKS if known.rpartition(".")[2] == name)[:2]
+    elsewhere = sorted(
+        known for known in ACCEPTED_KEYS | BLOCK_NAMES if known.rpartition(".")[2] == name
+    )[:2]
     if key in ALTERNATIVES:
         return ALTERNATIVES[key]
     if close or elsewhere:

@@ -7,6 +7,7 @@ silently. A token is read, or a warning or an error names it.
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -26,8 +27,13 @@ class CommandLine:
     help: bool = False
     help_group: str | None = None
     """The group that --help names."""
+    typed: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Flag of the compatibility table, with hyphens -> its values. Flags that are off are not in
+    it."""
     conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
-    """(flag as typed, row) of flags that are valid only if another field is given too."""
+    """(flag as typed, row) of flags that are valid only if another field is given, or is not."""
+    refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Reason -> the flags that are refused for it, as typed."""
     warnings: list[str] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
 
@@ -63,6 +69,8 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
         _read_flag(line, typed, flag, values)
     # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
     line.warnings = list(dict.fromkeys(line.warnings))
+    # What is out of scope comes first, because nothing else matters then.
+    line.errors = [*_describe_refused(line.refused), *line.errors]
     return line
 
 
@@ -86,7 +94,7 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
     # The compatibility table comes first. A flag of this trainer may also be in it, with a row for
     # some values only.
     elif row := find_row(flag, values):
-        _read_row(line, typed, row, values)
+        _read_row(line, typed, flag, row, values)
     elif field := list_known_flags().get(flag):
         _set_field(line, field, typed, flag, values)
     elif others := find_rows(flag):
@@ -98,7 +106,7 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
         line.errors.append(f"unknown flag {typed}{_suggest_flag(flag)}")
 
 
-def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> None:
+def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[str]) -> None:
     """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
     off = False
@@ -109,12 +117,16 @@ def _read_row(line: CommandLine, typed: str, row: Row, values: list[str]) -> Non
             return
         off = values[0].lower() == "false"
     # A flag that is off needs no other one.
-    if row.needs and not off:
+    if (row.needs or row.excludes) and not off:
         line.conditions.append((shown, row))
+    if not off:
+        line.typed[flag] = tuple(values)
     if row.kind == "harmless":
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
     elif row.kind == "refused":
         _refuse_unless_off(line, shown, row, off)
+    elif row.kind == "derived":
+        _read_derived(line, shown, row, values)
     elif off:
         _turn_off_renamed(line, typed, row, values[0])
     else:
@@ -126,7 +138,29 @@ def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> No
     if off:
         line.warnings.append(f"{shown} has no effect here: the flag is off.")
     else:
-        line.errors.append(f"{shown} is not possible here: {row.reason}.")
+        shown_for_reason = line.refused.setdefault(row.reason, [])
+        if shown not in shown_for_reason:
+            shown_for_reason.append(shown)
+
+
+def _describe_refused(refused: dict[str, list[str]]) -> list[str]:
+    """Return one message for each reason to refuse flags."""
+    return [
+        f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} not possible here: {reason}."
+        for reason, shown in refused.items()
+    ]
+
+
+def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) -> None:
+    """Check a flag from which `compat_derived` computes a value."""
+    try:
+        valid = bool(row.only) or (len(values) == 1 and 0 < float(values[0]) < math.inf)
+    except ValueError:
+        valid = False
+    if valid:
+        line.warnings.append(f"{shown} is read together with other flags: {row.reason}.")
+    else:
+        line.errors.append(f"{shown} must be a number above 0.")
 
 
 def _turn_off_renamed(line: CommandLine, typed: str, row: Row, word: str) -> None:

@@ -37,6 +37,7 @@ RANGES = {
     "optimizer.lr_warmup_fraction": "[0, 1]",
     "optimizer.lr_warmup_iters": _NOT_NEGATIVE,
     "optimizer.lr_warmup_samples": _NOT_NEGATIVE,
+    "optimizer.lr_warmup_tokens": _NOT_NEGATIVE,
     "optimizer.weight_decay": _NOT_NEGATIVE,
     "optimizer.adam_beta1": _PROBABILITY,
     "optimizer.adam_beta2": _PROBABILITY,

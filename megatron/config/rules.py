@@ -10,6 +10,7 @@ skipped ranges.
 The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -103,15 +104,23 @@ def check_one_unit_of_progress(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def check_one_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that --lr-warmup-fraction is not combined with a warm-up in iterations or samples."""
-    optimizer = settings.config.optimizer
-    if optimizer.lr_warmup_fraction is not None:
-        for dotted in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
-            if settings[dotted]:
-                yield (
-                    f"{settings.describe('optimizer.lr_warmup_fraction', dotted)} both set the "
-                    "length of the warm-up; give one of them."
-                )
+    """Check that the warm-up is given in one unit only.
+
+    `check_one_unit_of_progress` reports iterations together with samples.
+    """
+    # 0 iterations, samples or tokens are the same as no flag. A fraction of 0 is a choice.
+    given = [
+        f"optimizer.lr_warmup_{unit}"
+        for unit in ("fraction", "tokens", "iters", "samples")
+        if settings[f"optimizer.lr_warmup_{unit}"]
+        or (unit == "fraction" and settings.config.optimizer.lr_warmup_fraction is not None)
+    ]
+    for first, second in itertools.combinations(given, 2):
+        if first in ("optimizer.lr_warmup_fraction", "optimizer.lr_warmup_tokens"):
+            yield (
+                f"{settings.describe(first, second)} both set the length of the warm-up; give one "
+                "of them."
+            )
 
 
 def check_lr_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -298,8 +307,8 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that flags for saving have --save, and flags for loading have --load."""
     checkpoint = settings.config.checkpoint
     batch = settings.config.batch
+    # --save-interval alone is a warning, because published scripts for timing have it.
     saving = {
-        "checkpoint.save_interval": checkpoint.save_interval is not None,
         "checkpoint.save_at": bool(checkpoint.save_at),
         # A run with --async-save and no folder would train to its end and leave no checkpoint.
         "checkpoint.async_save": checkpoint.async_save,
@@ -434,7 +443,10 @@ def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that there is data to train on."""
     data = settings.config.data
     if not (
-        data.data_path or data.train_weighted_split_paths or data.train_weighted_split_paths_path
+        data.mock_data
+        or data.data_path
+        or data.train_weighted_split_paths
+        or data.train_weighted_split_paths_path
     ):
         yield "there is no data to train on: give --data-path or --train-weighted-split-paths"
 

@@ -42,6 +42,17 @@ def warn_decay_by_tokens_wins(settings: ConfigWithOrigin) -> Iterator[str]:
             )
 
 
+def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn if a warm-up in tokens is converted to samples although sequences start short."""
+    curriculum = settings.config.curriculum.curriculum_schedule_type
+    if settings.config.optimizer.lr_warmup_tokens and curriculum is not None:
+        yield (
+            f"{settings.describe('optimizer.lr_warmup_tokens')} is inexact with a curriculum: the "
+            "warm-up takes as many samples as these tokens are at the full --seq-length, and short "
+            "sequences have fewer tokens; --lr-warmup-samples gives the length that you want."
+        )
+
+
 def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of WSD's final decay without --lr-decay-style WSD."""
     if settings.config.optimizer.lr_decay_style != "WSD":
@@ -126,6 +137,18 @@ def warn_alibi_has_no_positions_to_reset(settings: ConfigWithOrigin) -> Iterator
         )
 
 
+def warn_data_with_mock_data(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about real data that are named together with --mock-data."""
+    if not settings.config.data.mock_data:
+        return
+    for name in ("data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"):
+        if settings[f"data.{name}"]:
+            yield (
+                f"{settings.describe(f'data.{name}')} has no effect with --mock-data, which trains "
+                "on synthetic tokens."
+            )
+
+
 def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about --deepspeed-config without --deepspeed."""
     parallel = settings.config.parallel
@@ -134,8 +157,13 @@ def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Itera
 
 
 def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn if what is saved cannot be resumed by the same command, or is saved only at the end."""
+    """Warn if nothing is saved, only the end is saved, or what is saved cannot be resumed."""
     checkpoint = settings.config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield (
+            f"{settings.describe('checkpoint.save_interval')} has no effect without --save: "
+            "nothing is saved."
+        )
     if (
         # The same command resumes only if it loads what it saves. Then it would ask for a state
         # that was not saved.
@@ -220,12 +248,14 @@ def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[
 WARNINGS = (
     warn_ramp_by_iterations,
     warn_decay_by_tokens_wins,
+    warn_warmup_tokens_with_curriculum,
     warn_wsd_without_its_style,
     warn_loss_scale_without_fp16,
     warn_static_loss_scale_wins,
     warn_loss_scale_rounds,
     warn_fp32_residual_in_fp32,
     warn_alibi_has_no_positions_to_reset,
+    warn_data_with_mock_data,
     warn_deepspeed_config_without_deepspeed,
     warn_save_without_interval,
     warn_tensorboard_without_folder,

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megatron.config.compat import find_rows
 from megatron.config.fields import Field, ValueWithOrigin, all_fields, flatten, list_groups
 from megatron.config.tree import Config
 
@@ -79,6 +80,38 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
                     f"{field.dotted}: {_format_node(node)} ({name}:{_get_line(node)}) {error}."
                 )
     return given, errors
+
+
+def read_flat_flags(path: str) -> list[str] | None:
+    """Return the keys of a file without groups as flags, or None for a file with groups.
+
+    llm-baselines keeps its flags in such files: `n_layer: 10`. A file counts as one only if a key
+    is a flag of another system. Otherwise a group was probably forgotten, which is an error.
+    """
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        # `read_file` reports it.
+        return None
+    if not isinstance(root, yaml.MappingNode):
+        return None
+    words: list[str] = []
+    foreign = False
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            return None
+        if isinstance(value, yaml.ScalarNode):
+            # A key without a value leaves the flag out.
+            texts = [] if _is_null(value) else [f"--{key.value}={value.value}"]
+        elif isinstance(value, yaml.SequenceNode):
+            texts = [f"--{key.value}", *(str(item.value) for item in value.value)]
+        else:
+            return None
+        words += texts
+        foreign = foreign or bool(find_rows("--" + key.value.replace("_", "-")))
+    if foreign:
+        return words
+    return None
 
 
 def dump_yaml(config: Config) -> str:

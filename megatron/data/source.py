@@ -8,6 +8,7 @@ skipping and rolling back therefore only set this number.
 
 import abc
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -126,6 +127,11 @@ class _Source(abc.ABC):
         # Batches that were read ahead belong to the old position and the old order.
         self._prefetcher.discard()
         self._prepared = False
+        if not state["segments"]:
+            raise DataError(
+                f"{self.name}: the checkpoint was trained on --mock-data; resume with it, or start "
+                "a new run from these weights with --finetune and another --save"
+            )
         self._consumed = int(state["consumed_samples"])
         recorded = History(
             [Segment.from_json(record) for record in state["segments"]], self._registry
@@ -193,7 +199,7 @@ class _Source(abc.ABC):
         # Flatten the positions in the order of the microbatches, which split_microbatches expects.
         positions = self._wrap_around(positions.reshape(-1))
         samples = np.empty((len(positions), request.seq_length + 1), np.int64)
-        self.history.read(positions, samples)
+        self._fill(positions, samples)
         if batch_slice.vocab_size is not None:
             self._check_vocabulary(samples, positions, batch_slice.vocab_size)
         microbatches = split_microbatches(samples, batch_slice.micro_batch_size)
@@ -202,6 +208,10 @@ class _Source(abc.ABC):
                 batch_slice.document_rules.apply(microbatch) for microbatch in microbatches
             ]
         return microbatches
+
+    def _fill(self, positions: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
+        """Write the tokens of the samples at these positions into `samples`, a row for each."""
+        self.history.read(positions, samples)
 
     def _check_vocabulary(
         self, samples: NDArray[np.int64], positions: NDArray[np.int64], vocab_size: int
@@ -269,17 +279,71 @@ class GPTValidSource(_Source):
         return positions % self.history.end
 
 
+class MockSource(_Source):
+    """Source of synthetic samples, for --mock-data.
+
+    A sample counts upwards from a token id that the seed, the name of the set and the position
+    give. A model learns this quickly, so a falling loss shows that training works.
+    """
+
+    def __init__(
+        self, name: str, seed: int, seq_length: int, batch_slice: BatchSlice, threads: int
+    ) -> None:
+        """Create a source. No file is read.
+
+        Raises:
+            ConfigError: the size of the vocabulary is not known.
+        """
+        requested = RequestedData((), seed, seq_length, 0)
+        super().__init__(name, requested, DatasetRegistry(None), batch_slice, threads)
+        if batch_slice.vocab_size is None:
+            raise ConfigError("--mock-data has no documents, so there is no text to show.")
+        self._vocab_size = batch_slice.vocab_size
+
+    def prepare(self) -> None:
+        """Do nothing. There is no index."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the position. There are no segments."""
+        return {"consumed_samples": self._consumed, "segments": []}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            DataError: the state is that of real data.
+        """
+        if state["segments"]:
+            raise DataError(
+                f"{self.name}: the checkpoint was trained on real data, and --mock-data would go "
+                "on with synthetic tokens; remove --mock-data, or start a new run with --finetune "
+                "and another --save"
+            )
+        self._prefetcher.discard()
+        self._consumed = int(state["consumed_samples"])
+
+    def _fill(self, positions: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
+        steps = np.arange(samples.shape[1], dtype=np.int64)
+        key = [self._requested.seed, zlib.crc32(self.name.encode())]
+        for row, position in zip(samples, positions, strict=True):
+            first = np.random.default_rng([*key, int(position)]).integers(self._vocab_size)
+            row[:] = (first + steps) % self._vocab_size
+
+    def _resume(self, recorded: History) -> tuple[History, list[str]]:
+        raise AssertionError("`load` is overridden, so no recorded order is resumed")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sources:
     """All sources of a run. `train` is None if no training samples are requested."""
 
-    train: GPTTrainSource | None
-    valid: dict[str, GPTValidSource]
-    test: dict[str, GPTValidSource]
+    train: GPTTrainSource | MockSource | None
+    valid: dict[str, GPTValidSource | MockSource]
+    test: dict[str, GPTValidSource | MockSource]
     registry: DatasetRegistry
 
     @property
-    def all(self) -> list[GPTTrainSource | GPTValidSource]:
+    def all(self) -> list[GPTTrainSource | GPTValidSource | MockSource]:
         """All sources, training first."""
         return [*([self.train] if self.train else []), *self.valid.values(), *self.test.values()]
 
@@ -383,6 +447,9 @@ def build_sources(
         DataError: data are missing, damaged or too small, or need another vocabulary.
     """
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
+    if data.mock_data:
+        counts = (train_samples, valid_samples, test_samples)
+        return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
 
     def make_source(
         kind: Callable[..., Any], mixture: NamedMixture, num_samples: int, threads: int
@@ -411,7 +478,7 @@ def build_sources(
                 f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no "
                 "document for training."
             )
-    evaluated: list[dict[str, GPTValidSource]] = []
+    evaluated: list[dict[str, GPTValidSource | MockSource]] = []
     for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
         mixtures = (
             find_evaluation_mixtures(data, which)  # type: ignore[arg-type]
@@ -425,6 +492,29 @@ def build_sources(
         # Sets without documents in their split are left out. A note reports them.
         evaluated.append({name: built for name, built in sources.items() if built is not None})
     return Sources(train, evaluated[0], evaluated[1], registry)
+
+
+def _build_mock_sources(
+    data: DataConfig,
+    seed: int,
+    seq_length: int,
+    counts: tuple[int, int, int],
+    batch_slice: BatchSlice,
+    registry: DatasetRegistry,
+) -> Sources:
+    """Return synthetic sources. `counts` are the samples for training, validation and test."""
+
+    def make(name: str, threads: int) -> MockSource:
+        return MockSource(name, seed, seq_length, batch_slice, threads)
+
+    training, validation, test = counts
+    valid_threads = data.valid_num_workers
+    return Sources(
+        make("train", data.num_workers) if training > 0 else None,
+        {"validation": make("validation", valid_threads)} if validation > 0 else {},
+        {"test": make("test", valid_threads)} if test > 0 else {},
+        registry,
+    )
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:

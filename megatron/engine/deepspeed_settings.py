@@ -47,7 +47,7 @@ def build_settings(plan: Plan) -> dict[str, Any]:
     # DeepSpeed prints a line every `steps_per_print` steps. The training loop logs instead.
     base: dict[str, Any] = {"steps_per_print": 10**9}
     if path:
-        base |= select_passed_on(read_json(path))
+        base |= select_passed_on(read_json(path), config.parallel.pipeline_model_parallel_size)
     return _merge_settings(base, ours)
 
 

@@ -25,7 +25,7 @@ FIELD_NAMES = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
     "style": "--lr-decay-style",
-    "warmup_steps": "warm-up in samples (--lr-warmup-samples, -iters or -fraction)",
+    "warmup_steps": "warm-up in samples (--lr-warmup-samples, -iters, -tokens or -fraction)",
     "decay_steps": "decay in samples (--lr-decay-samples or -iters)",
     "decay_tokens": "--lr-decay-tokens",
     "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
@@ -42,10 +42,10 @@ class LRSchedule:
     and back.
 
     `warmup_steps`, `decay_steps` and `wsd_decay_steps` are in samples. `warmup_steps` may have a
-    fractional part if --lr-warmup-fraction gave it. `decay_steps` is the end of the decay, counted
-    from the start of training. `wsd_decay_steps` is the length of WSD's final decay. If
-    `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`. The
-    warm-up is still in samples.
+    fractional part if --lr-warmup-fraction or -tokens gave it. `decay_steps` is the end of the
+    decay, counted from the start of training. `wsd_decay_steps` is the length of WSD's final decay.
+    If `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`.
+    The warm-up is still in samples.
 
     Raises:
         ConfigError: the numbers do not give a valid schedule.

@@ -88,6 +88,8 @@ def _describe_deepspeed_settings(config: Config) -> str:
     try:
         if not Path(path).is_file():
             return "nothing (the file does not exist)"
-        return json.dumps(select_passed_on(read_json(path)), sort_keys=True)
+        stages = config.parallel.pipeline_model_parallel_size
+        passed_on = select_passed_on(read_json(path), stages)
+        return json.dumps(passed_on, sort_keys=True)
     except (ConfigError, OSError) as error:
         return f"nothing ({error})"

@@ -19,6 +19,7 @@ from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
+from megatron.config.without_effect import format_warnings
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.epochs import (
     DatasetUse,
@@ -170,8 +171,8 @@ def start_run(
     while True:
         job = confirm_job(loaded, job, ranks, damage, holds_lease=own, say=say)
         check_small_files(job.plan.config, ranks, mesh.describe())
-        for note in job.notes:
-            say(f"warning: {note}")
+        for line in format_warnings(job.notes):
+            say(line)
         reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
         saver = build_saver(job, mesh, reporter, lease)
         # The optimizer must not change tensors that the saver is still copying.

@@ -16,10 +16,12 @@ from megatron.errors import ConfigError
 from megatron.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
-SOURCES = ("bigscience", "microsoft", "fms_fsdp")
+SOURCES = ("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines")
 
 OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
+    "--num-experts": "one value in Megatron-LM, any number in Microsoft's fork",
+    "--profile": "no value in Megatron-LM, one in Microsoft's fork",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
 }
 
@@ -50,18 +52,27 @@ def values_of(row: Row) -> list[str]:
     if row.only:
         return [row.only[0]]
     names = [word for word in row.to if word.startswith("--")]
-    number = names and list_known_flags()[names[-1]].annotation in (int, float)
+    field = list_known_flags()[names[-1]] if names else None
+    # A renamed boolean with a value is turned on by the flag alone.
+    if row.arity == 1 and field is not None and field.is_bool:
+        return []
+    number = field is not None and field.annotation in (int, float)
+    # --init-method-std takes a number or a word.
+    number = number or row.flag == "--init-std"
     count = 1 if row.arity == "*" else row.arity
     return ["3" if number else "word"] * count
 
 
 def needed_flags(row: Row) -> list[str]:
     """Return the flags that the row needs."""
+    if row.flag == "--swiglu":
+        # Otherwise the width is computed, with a second warning.
+        return ["--ffn-hidden-size", "176"]
     return {
         "": [],
         "model.num_query_groups": ["--num-query-groups", "2"],
         "model.position_embedding_type": ["--position-embedding-type", "alibi"],
-        "model.ffn_hidden_size": ["--ffn-hidden-size", "176"],
+        "tokenizer.vocab_size": ["--vocab-size", "100"],
     }[row.needs]
 
 
@@ -107,6 +118,16 @@ def test_refused_flags_are_errors_with_the_reason(row: Row):
     assert row.reason in error
 
 
+@of_kind("derived")
+def test_derived_flags_warn_and_set_nothing_alone(row: Row):
+    values = list(row.only[:1]) or ["2"]
+    loaded = load(*needed_flags(row), row.flag, *values)
+    assert any(row.reason in warning for warning in loaded.warnings)
+    if not row.only:
+        assert "must be a number above 0" in error_of(row.flag, "word")
+        assert "must be a number above 0" in error_of(row.flag, "0")
+
+
 @of_kind("any")
 def test_table_is_consistent(row: Row):
     assert "_" not in row.flag
@@ -114,6 +135,9 @@ def test_table_is_consistent(row: Row):
     assert (row.kind == "renamed") == bool(row.to)
     assert all(word in list_known_flags() for word in row.to if word.startswith("--"))
     assert not row.reason.endswith(".")
+    if row.flag.endswith("*"):
+        own = [flag for flag in list_known_flags() if flag.startswith(row.flag.removesuffix("*"))]
+        assert own == [], "a family must not hide a flag of this trainer"
     assert row.flag not in list_known_flags() or row.only, (
         "only single values of a field's own flag may have a row"
     )
@@ -133,7 +157,16 @@ def test_no_flag_belongs_to_two_systems():
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_flag_of_the_other_system_is_known(source: str):
     flags = [flag for flag, _, _ in foreign_flags(source)]
-    assert len(flags) == {"bigscience": 189, "microsoft": 321, "fms_fsdp": 65}[source]
+    assert (
+        len(flags)
+        == {
+            "bigscience": 189,
+            "microsoft": 321,
+            "fms_fsdp": 65,
+            "megatron_lm": 595,
+            "llm_baselines": 185,
+        }[source]
+    )
     assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
 
 
@@ -141,6 +174,9 @@ def test_every_flag_of_the_other_system_is_known(source: str):
 def test_flags_take_as_many_values_as_in_the_other_system(source: str):
     for flag, arity, _ in foreign_flags(source):
         if rows := find_rows(flag):
+            # A family takes all values that follow.
+            if rows[0].flag.endswith("*"):
+                continue
             ours = rows[0].arity
         elif flag in list_known_flags():
             ours = list_known_flags()[flag].arity
@@ -167,7 +203,6 @@ REFUSED_CHOICES = {
         ],
         "--lr-decay-style": ["inverse-square-root"],
         "--weight-decay-incr-style": ["linear", "cosine"],
-        "--recompute-method": ["block"],
         "--distributed-backend": ["ccl", "hccl"],
         "--DDP-impl": ["FSDP"],
         "--fp8-amax-compute-algo": ["most_recent", "max"],
@@ -176,6 +211,48 @@ REFUSED_CHOICES = {
         "--vision-backbone-type": ["vit", "mit", "swin"],
         "--swin-backbone-type": ["tiny", "base", "h3"],
         "--mask-type": ["random", "row"],
+    },
+    "megatron_lm": {
+        "--fp8-format": ["e4m3", "hybrid"],
+        "--fp8-amax-compute-algo": ["most_recent", "max"],
+        "--fp8-recipe": ["tensorwise", "delayed", "mxfp8", "blockwise"],
+        "--fp4-format": ["e2m1"],
+        "--fp4-recipe": ["nvfp4"],
+        "--bert-embedder-type": ["megatron", "huggingface"],
+        "--position-embedding-type": ["yarn", "mrope", "relative", "none"],
+        "--weight-decay-incr-style": ["linear", "cosine"],
+        "--optimizer": ["sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
+        "--dataloader-type": ["cyclic", "external"],
+        "--lr-decay-style": ["inverse-square-root"],
+        "--tokenizer-type": [
+            *_BERT,
+            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+            *("TikTokenizer", "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer"),
+            "SFTTokenizer",
+        ],
+        "--vision-pretraining-type": ["classify", "inpaint", "dino"],
+        "--vision-backbone-type": ["vit", "mit", "swin"],
+        "--swin-backbone-type": ["tiny", "base", "h3"],
+        "--mask-type": ["random", "row"],
+        "--ckpt-convert-format": ["torch", "torch_dist", "zarr"],
+        "--main-grads-dtype": ["bf16"],
+        "--main-params-dtype": ["fp16"],
+        "--exp-avg-dtype": ["fp16", "bf16", "fp8"],
+        "--exp-avg-sq-dtype": ["fp16", "bf16", "fp8"],
+        "--rope-type": ["yarn"],
+        "--softmax-type": ["learnable", "off-by-one"],
+    },
+    "llm_baselines": {
+        "--scheduler": ["wsd", "cos_inf"],
+        "--opt": [
+            *("sgd", "muon", "soap", "ademamix", "lion", "sf-adamw", "sf-sgd", "signsgd"),
+            *("signum", "prodigy", "sophiag", "adopt", "mars", "adafactor", "lamb", "scion"),
+            *("scion-light", "d-muon", "muon-pytorch"),
+        ],
+        "--model": ["mup_gpt", "mup_llama"],
+        "--tokenizer": ["mistral"],
+        "--weight-decay-scheduler": ["linear", "cos", "stable-decay", "wsd"],
+        "--attention-type": ["random_block"],
     },
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
@@ -299,9 +376,11 @@ def test_launch_script_of_fms_fsdp():
 
 
 @pytest.mark.parametrize("value", ["=True", "=true", ""])
-def test_dummy_data_is_refused(value: str):
-    with pytest.raises(ConfigError, match=r"^--use_dummy_dataset .*there is no dummy data"):
-        load_fms(f"--use_dummy_dataset{value}")
+def test_dummy_data_is_mock_data(value: str):
+    loaded = load_fms(f"--use_dummy_dataset{value}")
+    assert loaded.config.data.mock_data
+    _, warnings = check_rules(loaded.config, loaded.origin)
+    assert any("has no effect with --mock-data" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
@@ -428,8 +507,114 @@ def test_flag_that_needs_another_one():
     # In Megatron this command line would train without any positions.
     with pytest.raises(ConfigError, match=needs_positions):
         load("--no-position-embedding", "--position-embedding-type", "absolute")
-    with pytest.raises(ConfigError, match=r"^--swiglu needs --ffn-hidden-size .*8/3 x hidden"):
-        load("--swiglu")
+
+
+def test_width_of_swiglu_is_that_of_megatron():
+    # int(4 x 4096 x 2 / 3 / 64) x 64
+    loaded = load("--swiglu", "--hidden-size", "4096")
+    assert loaded.config.model.ffn_hidden_size == 10_880
+    assert any("--ffn-hidden-size is 10880" in warning for warning in loaded.warnings)
+    assert load("--swiglu", "--ffn-hidden-size", "176").config.model.ffn_hidden_size == 176
+    assert load("--glu-activation", "swiglu").config.model.ffn_hidden_size is None
+
+
+def test_flag_that_excludes_another_one():
+    assert "has no effect" in load("--calculate-per-token-loss").warnings[0]
+    with pytest.raises(ConfigError, match=r"^--calculate-per-token-loss .* --eod-mask-loss"):
+        load("--calculate-per-token-loss", "--eod-mask-loss")
+
+
+def test_a_family_covers_flags_without_a_row():
+    (warning,) = load("--moe-of-tomorrow", "1", "2").warnings
+    assert "--moe-of-tomorrow 1 2 has no effect here: it is for mixtures of experts" in warning
+    assert "muP is not supported" in error_of("--mup-of-tomorrow")
+
+
+def test_refusals_with_one_reason_are_one_message_and_come_first():
+    error = error_of(
+        "--unknown-flag", "--fp8-format", "hybrid", "--num-experts", "8", "--fp8-wgrad"
+    )
+    first, second, third = error.splitlines()[1:]
+    assert "--fp8-format hybrid, --fp8-wgrad are not possible here: fp8 is" in first
+    assert "--num-experts 8 is not possible here" in second
+    assert "unknown flag --unknown-flag" in third
+
+
+def test_null_tokenizer_reserves_an_id():
+    loaded = load("--tokenizer-type", "NullTokenizer", "--vocab-size", "128256")
+    assert loaded.config.tokenizer.vocab_size == 128_257
+    assert any("one for the end of a document" in warning for warning in loaded.warnings)
+
+
+def test_virtual_stages_are_converted_to_layers():
+    flags = shlex.split("--num-layers 16 --pipeline-model-parallel-size 2")
+    loaded = load(*flags, "--num-virtual-stages-per-pipeline-rank", "4")
+    assert loaded.config.parallel.num_layers_per_virtual_pipeline_stage == 2
+    error = error_of(*flags, "--num-virtual-stages-per-pipeline-rank", "3")
+    assert "must divide --num-layers 16" in error
+
+
+# ---- Defaults of other systems ----
+
+
+def test_defaults_of_fms_fsdp_fill_an_incomplete_command_line():
+    loaded = load_config([*shlex.split(LAUNCH_SCRIPT), "--use_dummy_dataset=False"])
+    config = loaded.config
+    assert (config.model.num_layers, config.model.hidden_size) == (32, 4096)
+    assert (config.optimizer.lr, config.optimizer.adam_beta2) == (3e-4, 0.95)
+    assert config.optimizer.min_lr == pytest.approx(3e-5)
+    assert config.optimizer.lr_warmup_iters == 2000
+    assert config.batch.micro_batch_size == 2
+    assert config.precision.bf16
+    assert config.checkpoint.save_interval == 20_000
+    assert any("the defaults of fms-fsdp are used" in warning for warning in loaded.warnings)
+    assert resolve(config, 128, loaded.origin).errors == ()
+    # A model that is described in this trainer's words gets none of them.
+    incomplete = ["--num-layers", "2", "--learning_rate=3e-4"]
+    with pytest.raises(ConfigError, match="--hidden-size is required"):
+        load_config(incomplete)
+
+
+def test_annealing_of_fms_fsdp_has_neither_warmup_nor_floor():
+    optimizer = load_config(["--num_steps=100", "--training_stage=annealing"]).config.optimizer
+    assert optimizer.lr_decay_style == "linear"
+    assert (optimizer.min_lr, optimizer.lr_warmup_iters) == (0.0, 0)
+
+
+LLM_BASELINES_RUN = """
+    --config_format base --model llama --n_embd 1024 --n_head 16 --n_layer 10 --batch_size 64
+    --acc_steps 4 --sequence_length 512 --iterations 16000 --warmup_percent 0.02 --lr 1e-3
+    --weight_decay 1e-1 --grad_clip 1.0 --dataset slimpajama --wandb --wandb_project p
+    --eval_freq 200 --data_path data --opt adamw --dtype bfloat16 --compile
+"""
+
+
+def test_command_line_of_llm_baselines():
+    loaded = load_config(shlex.split(LLM_BASELINES_RUN))
+    config = loaded.config
+    assert check_rules(config, loaded.origin)[0] == []
+    plan = resolve(config, 1, loaded.origin)
+    assert plan.errors == ()
+    # V h + l (4 h^2 + 3 h f) + (2 l + 1) h, with f = 2816 and tied embeddings
+    assert plan.parameters == 50_304 * 1024 + 10 * (4 * 1024**2 + 3 * 1024 * 2816) + 21 * 1024
+    assert config.batch.global_batch_size == 256
+    assert config.optimizer.lr_warmup_fraction == 0.02
+    assert config.optimizer.min_lr == pytest.approx(1e-5)
+    assert config.optimizer.adam_beta2 == 0.95
+    assert config.model.hidden_dropout == 0.0
+    assert config.kernels.use_torch_compile
+    assert config.precision.bf16
+    # The batch is that of all ranks, so more ranks than it has samples for are an error.
+    assert resolve(config, 4, loaded.origin).errors == ()
+    assert "--global-batch-size 256" in resolve(config, 8, loaded.origin).errors[0]
+
+
+def test_flags_of_llm_baselines_beside_those_of_this_trainer_bring_no_defaults():
+    assert (
+        load("--beta2", "0.95", "--seed", "7").config
+        == load("--adam-beta2", "0.95", "--seed", "7").config
+    )
+    assert load("--iterations", "9").config == load("--train-iters", "9").config
 
 
 def test_underscores_and_attached_values():
@@ -437,3 +622,25 @@ def test_underscores_and_attached_values():
     (warning,) = load("--use_flash_attn=True").warnings
     assert warning.startswith("--use_flash_attn True has no effect here")
     assert load("--override_opt_param-scheduler").config.optimizer.override_lr_scheduler
+
+
+def test_file_of_flags_of_llm_baselines(tmp_path: Path):
+    path = tmp_path / "noam_wide.yaml"
+    path.write_text(
+        "model: llama\nn_layer: 10\nn_head: 16\nn_embd: 1024\nacc_steps: 4\nlr: 2e-3\n"
+        "compile: true\nwandb: false\nresume_from: null\nwarmup_percent: 0.02\n"
+    )
+    loaded = load_config(["--config", str(path), "--batch_size", "64", "--lr", "1e-3"])
+    config = loaded.config
+    assert (config.model.num_layers, config.model.hidden_size) == (10, 1024)
+    assert config.batch.global_batch_size == 256
+    assert config.optimizer.lr == 1e-3
+    assert config.kernels.use_torch_compile
+    assert config.checkpoint.load is None
+
+
+def test_file_without_groups_and_foreign_flags_is_still_an_error(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("num_layers: 10\nhidden_size: 16\n")
+    with pytest.raises(ConfigError, match="write it under its group: model"):
+        load_config(["--config", str(path)])

@@ -156,7 +156,7 @@ def test_blocks_that_hf_trainers_write(tmp_path: Path) -> None:
     assert config.precision.loss_scale is None
     (warning,) = loaded.warnings
     assert "activation_checkpointing.number_checkpoints has no effect" in warning
-    assert select_passed_on(content) == {
+    assert select_passed_on(content, 1) == {
         "zero_optimization": {"offload_optimizer": {"pin_memory": True}}
     }
 
@@ -236,10 +236,6 @@ def test_legacy_curriculum_block(tmp_path: Path) -> None:
         ),
         ('{"data_types": {"grad_accum_dtype": "bf16"}}', "accumulated in fp32"),
         (
-            '{"data_types": {"grad_accum_dtype": "fp32"}, "fp16": {"enabled": true}}',
-            "in fp16 DeepSpeed accumulates",
-        ),
-        (
             '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
             "weights stay on the device",
         ),
@@ -259,7 +255,7 @@ def test_keys_that_change_no_number_are_passed_to_deepspeed(tmp_path: Path) -> N
     }
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({**TR8, **more, "curriculum_learning": {"enabled": False}}))
-    assert select_passed_on(read_json(str(path))) == {
+    assert select_passed_on(read_json(str(path)), 4) == {
         "zero_optimization": {"reduce_bucket_size": 1000},
         "comms_logger": {"enabled": True},
         "steps_per_print": 2000,
@@ -293,7 +289,8 @@ REFUSED = [
         '{"communication_data_type": "fp16"}',
         "communication_data_type is not accepted; leave it out",
     ),
-    ('{"prescale_gradients": true}', "prescale_gradients is true; gradients are averaged"),
+    ('{"prescale_gradients": 1}', "prescale_gradients is 1; gradients are averaged"),
+    ('{"gradient_predivide_factor": 2.0}', "gradient_predivide_factor is 2.0; gradients are"),
     (
         '{"sequence_parallel_size": 2}',
         "sequence_parallel_size is not accepted; use --sequence-parallel",
@@ -319,7 +316,7 @@ REFUSED = [
         '{"bf16": {"enabled": true, "check_grad_overflow": false}}',
         "a step with an infinity is dropped: use true",
     ),
-    ('{"zero_allow_untested_optimizer": false}', "zero_allow_untested_optimizer is false"),
+    ('{"compression_training": {"a": {"enabled": true}}}', "compression_training is not accepted"),
     (
         '{"bfloat16": {"enabled": true}, "bf16": {"enabled": true}}',
         "bfloat16 and bf16 are the same block",
@@ -439,12 +436,31 @@ def test_stages_send_unsharded_tensors_with_sequence_parallel(tmp_path: Path) ->
     load(tmp_path, {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}, flags)
 
 
-def test_deepspeeds_timers_are_refused_in_a_pipeline(tmp_path: Path) -> None:
-    content = {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
-    load(tmp_path, content, "--micro-batch-size 1")
-    message = error(tmp_path, content, "--micro-batch-size 1 --pipeline-model-parallel-size 2")
-    assert "wall_clock_breakdown is true; DeepSpeed's timers fail" in message
-    assert "flops_profiler.enabled is true" in message
+def test_timers_of_deepspeed_are_not_passed_on_in_a_pipeline(tmp_path: Path) -> None:
+    content = {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True, "top_modules": 3}}
+    assert not load(tmp_path, content, "--micro-batch-size 1").warnings
+    assert select_passed_on(content, 1) == content
+    flags = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
+    assert [warning.split()[1] for warning in load(tmp_path, content, flags).warnings] == [
+        "wall_clock_breakdown",
+        "flops_profiler.enabled",
+    ]
+    assert select_passed_on(content, 2) == {"flops_profiler": {"top_modules": 3}}
+
+
+def test_fp32_accumulation_is_accepted_in_every_precision(tmp_path: Path) -> None:
+    for block in ("fp16", "bf16"):
+        content = {"data_types": {"grad_accum_dtype": "fp32"}, block: {"enabled": True}}
+        assert not load(tmp_path, content, "--micro-batch-size 1").warnings
+
+
+def test_values_that_change_no_number_are_warnings(tmp_path: Path) -> None:
+    content = {"prescale_gradients": True, "zero_allow_untested_optimizer": False}
+    loaded = load(tmp_path, content, "--micro-batch-size 1")
+    prescale, untested = loaded.warnings
+    assert "prescale_gradients true has no effect here" in prescale
+    assert "zero_allow_untested_optimizer false has no effect here" in untested
+    assert select_passed_on(content, 1) == {}
 
 
 def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
@@ -471,12 +487,13 @@ def test_auto_and_disabled_blocks_are_not_passed_on(tmp_path: Path) -> None:
         },
         "amp": {"enabled": False, "opt_level": "O1"},
         "elasticity": {},
+        "compression_training": {"layer_reduction": {"enabled": False}},
         "wandb": {"enabled": False},
         "bf16": {"enabled": "auto", "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,
     }
     assert not load(tmp_path, content, "--micro-batch-size 1").warnings
-    assert select_passed_on(content) == {
+    assert select_passed_on(content, 1) == {
         "zero_optimization": {"stage3_prefetch_bucket_size": 50_000_000}
     }
 
@@ -505,14 +522,18 @@ def test_every_key_is_in_one_table() -> None:
         keys.FIELDS,
         keys.LOSS_SCALE,
         keys.CHECKED,
-        keys.PASSED,
+        keys.PASSED_TO_DEEPSPEED,
         keys.WITHOUT_EFFECT,
     )
     assert sum(map(len, tables)) == len(set().union(*tables))
-    assert not keys.LEAVES & keys.BLOCKS
-    assert not set(keys.OFF) & (keys.LEAVES | keys.BLOCKS)
-    assert set(keys.ONLY) & set().union(*tables) == {"zero_optimization.offload_optimizer.device"}
-    assert not set(keys.ALTERNATIVES) & (keys.LEAVES | keys.BLOCKS | set(keys.OFF))
+    assert not keys.ACCEPTED_KEYS & keys.BLOCK_NAMES
+    assert not set(keys.UNSUPPORTED_BLOCKS) & (keys.ACCEPTED_KEYS | keys.BLOCK_NAMES)
+    assert set(keys.ALLOWED_VALUES) & set().union(*tables) == {
+        "zero_optimization.offload_optimizer.device"
+    }
+    assert not set(keys.ALTERNATIVES) & (
+        keys.ACCEPTED_KEYS | keys.BLOCK_NAMES | set(keys.UNSUPPORTED_BLOCKS)
+    )
 
 
 def test_json_is_not_read_without_deepspeed(tmp_path: Path) -> None:

@@ -95,7 +95,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"valid_weighted_split_paths": ("v",), "valid_weighted_split_paths_path": "f"},
         "--valid-weighted-split-paths v and --valid-weighted-split-paths-path f both name the data",
     ),
-    ({"save_interval": 5}, "--save-interval 5 needs --save: without it nothing would be saved."),
+    (
+        {"lr_warmup_tokens": 9, "lr_warmup_iters": 5},
+        "--lr-warmup-tokens 9 and --lr-warmup-iters 5 both",
+    ),
     ({"eval_only": True}, "--eval-only needs --load"),
     ({"require_load": True}, "--require-load needs --load"),
     ({"finetune": True}, "--finetune needs --load"),
@@ -175,6 +178,20 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    ({"save_interval": 5}, "--save-interval 5 has no effect without --save: nothing is saved."),
+    (
+        {"mock_data": True, "data_path": ("a",)},
+        "--data-path a has no effect with --mock-data, which trains on synthetic tokens.",
+    ),
+    (
+        {
+            "lr_warmup_tokens": 9,
+            "curriculum_schedule_type": "fixed_linear",
+            "curriculum_min_difficulty": 8,
+            "curriculum_total_step": 9,
+        },
+        "--lr-warmup-tokens 9 is inexact with a curriculum",
+    ),
     (
         {"checkpoint_fraction": "1/3"},
         "--checkpoint-fraction 1/3 has no effect without --checkpoint-activations.",

@@ -257,6 +257,18 @@ def test_world_size_is_that_of_the_launcher_or_one_replica(capsys):
     assert any("--world-size is not given" in warning for warning in result["warnings"])
 
 
+def test_flags_without_effect_are_a_list_of_their_own(capsys):
+    flags = [*SMALL, "--manual-gc", "--ckpt-format", "torch_dist"]
+    result = as_json(capsys, "--world-size", "1", "--", *flags)
+    assert [text.split()[0] for text in result["flags_without_effect"]] == [
+        "--manual-gc",
+        "--ckpt-format",
+    ]
+    assert plan.main(["--world-size", "1", "--", *flags]) == 0
+    _, _, listed = capsys.readouterr().out.partition("flags without effect:\n")
+    assert listed.startswith("  --manual-gc has no effect here: ")
+
+
 def test_an_iteration_after_the_end_is_a_warning(capsys):
     result = as_json(capsys, "--world-size", "1", "--at", "0", "101", "--", *SMALL)
     assert [state["consumed_samples"] for state in result["at"]] == [0, 1616]

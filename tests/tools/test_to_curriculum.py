@@ -152,6 +152,13 @@ def test_a_warmup_fraction_becomes_samples(capsys):
     assert "--lr-warmup-samples 40" in found["add"]
 
 
+def test_a_warmup_in_tokens_becomes_samples(capsys):
+    found = run_tool(capsys, "--", *RAMP, "--lr-warmup-tokens", "1280")
+    assert "--lr-warmup-tokens 1280" in found["remove"]
+    # A sample of the old run has 128 tokens.
+    assert "--lr-warmup-samples 10" in found["add"]
+
+
 def test_samples_are_more_than_doubled_if_the_tokens_need_them(capsys):
     old = [*SMALL, "--train-samples", "1600"]
     found = run_tool(capsys, "--train-tokens", "2_000_000", "--", *old)

@@ -1,0 +1,202 @@
+"""Values that follow from several flags of another system, and that system's defaults.
+
+A row of the compatibility table handles one flag alone. This module handles what a row cannot:
+a number that is computed from two flags, and defaults that differ from those here.
+
+Invariant: each value that is set here has a warning. A value that was given is never replaced, with
+one exception: Megatron's NullTokenizer adds an id to --vocab-size.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.config.compat_fms import FMS_DEFAULTS
+from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
+from megatron.config.fields import ValueWithOrigin, all_fields, find_missing
+
+Typed = Mapping[str, tuple[str, ...]]
+"""Flag of the compatibility table, with hyphens -> its values as text."""
+Given = Mapping[str, ValueWithOrigin]
+
+
+_IDENTIFY_LLM_BASELINES = (
+    *("--n-layer", "--n-embd", "--n-head", "--sequence-length"),
+    *("--acc-steps", "--iterations", "--model"),
+)
+_IDENTIFY_FMS = (
+    *("--model-variant", "--num-steps", "--learning-rate", "--use-dummy-dataset"),
+    *("--ckpt-save-path", "--ckpt-load-path", "--sharding-strategy", "--low-cpu-fsdp"),
+    *("--fsdp-activation-checkpointing", "--selective-checkpointing", "--report-interval"),
+)
+
+
+def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
+    """Return the system whose defaults hold for a command line, and they as flags, or None.
+
+    They hold only for a command line in that system's own words. Its flags are also used together
+    with this trainer's, and then this trainer's defaults hold.
+    """
+    if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
+        given, ("--n-layer", "--n-embd", "--n-head")
+    ):
+        defaults = LLM_BASELINES_DEFAULTS.split()
+        if "--warmup-percent" in typed:
+            # The two give the warm-up in different units, and only one may be given.
+            index = defaults.index("--warmup-steps")
+            del defaults[index : index + 2]
+        return "llm-baselines", defaults
+    # A complete command line with --model_variant may have other flags of this trainer.
+    if (
+        typed.keys() & set(_IDENTIFY_FMS)
+        and find_missing(given)
+        and not _is_model_described_otherwise(given, ("--model-variant",))
+    ):
+        return "fms-fsdp", FMS_DEFAULTS.split()
+    return None
+
+
+def _is_model_described_otherwise(given: Given, flags: tuple[str, ...]) -> bool:
+    """Return whether the shape of the model is given, and not by these flags alone."""
+    shape = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+    origins = [given[dotted].origin.replace("_", "-") for dotted in shape if dotted in given]
+    return any(origin not in flags for origin in origins)
+
+
+def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted field, value, why) for each value that follows from other flags.
+
+    Fields that are in `given` are left out.
+
+    Args:
+        typed: The flags of the compatibility table.
+        system: The system whose defaults hold, or an empty text.
+        given: The fields of this trainer.
+
+    Raises:
+        ValueError: no value follows from the flags. The message gives the rule.
+    """
+    size = given.get("tokenizer.vocab_size")
+    if typed.get("--tokenizer-type") == ("NullTokenizer",) and size is not None:
+        yield (
+            "tokenizer.vocab_size",
+            size.value + 1,
+            f"--vocab-size is {size.value + 1}: NullTokenizer has {size.value} ids and one for the "
+            "end of a document",
+        )
+    for trigger, dotted, compute in _DERIVATIONS:
+        if (trigger in typed or trigger == system) and dotted not in given:
+            value, reason = compute(_Values(typed, given))
+            if value is not None:
+                shown = f"{value:g}" if isinstance(value, float) else value
+                yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
+
+
+class _Values:
+    """Read access to the flags of a command line, in their spelling and in this trainer's."""
+
+    def __init__(self, typed: Typed, given: Given) -> None:
+        self._typed = typed
+        self._given = given
+
+    def get_field(self, dotted: str) -> Any:
+        """Return the value of a field of this trainer, or None if it was not given."""
+        item = self._given.get(dotted)
+        if item is None:
+            return None
+        return item.value
+
+    def get_number(self, flag: str) -> float:
+        """Return the value of another system's flag, or nan if it is no number."""
+        try:
+            return float(self._typed[flag][0])
+        except (IndexError, KeyError, ValueError):
+            return math.nan
+
+
+_Computed = tuple[Any, str]
+
+
+def _compute_megatron_swiglu_width(values: _Values) -> _Computed:
+    hidden = values.get_field("model.hidden_size")
+    if hidden is None or hidden < 1:
+        return None, ""
+    width = int((4 * hidden * 2 / 3) / 64) * 64
+    return max(width, 1), "8/3 x hidden size, rounded down to a multiple of 64, as in Megatron-LM"
+
+
+def _compute_llama_width(values: _Values) -> _Computed:
+    hidden = values.get_field("model.hidden_size")
+    multiple = values.get_number("--multiple-of")
+    swiglu = values.get_field("model.glu_activation") == "swiglu"
+    if hidden is None or not swiglu or not multiple >= 1:
+        return None, ""
+    width = math.ceil(int(8 * hidden / 3) / int(multiple)) * int(multiple)
+    return width, f"8/3 x hidden size, rounded up to a multiple of {int(multiple)}"
+
+
+def _compute_accumulated_batch(values: _Values) -> _Computed:
+    micro = values.get_field("batch.micro_batch_size")
+    steps = values.get_number("--acc-steps")
+    if micro is None or not steps >= 1:
+        return None, ""
+    return micro * int(steps), "the batch size x --acc_steps, over all ranks"
+
+
+def _compute_one_cycle_floor(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    factor = values.get_number("--final-div-factor")
+    decays = values.get_field("optimizer.lr_decay_style") != "constant"
+    if peak is None or not decays or not factor > 0:
+        return None, ""
+    floor = peak / 100 / factor
+    if floor > peak:
+        return None, ""
+    return floor, f"the peak rate / 100 / --final_div_factor {factor:g}"
+
+
+def _compute_fms_floor(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    if peak is None or values.get_field("optimizer.lr_decay_style") != "cosine":
+        return None, ""
+    return peak / 10, "a tenth of the peak rate, as in fms-fsdp"
+
+
+def _compute_fms_warmup(values: _Values) -> _Computed:
+    steps = values.get_field("batch.train_iters")
+    if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
+        return None, ""
+    return min(2000, steps // 20), (
+        "at most 2000 iterations and a twentieth of training, as in fms-fsdp, linear here and "
+        "quadratic there"
+    )
+
+
+def _compute_virtual_stage_layers(values: _Values) -> _Computed:
+    layers = values.get_field("model.num_layers")
+    ranks = values.get_field("parallel.pipeline_model_parallel_size") or 1
+    stages = values.get_number("--num-virtual-stages-per-pipeline-rank")
+    if layers is None or not stages > 1:
+        return None, ""
+    if layers % (ranks * int(stages)):
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {stages:g} x pipeline size {ranks} must "
+            f"divide --num-layers {layers}; use another number of virtual stages."
+        )
+    return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
+
+
+_DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
+    ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
+    ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
+    ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
+    ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
+    ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
+    ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
+    (
+        "--num-virtual-stages-per-pipeline-rank",
+        "parallel.num_layers_per_virtual_pipeline_stage",
+        _compute_virtual_stage_layers,
+    ),
+)
+"""What asks for a value (a flag, or a system whose defaults hold), its field, and its rule."""
