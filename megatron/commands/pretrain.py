@@ -11,6 +11,8 @@ In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
 `megatron/training/pretrain.py`.
 """
 
+import os
+import signal
 import sys
 
 from megatron.standard_streams import protect_standard_streams
@@ -22,15 +24,22 @@ def main(argv: list[str] | None = None) -> None:
 
     The exit code is 0 if training is done, or stopped and saved. It is 2 after an error whose
     message explains how to fix it. It is 1 after a crash of this rank, or of another one without
-    which this rank cannot continue.
+    which this rank cannot continue. It is 130 after Ctrl-C before training, as in a shell.
     """
     # Before the slow imports. A launcher that is killed during them must not leave this process.
     die_with_launcher()
     # Before libraries keep references to the streams.
     protect_standard_streams()
-    from megatron.training.pretrain import run_command_line
+    try:
+        from megatron.training.pretrain import run_command_line
 
-    run_command_line(sys.argv[1:] if argv is None else argv)
+        run_command_line(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        # Ctrl-C before the training, which has its own handler. A traceback would look like a
+        # crash. The other ranks may be in a collective, so nothing is waited for.
+        print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

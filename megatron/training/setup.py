@@ -160,8 +160,11 @@ def start_run(
     config = loaded.config
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
-    # The handlers come first, so that a signal during the construction is not lost.
-    exits = Exits(config.batch, mesh)
+    exits = Exits(config.batch, mesh, say, saves=config.checkpoint.save is not None)
+    # The handlers come first, so that a signal during the construction is not lost. An evaluation
+    # has nothing to save, so a signal ends it immediately.
+    if not config.batch.eval_only:
+        exits.catch_signals()
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
