@@ -23,6 +23,7 @@ from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
+from megatron.data.shuffle import shuffle_in_place
 from megatron.errors import DataError
 
 # Items handled at once, so that memory does not grow with the data set.
@@ -240,9 +241,9 @@ def shuffle_parts(array: NDArray, border: int, rng: np.random.RandomState) -> No
 
     Both are shuffled in place, so that a memory-mapped array needs no memory.
     """
-    rng.shuffle(array[:border])
+    shuffle_in_place(array[:border], rng)
     if border < len(array):
-        rng.shuffle(array[border:])
+        shuffle_in_place(array[border:], rng)
 
 
 def count_tokens(indexed: IndexedDataset, documents: tuple[int, int]) -> int:

@@ -29,7 +29,7 @@ from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
 from megatron.durable import replace_file
 from megatron.engine.base import Engine, skip_waiting
-from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
+from megatron.error_report import FOLDER_VARIABLE, build_report, host_io_error, write_report
 from megatron.errors import CheckpointError, DamagedError, LostRanksError, MegatronError
 from megatron.observe.log_line import (
     format_loaded_checkpoint_line,
@@ -45,6 +45,7 @@ from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.roll_call import LOST, RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
+from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.job import Job, confirm_job
@@ -447,13 +448,18 @@ def describe_index_helpers() -> tuple[str, str]:
     return name, why.removesuffix(")") or "built with this installation"
 
 
-def leave_with_error(error: MegatronError) -> NoReturn:
-    """Report the error, print its message, and end the process within a few seconds.
+def leave_with_error(error: MegatronError, closing: contextlib.ExitStack) -> NoReturn:
+    """Report the error, print its message, close the run's files, and end the process.
 
     Ranks that wait for this one in a collective must not wait long.
+
+    Args:
+        error: The error.
+        closing: What must be closed. It may be on a file system that hangs, so the error comes
+            first.
     """
     if isinstance(error, LostRanksError):
-        leave_after_lost_ranks(error)
+        leave_after_lost_ranks(error, closing)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         prefix = f"rank {rank} on {platform.node()}: "
@@ -467,7 +473,7 @@ def leave_with_error(error: MegatronError) -> NoReturn:
         # same here, the launcher ends this process during the wait and it is printed only once.
         time.sleep(3)
     print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    _close_after_error(closing)
     if rank == 0 and FOLDER_VARIABLE in os.environ:
         # srun ends all ranks when this one ends. The others need the time to write their reports.
         time.sleep(1)
@@ -502,18 +508,44 @@ def report_error(error: BaseException, message: str) -> None:
         )
 
 
-def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
-    """End the process after ranks were lost.
+def leave_after_lost_ranks(error: LostRanksError, closing: contextlib.ExitStack) -> NoReturn:
+    """End the process after ranks were lost. See `leave_with_error`.
 
     The exit code is 1, because no flag is wrong and the same command may succeed.
     """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    _close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST)
 
 
-def leave() -> None:
+def leave_after_crash(error: Exception, closing: contextlib.ExitStack) -> NoReturn:
+    """End the process after an error that is not one of `MegatronError`. The exit code is 1.
+
+    See `leave_with_error`.
+    """
+    if isinstance(error, OSError) and host_io_error(error) is not None:
+        # A fault of this host, though not one that has its own message.
+        report_error(error, f"{type(error).__name__}: {error}")
+    # PyTorch's hook begins each line with the rank.
+    sys.excepthook(type(error), error, error.__traceback__)
+    _close_after_error(closing)
+    os._exit(1)
+
+
+def _close_after_error(closing: contextlib.ExitStack) -> None:
+    """Close the run's files. An error of that is not printed, because another one is the cause."""
+    with contextlib.suppress(Exception):
+        close_within_limit(closing)
+    sys.stdout.flush()
+
+
+def leave(closing: contextlib.ExitStack) -> None:
     """End a run that succeeded, on all ranks together."""
+    closed = close_within_limit(closing)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if not closed:
+        # At its normal exit, Python would wait for the threads that hang.
+        sys.stdout.flush()
+        os._exit(0)
