@@ -11,6 +11,8 @@ In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
 `megatron/training/pretrain.py`.
 """
 
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -30,6 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     die_with_launcher()
     # Before libraries keep references to the streams.
     protect_standard_streams()
+    # After a signal such as SIGBUS or SIGSEGV, the last lines show where each thread was.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.enable()
     try:
         from megatron.training.pretrain import run_command_line
 

@@ -136,12 +136,14 @@ class GPTDataset:
         Raises:
             RuntimeError: index or data name what does not exist. A file has changed since it was
                 opened.
+            DataError: a file of the data set was truncated since it was opened.
         """
         numbers = self.shuffle_idx[samples]
         check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
         # The C++ loop takes int64 only, whatever type is stored.
         starts = self.sample_idx[numbers].astype(np.int64)
         data = self.indexed
+        data.check_not_truncated()
         index_helpers.gather_tokens(
             data.tokens, data.pointers, data.sizes, self.doc_idx, starts, rows, out
         )

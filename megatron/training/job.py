@@ -33,6 +33,7 @@ from megatron.training.resume import (
     choose_curriculum,
     choose_schedule,
     choose_skip_ranges,
+    list_changes,
     read_bare_thresholds,
 )
 from megatron.training.state import TrainState
@@ -183,6 +184,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
     about_tokenizer = check_tokenizer(plan.config, state)
+    about_settings = list_changes(plan.config, checkpoint)
     notes = [
         *loaded.warnings,
         *plan.warnings,
@@ -192,6 +194,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         *about_schedule,
         *about_ranges,
         *about_tokenizer,
+        *about_settings,
     ]
     return Job(plan, state, checkpoint, notes)
 
