@@ -108,7 +108,7 @@ def work(
             except EOFError:
                 break
             pipe.send(getattr(rank, command)(*arguments))
-        leave()
+        leave(contextlib.ExitStack())
     # Every exception of a run or of a command must reach the parent, which would otherwise only see
     # that the rank has ended.
     except Exception:

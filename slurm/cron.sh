@@ -9,15 +9,20 @@
 # $CRON/*.out. If $CRON_SECONDS is set, it replaces both periods, for a trial.
 
 cron() {
-    local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script age
+    local name=$1 seconds=${CRON_SECONDS:-$2} other=$3 other_seconds=${CRON_SECONDS:-$4} script age pending
     : "${CRON:?is not set. Give the folder with cron.hourly/ and cron.daily/: export CRON=...}"
     [[ -d $CRON/cron.$name ]] || { echo "$CRON/cron.$name is not a folder. Create it, and link the scripts to run into it." >&2; exit 2; }
 
     exec >>"$CRON/cron-$name.out" 2>&1
     echo "[$(date '+%Y-%m-%d %H:%M:%S')] cron-$name, job $SLURM_JOB_ID"
     # If another one is pending already, it continues the cycle. A second one would run everything
-    # twice.
-    if [[ -z $(squeue --noheader --me --name="cron-$name" --states=PENDING) ]]; then
+    # twice. If squeue fails, one is submitted, because without any the cycle would end. Should there
+    # be two, the first of them finds the second one pending, and submits no other.
+    if ! pending=$(squeue --noheader --me --name="cron-$name" --states=PENDING); then
+        echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: squeue failed; cron-$name is submitted, and may run twice once"
+        pending=""
+    fi
+    if [[ -z $pending ]]; then
         sbatch --output="$CRON/%x.out" --begin="now+$seconds" "slurm/cron-$name.slurm"
     fi
     date +%s >"$CRON/cron.$name.last-run"
@@ -25,7 +30,8 @@ cron() {
     # A site may clear its queue. Then only the other cron can submit this one again.
     if [[ -d $CRON/cron.$other ]]; then
         age=$(($(date +%s) - $(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)))
-        if ((age > 3 * other_seconds)) && [[ -z $(squeue --noheader --me --name="cron-$other") ]]; then
+        # A failing squeue does not show that it was lost. The next run looks again.
+        if ((age > 3 * other_seconds)) && pending=$(squeue --noheader --me --name="cron-$other") && [[ -z $pending ]]; then
             echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is not in the queue, and last ran $age s ago; submitted again"
             sbatch --output="$CRON/%x.out" "slurm/cron-$other.slurm"
         fi

@@ -6,18 +6,21 @@ A run that starts while another one is alive in its folder is refused. A run tha
 another one was killed takes the folder over. It does so immediately if the kernel shows that the
 process is gone, or Slurm that the job was requeued. Otherwise it waits until the heartbeat has not
 changed for STALE_SECONDS, measured by its own clock. Clocks of different hosts are never compared.
+A file that names no writer, because it is empty or damaged, may still have a heartbeat.
 """
 
 import contextlib
 import errno
 import json
 import os
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import CheckpointError
 
@@ -29,6 +32,8 @@ STALE_SECONDS = 60.0
 
 Six heartbeats, so that a few late ones do not lose the lease.
 """
+_TEMPORARY = re.compile(re.escape(FILE) + r"\.[0-9a-f]{32}")
+"""Names of the temporary files that `_create` and `_take_over` make."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def _make_own_holder() -> LeaseHolder:
         os.uname().nodename,
         _read_boot_id(),
         pid,
-        _read_start_time(pid) or "",
+        _read_own_start_time(),
         job,
         int(restart) if restart.isdigit() else 0,
         uuid.uuid4().hex,
@@ -86,20 +91,28 @@ def _read_boot_id() -> str:
 
 
 def _read_start_time(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks, or None if it has ended.
+    """Return the start time of a process in clock ticks, or None if it is a zombie.
 
     A zombie counts as ended, because it writes nothing.
+
+    Raises:
+        OSError: If it cannot be read, or the process does not exist.
     """
-    try:
-        # The second field is the name of the program in parentheses, which may hold spaces and
-        # parentheses. Only what follows the last one can be split. Field 0 is then the state
-        # and field 19 the start time, see proc(5).
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        if fields[0] in "ZX":
-            return None
-        return fields[19]
-    except (OSError, IndexError):
+    # The second field is the name of the program in parentheses, which may hold spaces and
+    # parentheses. Only what follows the last one can be split. Field 0 is then the state
+    # and field 19 the start time, see proc(5).
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    if fields[0] in "ZX":
         return None
+    return fields[19]
+
+
+def _read_own_start_time() -> str:
+    """Return the start time of this process. Empty without a /proc that can be read."""
+    try:
+        return _read_start_time(os.getpid()) or ""
+    except OSError:
+        return ""
 
 
 class Lease:
@@ -137,27 +150,32 @@ class Lease:
         # decides which of them gets it.
         while not _create(path, me):
             other = _read(path)
+            alive = None
             if other is None:
-                # The file is garbage, or it was removed after the attempt to create ours.
-                _take_over(path, None)
-                continue
-            alive = _is_alive(other, me)
+                if not path.exists():
+                    # It was removed after the attempt to create ours.
+                    continue
+                who = "an unknown process"
+            else:
+                who = other.describe()
+                alive = _is_alive(other, me)
             if alive is None:
                 say(
-                    f"{path} names {other.describe()}; waiting up to {STALE_SECONDS:g} s for its "
+                    f"{path} names {who}; waiting up to {STALE_SECONDS:g} s for its "
                     "heartbeat. If there is none, this run takes the folder over"
                 )
                 alive = _watch_heartbeat(path, other)
+                if other is None and _read(path) is not None:
+                    # Its writer had not finished. Now it can be named.
+                    continue
             if alive:
                 raise CheckpointError(
-                    f"{root} is being written to by {other.describe()}; two runs in one folder "
+                    f"{root} is being written to by {who}; two runs in one folder "
                     "would destroy each other's checkpoints: end that one, or give another --save"
                 )
-            say(
-                f"{path} was left by {other.describe()}, which is gone; "
-                "this run takes the folder over"
-            )
+            say(f"{path} was left by {who}, which is gone; this run takes the folder over")
             _take_over(path, other)
+        _remove_leftovers(root, me)
         return cls(path, me)
 
     def confirm(self) -> None:
@@ -279,46 +297,77 @@ def _read(path: Path) -> LeaseHolder | None:
     """
     try:
         record = json.loads(path.read_text())
-        if isinstance(record, Mapping):
-            holder = LeaseHolder(**record)
-        else:
-            holder = None
-        # A dataclass does not check types. A number instead of a text would fail later, in the
-        # comparison of processes.
-        right = holder is not None and all(
-            isinstance(getattr(holder, field.name), field.type)  # type: ignore[arg-type]
-            for field in fields(LeaseHolder)
-        )
-        if right:
-            return holder
-        return None
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    # A deeply nested text raises a RecursionError.
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(record, Mapping):
+        return None
+    # A later version may have added fields. What is known of its holder still applies.
+    known: dict[str, Any] = {field.name: record.get(field.name) for field in fields(LeaseHolder)}
+    # A dataclass does not check types. A number instead of a text would fail later, in the
+    # comparison of processes.
+    for field in fields(LeaseHolder):
+        if not isinstance(known[field.name], field.type):  # type: ignore[arg-type]
+            return None
+    return LeaseHolder(**known)
 
 
 def _is_alive(other: LeaseHolder, me: LeaseHolder) -> bool | None:
     """Return whether a holder's process is alive. None if that cannot be known from this host."""
     if other.boot and other.boot == me.boot:
-        return _read_start_time(other.pid) == other.started
+        return _is_process_alive(other.pid, other.started)
     # Slurm starts a requeued job only after the earlier start of the same job has ended.
     if me.job and other.job == me.job and other.restart < me.restart:
         return False
     return None
 
 
-def _watch_heartbeat(path: Path, other: LeaseHolder) -> bool:
-    """Return whether the holder shows a heartbeat within STALE_SECONDS."""
+def _is_process_alive(pid: int, started: str) -> bool | None:
+    """Return whether a process of this host is alive. None if that cannot be known.
+
+    Args:
+        pid: Its ID, which another process may have by now.
+        started: Its start time in clock ticks since the boot. Empty if it is not known.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        # The process exists and belongs to another user.
+        pass
+    try:
+        found = _read_start_time(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # /proc may be mounted with `hidepid`, which hides the processes of other users.
+        return None
+    if found is None:
+        return False
+    if not started:
+        return None
+    return found == started
+
+
+def _watch_heartbeat(path: Path, other: LeaseHolder | None) -> bool:
+    """Return whether the holder shows a heartbeat within STALE_SECONDS.
+
+    Args:
+        path: The lease file.
+        other: The holder that it names. None if it names none.
+    """
     end = time.monotonic() + STALE_SECONDS
     first = _read_change_time(path)
     while time.monotonic() < end:
         time.sleep(min(1.0, STALE_SECONDS / 10))
-        holder = _read(path)
-        if holder is None:
+        changed = _read_change_time(path)
+        if changed == 0:
             return False
-        # Another token means that another run was faster and has taken the folder over.
-        if holder.token != other.token or _read_change_time(path) != first:
+        # Another holder means that another run was faster and has taken the folder over.
+        if changed != first or _read(path) != other:
             return True
     return False
 
@@ -351,4 +400,25 @@ def _take_over(path: Path, other: LeaseHolder | None) -> None:
     if found is not None and (other is None or found.token != other.token):
         with contextlib.suppress(FileExistsError):
             _link(gone, path)
-    gone.unlink()
+    # Another run may have removed it as a leftover.
+    gone.unlink(missing_ok=True)
+
+
+def _remove_leftovers(root: Path, me: LeaseHolder) -> None:
+    """Remove the temporary files of runs that were killed while they took a lease.
+
+    A file may still belong to a run that starts at this moment. So it is removed only if its
+    process has ended, or if it has not changed for STALE_SECONDS. This run holds the lease.
+    """
+    # An error here must not end the run. The next start tries again.
+    with contextlib.suppress(OSError):
+        # The lease was written just now, so its time shows the clock of the file system.
+        now = os.stat(root / FILE).st_ctime
+        for path in root.iterdir():
+            if not _TEMPORARY.fullmatch(path.name):
+                continue
+            with contextlib.suppress(OSError):
+                holder = _read(path)
+                ended = holder is not None and _is_alive(holder, me) is False
+                if ended or now - path.lstat().st_ctime > STALE_SECONDS:
+                    path.unlink()

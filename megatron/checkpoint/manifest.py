@@ -103,9 +103,10 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         record = json.loads(text)
         found = record.get("format")
         digest = record.pop("digest", None)
-    except (ValueError, AttributeError) as damage:
+        agrees = digest == _digest_of(record)
+    # Deeply nested text raises a RecursionError.
+    except (ValueError, AttributeError, RecursionError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
-    agrees = digest == _digest_of(record)
     # The number is only believed if the digest agrees, or if there is none, because every readable
     # format has one. Otherwise a flipped bit may have changed it, which is damage.
     if isinstance(found, int) and found not in _READABLE and (agrees or digest is None):

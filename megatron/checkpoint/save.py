@@ -24,6 +24,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron.byte_size import format_bytes
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
@@ -356,9 +358,13 @@ class Saver:
             return StageOutcome(work.result)
         # The order of the branches matters, because DamagedError is a CheckpointError. A file that
         # is read back wrong can be written again. Any other CheckpointError means a lost lease.
+        here = f"rank {self._ranks.rank} on {os.uname().nodename}"
         if isinstance(work.error, OSError | DamagedError):
-            here = f"rank {self._ranks.rank} on {os.uname().nodename}"
             return StageOutcome(StageResult(), failure=f"{here}: {work.error}")
+        # The memory may be there at the next attempt. The training has its own memory already.
+        if is_out_of_memory(work.error):
+            failure = f"{here}: not enough memory of the host to write the checkpoint: {work.error}"
+            return StageOutcome(StageResult(), failure=failure.rstrip(": "))
         if isinstance(work.error, CheckpointError):
             return StageOutcome(StageResult(), fatal=str(work.error))
         raise work.error
@@ -473,3 +479,11 @@ def check_writable(root: Path) -> None:
         raise CheckpointError(
             f"--save {root} cannot be written: {error}; give another folder, or make room"
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports that memory could not be allocated."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # PyTorch has no class of its own for the memory of the host.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -11,6 +11,10 @@ In a checkout, `pretrain_gpt.py` does the same. The work of a rank is in
 `megatron/training/pretrain.py`.
 """
 
+import contextlib
+import faulthandler
+import os
+import signal
 import sys
 
 from megatron.config.cli import load_config
@@ -27,22 +31,31 @@ def main(argv: list[str] | None = None) -> None:
 
     The exit code is 0 if training is done, or stopped and saved. It is 2 after an error whose
     message explains how to fix it. It is 1 after a crash of this rank, or of another one without
-    which this rank cannot continue.
+    which this rank cannot continue. It is 130 after Ctrl-C before training, as in a shell.
     """
     # Before the slow import. A launcher that is killed during it must not leave this process.
     die_with_launcher()
     # Before libraries keep references to the streams.
     protect_standard_streams()
+    # After a signal such as SIGBUS or SIGSEGV, the last lines show where each thread was.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.enable()
     try:
         loaded = load_config(sys.argv[1:] if argv is None else argv, prog="pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)
         check_before_torch(loaded, world.size)
+        # This imports torch, which takes seconds. Neither --help nor an error above needs it.
+        from megatron.training.pretrain import run_loaded
+
+        run_loaded(loaded)
     except MegatronError as error:
         leave_with_error(error)
-    # This imports torch, which takes seconds. Neither --help nor an error above needs it.
-    from megatron.training.pretrain import run_loaded
-
-    run_loaded(loaded)
+    except KeyboardInterrupt:
+        # Ctrl-C before the training, which has its own handler. A traceback would look like a
+        # crash. The other ranks may be in a collective, so nothing is waited for.
+        print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,25 @@ def compute_config_digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def find_config_differences(a: Config, b: Config) -> list[tuple[str, str, str]]:
+    """Return the dotted name, the value in `a` and the value in `b` of each field that differs.
+
+    The values are JSON. The list is empty if the digests are equal.
+    """
+    left = flatten(a)
+    right = flatten(b)
+    # Compare as JSON, as the digest does. There nan equals itself, and 1 differs from 1.0.
+    shown = [
+        (dotted, json.dumps(left[dotted]), json.dumps(right[dotted]))
+        for dotted in left
+        if dotted not in _PER_RANK
+    ]
+    return [(dotted, x, y) for dotted, x, y in shown if x != y]
+
+
 def list_config_differences(a: Config, b: Config) -> list[str]:
     """Return one line for each field that differs: its dotted name and both values.
 
     The value in `a` comes first. The list is empty if the digests are equal.
     """
-    left = flatten(a)
-    right = flatten(b)
-    # Compare as JSON, as the digest does. There nan equals itself, and 1 differs from 1.0.
-    shown = {
-        dotted: (json.dumps(left[dotted]), json.dumps(right[dotted]))
-        for dotted in left
-        if dotted not in _PER_RANK
-    }
-    return [f"{dotted}: {x} and {y}" for dotted, (x, y) in shown.items() if x != y]
+    return [f"{dotted}: {x} and {y}" for dotted, x, y in find_config_differences(a, b)]

@@ -23,6 +23,7 @@ from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
+from megatron.data.shuffle import shuffle_in_place
 from megatron.errors import DataError
 
 # Items handled at once, so that memory does not grow with the data set.
@@ -135,12 +136,14 @@ class GPTDataset:
         Raises:
             RuntimeError: index or data name what does not exist. A file has changed since it was
                 opened.
+            DataError: a file of the data set was truncated since it was opened.
         """
         numbers = self.shuffle_idx[samples]
         check_range(numbers, self.shape.num_samples, "sample in shuffle_idx")
         # The C++ loop takes int64 only, whatever type is stored.
         starts = self.sample_idx[numbers].astype(np.int64)
         data = self.indexed
+        data.check_not_truncated()
         index_helpers.gather_tokens(
             data.tokens, data.pointers, data.sizes, self.doc_idx, starts, rows, out
         )
@@ -240,9 +243,9 @@ def shuffle_parts(array: NDArray, border: int, rng: np.random.RandomState) -> No
 
     Both are shuffled in place, so that a memory-mapped array needs no memory.
     """
-    rng.shuffle(array[:border])
+    shuffle_in_place(array[:border], rng)
     if border < len(array):
-        rng.shuffle(array[border:])
+        shuffle_in_place(array[border:], rng)
 
 
 def count_tokens(indexed: IndexedDataset, documents: tuple[int, int]) -> int:

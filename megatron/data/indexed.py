@@ -18,6 +18,7 @@ Layout of .idx, little endian (Megatron's mmap format):
 
 import glob
 import hashlib
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Sequence
@@ -94,6 +95,8 @@ class IndexedDataset:
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise DataError(f"{path} does not exist; {_suggest_prefix(self.prefix)}.")
+        self._maps: dict[Path, mmap.mmap] = {}
+        """The mapped files. Each map keeps its file open, also if the path is replaced."""
         raw, self.dtype, count, offsets = self._read_header()
         # The arrays follow a header of 34 bytes, so they are not aligned. NumPy can read them
         # anyway. C++ code must load each value with memcpy.
@@ -105,12 +108,10 @@ class IndexedDataset:
         )
         total = self._check_index()
         self._check_bin(total)
-        # np.memmap rejects an empty file. The plain view is faster to slice than np.memmap.
-        self.tokens: NDArray = (
-            np.memmap(self._bin, self.dtype, "r").view(np.ndarray)
-            if total
-            else np.empty(0, self.dtype)
-        )
+        # An empty file cannot be mapped.
+        self.tokens: NDArray = np.empty(0, self.dtype)
+        if total:
+            self.tokens = np.frombuffer(self._map(self._bin), self.dtype)
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -146,6 +147,24 @@ class IndexedDataset:
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
+    def check_not_truncated(self) -> None:
+        """Check that both files still have the bytes that were mapped.
+
+        To read a mapped byte that the file does not have any more ends the process by SIGBUS,
+        which Python cannot turn into an error. So call this before a batch is read.
+
+        Raises:
+            DataError: A file was truncated.
+        """
+        for path, mapped in self._maps.items():
+            # The size of the file that is mapped, and not of one that replaced it.
+            found = mapped.size()
+            if found < len(mapped):
+                raise DataError(
+                    f"{path} was truncated while it is in use: it had {len(mapped)} bytes and has "
+                    f"{found} now. Copy the file again, and start again from the last checkpoint."
+                )
+
     def compute_fingerprint(self) -> str:
         """Return 32 hexadecimal digits that change when the data change.
 
@@ -169,6 +188,12 @@ class IndexedDataset:
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
+    def _map(self, path: Path) -> mmap.mmap:
+        """Return a file that is not empty as mapped, read-only memory."""
+        with open(path, "rb") as file:
+            self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[path]
+
     def _read_header(self) -> tuple[NDArray[np.uint8], np.dtype, int, int]:
         """Return the mapped bytes, the dtype, the number of sequences and of document offsets."""
         found = self._idx.stat().st_size
@@ -177,7 +202,7 @@ class IndexedDataset:
                 f"{self._idx} has {found} bytes, less than the {_HEADER.size} of its header: it is "
                 f"truncated. {_AGAIN}"
             )
-        raw = np.memmap(self._idx, np.uint8, "r").view(np.ndarray)
+        raw = np.frombuffer(self._map(self._idx), np.uint8)
         magic, version, code, count, offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
         if magic != MAGIC:
             raise DataError(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_numpy import check_range
+from megatron.data.shuffle import shuffle_in_place
 
 Tree = dict[str, Any]
 SampleLocations = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -94,7 +95,7 @@ class PermutedOrder:
 
         def build(arrays: Arrays) -> None:
             arrays["order"][:] = np.arange(len(of))
-            np.random.RandomState(seed).shuffle(arrays["order"])
+            shuffle_in_place(arrays["order"], np.random.RandomState(seed))
 
         # 4 bytes a sample are enough for most orders, and halve the file.
         dtype: type = np.uint32 if len(of) < np.iinfo(np.uint32).max - 1 else np.int64

@@ -4,9 +4,12 @@ Only rank 0 reads the clock and looks for the kill switch. Ranks whose clocks or
 can therefore not disagree. A signal counts on whichever rank receives it.
 """
 
+import contextlib
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -27,6 +30,12 @@ _REPEATED_SECONDS = 10.0
 
 Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the tasks again.
 """
+_REPEATED_KEY_SECONDS = 1.0
+"""As `_REPEATED_SECONDS`, for SIGINT.
+
+A terminal sends it to the launcher and its processes, and the launcher passes it on immediately. A
+person who presses Ctrl-C again does not want to wait for long.
+"""
 
 
 class StopReason(IntEnum):
@@ -40,23 +49,47 @@ class StopReason(IntEnum):
 
 
 class Exits:
-    """Signal handlers and the decision to stop. Signals are caught from construction onwards."""
+    """The decision to stop, and the handlers of signals that ask for it."""
 
-    def __init__(self, config: BatchConfig, mesh: Mesh) -> None:
-        """Install the handlers for SIGTERM and SIGUSR1, and start the clock of the run."""
+    def __init__(
+        self, config: BatchConfig, mesh: Mesh, say: Callable[[str], None], *, saves: bool
+    ) -> None:
+        """Start the clock of the run.
+
+        Args:
+            config: The flags that stop a run.
+            mesh: The ranks of the run.
+            say: Prints a warning.
+            saves: Whether the run has a folder to save to, for messages.
+        """
         self._config = config
         self._mesh = mesh
+        self._say = say
+        self._saves = saves
         self._start = time.monotonic()
         self._signal = 0
         self._signalled_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        self._switch_error: str | None = None
+        """Why the last look for the kill switch failed. None if it did not fail."""
+
+    def catch_signals(self) -> None:
+        """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the run after an iteration."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            # A shell starts jobs in the background with SIGINT ignored, because the Ctrl-C of its
+            # terminal is for another program.
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             signal.signal(number, self._handle_signal)
 
         # The handler only records the signal. Saving here would run in the middle of a collective,
         # and the other ranks may not have received the signal.
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal and time.monotonic() - self._signalled_at > _REPEATED_SECONDS:
+        if number == signal.SIGINT:
+            repeated = _REPEATED_KEY_SECONDS
+        else:
+            repeated = _REPEATED_SECONDS
+        if self._signal and time.monotonic() - self._signalled_at > repeated:
             # A later signal gets its default action. It must end a process that hangs and never
             # reaches its next iteration.
             signal.signal(number, signal.SIG_DFL)
@@ -64,6 +97,19 @@ class Exits:
         if not self._signal:
             self._signal = number
             self._signalled_at = time.monotonic()
+            if number == signal.SIGINT and self._mesh.rank == 0:
+                self._confirm_key()
+
+    def _confirm_key(self) -> None:
+        """Print what follows from Ctrl-C. The iteration in progress may take long."""
+        if self._saves:
+            what = "saves after this iteration and ends"
+        else:
+            what = "ends after this iteration and saves nothing, because --save was not given"
+        line = f"\nreceived SIGINT (Ctrl-C): the run {what}; press Ctrl-C again to abort\n"
+        # `print` raises an error in a signal handler that interrupts another `print`.
+        with contextlib.suppress(OSError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
     def decide(self, before: int, after: int) -> StopReason:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
@@ -87,7 +133,7 @@ class Exits:
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""
         config = self._config
-        if config.kill_switch_path and Path(config.kill_switch_path).exists():
+        if config.kill_switch_path and self._find_kill_switch(Path(config.kill_switch_path)):
             return StopReason.KILL_SWITCH
         minutes = config.exit_duration_in_mins
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
@@ -97,6 +143,29 @@ class Exits:
         if config.exit_interval and after // config.exit_interval > before // config.exit_interval:
             return StopReason.INTERVAL
         return StopReason.NONE
+
+    def _find_kill_switch(self, path: Path) -> bool:
+        """Return whether the kill switch exists. False if that cannot be known at present.
+
+        A file system may fail for a moment. Without its kill switch a run can still be stopped by a
+        signal, so the error must not end it.
+        """
+        try:
+            found = path.exists()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            # One warning for each new reason. A warning at each iteration would fill the log.
+            if reason != self._switch_error:
+                self._say(
+                    f"warning: --kill-switch-path {path} cannot be looked for ({reason}); the run "
+                    "continues and looks for it again after each iteration"
+                )
+            self._switch_error = reason
+            return False
+        if self._switch_error is not None:
+            self._say(f"--kill-switch-path {path} can be looked for again")
+            self._switch_error = None
+        return found
 
     def format_stop_line(self, reason: StopReason, iteration: int) -> str:
         """Return the log line for a stop."""

@@ -32,6 +32,7 @@ from megatron.training.resume import (
     choose_curriculum,
     choose_schedule,
     choose_skip_ranges,
+    list_changes,
     read_bare_thresholds,
 )
 from megatron.training.state import TrainState
@@ -179,14 +180,17 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
     about_tokenizer = check_tokenizer(plan.config, state)
+    about_settings = list_changes(plan.config, checkpoint)
     notes = [
         *loaded.warnings,
         *plan.warnings,
+        *_warn_if_nothing_is_kept(config),
         *about_steps,
         *about_curriculum,
         *about_schedule,
         *about_ranges,
         *about_tokenizer,
+        *about_settings,
     ]
     return Job(plan, state, checkpoint, notes)
 
@@ -212,16 +216,35 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
     return TrainState.from_json(checkpoint.state)
 
 
+def _warn_if_nothing_is_kept(config: Config) -> list[str]:
+    """Return a warning if a run that trains has no folder for its checkpoints.
+
+    It is not a warning of the plan, because a planned command line need not have its paths yet.
+    """
+    if config.checkpoint.save is not None or config.batch.eval_only:
+        return []
+    return ["without --save nothing is kept: the weights are lost when this run ends"]
+
+
 def _refuse_kill_switch(batch: BatchConfig) -> None:
-    """Raise an error if the kill switch exists already.
+    """Raise an error if the kill switch exists already, or cannot be looked for.
 
     One that is left over from the last stop would end the run after its first iteration.
 
     Raises:
-        ConfigError: The file exists.
+        ConfigError: The file exists, or its folder cannot be read.
     """
     switch = batch.kill_switch_path
-    if switch and Path(switch).exists():
+    if not switch:
+        return
+    try:
+        found = Path(switch).exists()
+    except OSError as error:
+        raise ConfigError(
+            f"--kill-switch-path {switch} cannot be looked for ({error.strerror}), so it could not "
+            "stop the run. Fix the permissions or the file system, or give another path"
+        ) from error
+    if found:
         raise ConfigError(
             f"{format_kill_switch_line(switch)}: the run does not start. Remove the file to run "
             "again"

@@ -3,26 +3,34 @@
 The module imports no torch, because errors of the configuration come before torch is imported.
 """
 
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
 from megatron.durable import replace_file
-from megatron.error_report import FOLDER_VARIABLE, build_report, write_report
+from megatron.error_report import FOLDER_VARIABLE, build_report, host_io_error, write_report
 from megatron.errors import LOST_EXIT_CODE, LostRanksError, MegatronError
+from megatron.training.closing import close_within_limit
 
 
-def leave_with_error(error: MegatronError) -> NoReturn:
-    """Report the error, print its message, and end the process within a few seconds.
+def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> NoReturn:
+    """Report the error, print its message, close the run's files, and end the process.
 
     Ranks that wait for this one in a collective must not wait long.
+
+    Args:
+        error: The error.
+        closing: What must be closed, if there is a run already. It may be on a file system that
+            hangs, so the error comes first.
     """
     if isinstance(error, LostRanksError):
-        leave_after_lost_ranks(error)
+        leave_after_lost_ranks(error, closing)
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         prefix = f"rank {rank} on {platform.node()}: "
@@ -36,7 +44,7 @@ def leave_with_error(error: MegatronError) -> NoReturn:
         # same here, the launcher ends this process during the wait and it is printed only once.
         time.sleep(3)
     print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    _close_after_error(closing)
     if rank == 0 and FOLDER_VARIABLE in os.environ:
         # srun ends all ranks when this one ends. The others need the time to write their reports.
         time.sleep(1)
@@ -71,12 +79,34 @@ def report_error(error: BaseException, message: str) -> None:
         )
 
 
-def leave_after_lost_ranks(error: LostRanksError) -> NoReturn:
-    """End the process after ranks were lost.
+def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> NoReturn:
+    """End the process after ranks were lost. See `leave_with_error`.
 
     The exit code is 1, because no flag is wrong and the same command may succeed.
     """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    _close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST_EXIT_CODE)
+
+
+def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:
+    """End the process after an error that is not one of `MegatronError`. The exit code is 1.
+
+    See `leave_with_error`.
+    """
+    if isinstance(error, OSError) and host_io_error(error) is not None:
+        # A fault of this host, though not one that has its own message.
+        report_error(error, f"{type(error).__name__}: {error}")
+    # PyTorch's hook begins each line with the rank.
+    sys.excepthook(type(error), error, error.__traceback__)
+    _close_after_error(closing)
+    os._exit(1)
+
+
+def _close_after_error(closing: ExitStack | None) -> None:
+    """Close the run's files. An error of that is not printed, because another one is the cause."""
+    if closing is not None:
+        with contextlib.suppress(Exception):
+            close_within_limit(closing)
+    sys.stdout.flush()

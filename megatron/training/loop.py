@@ -45,10 +45,11 @@ def train(run: Run) -> StopReason:
         # If no iteration was trained or skipped, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
-    except TrainingError:
-        if run.saver is not None:
-            # A save may still be in progress. Its state was checked when it began, before this
-            # error, so it is completed.
+    except TrainingError as error:
+        if run.saver is not None and run.saver.in_flight:
+            # The state of a save in progress was checked when it began, before this error, so it is
+            # completed. The error is printed first, because a file system may be slow or hang.
+            run.reporter.say(f"{error}\nthe run ends when the save in progress is complete")
             run.saver.complete()
         raise
     if stop != StopReason.NONE:

@@ -1,14 +1,16 @@
 """Everything that one rank does, from the command line to the end of training."""
 
+from contextlib import ExitStack
+
 from megatron.config.cli import LoadedConfig
-from megatron.error_report import host_io_error
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
+from megatron.training.closing import close_within_limit
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
-from megatron.training.leaving import leave_with_error, report_error
+from megatron.training.leaving import leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
     build_roll_call,
@@ -21,21 +23,34 @@ from megatron.training.setup import (
 
 
 def run_loaded(loaded: LoadedConfig) -> None:
-    """Train, and end the process after an error. See `megatron.commands.pretrain`."""
+    """Train, and end the process after an error. See `megatron.commands.pretrain`.
+
+    An error is printed first, and then the files and threads of the run are closed.
+    """
+    closing = ExitStack()
     try:
-        pretrain(loaded)
+        pretrain(loaded, closing)
     except MegatronError as error:
-        leave_with_error(error)
-    except OSError as error:
-        if host_io_error(error) is not None:
-            # A fault of this host, though not one that has its own message.
-            report_error(error, f"{type(error).__name__}: {error}")
+        leave_with_error(error, closing)
+    except Exception as error:
+        leave_after_crash(error, closing)
+    except KeyboardInterrupt:
+        close_within_limit(closing)
         raise
-    leave()
+    leave(closing)
 
 
-def pretrain(loaded: LoadedConfig) -> None:
-    """Run everything between the configuration and the end of training."""
+def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
+    """Run everything between the configuration and the end of training.
+
+    Args:
+        loaded: The configuration of this rank.
+        closing: Gets what must be closed at the end of the run. By default it is closed here.
+    """
+    if closing is None:
+        with ExitStack() as own:
+            pretrain(loaded, own)
+        return
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
@@ -47,13 +62,11 @@ def pretrain(loaded: LoadedConfig) -> None:
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
             roll_call.use_names(mesh.names)
-        with hold_folder_lease(config, mesh) as lease:
-            run = start_run(loaded, job, mesh, timers, lease)
-            try:
-                if config.batch.eval_only:
-                    evaluate_only(run)
-                else:
-                    train(run)
-            finally:
-                run.sources.close()
-                run.reporter.close()
+        lease = closing.enter_context(hold_folder_lease(config, mesh))
+        run = start_run(loaded, job, mesh, timers, lease)
+        closing.callback(run.reporter.close)
+        closing.callback(run.sources.close)
+        if config.batch.eval_only:
+            evaluate_only(run)
+        else:
+            train(run)

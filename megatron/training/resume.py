@@ -3,6 +3,8 @@
 from dataclasses import asdict, replace
 
 from megatron.checkpoint.load import Checkpoint
+from megatron.config.compare import find_config_differences
+from megatron.config.fields import Field, all_fields
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.plan import Plan, build_curriculum
@@ -12,6 +14,88 @@ from megatron.schedule.lr import LRSchedule, list_schedule_differences
 from megatron.schedule.skip import find_range
 from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
+
+_LISTED_GROUPS = ("batch", "optimizer", "precision", "data", "tokenizer")
+"""Groups of settings that can change what is trained. The layout of the ranks cannot."""
+_LISTED = {
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.seq_length",
+    "model.max_position_embeddings",
+}
+"""Settings of the model that may change. For all others, `Checkpoint.load_into` raises an error."""
+_NOT_LISTED = {
+    # They decide when a run stops.
+    "batch.eval_only",
+    "batch.exit_interval",
+    "batch.exit_duration_in_mins",
+    "batch.kill_switch_path",
+    # They are compared below, with their own messages.
+    "batch.skip_train_iteration_range",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.override_lr_scheduler",
+    "optimizer.use_checkpoint_lr_scheduler",
+    # The content of these files is compared, and they may be moved.
+    "tokenizer.vocab_file",
+    "tokenizer.merge_file",
+    "tokenizer.tokenizer_name_or_path",
+    # They do not change the order of the samples.
+    "data.data_cache_path",
+    "data.num_workers",
+    "data.valid_num_workers",
+}
+
+
+def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """List the settings that are not those of the run that saved the checkpoint.
+
+    Only those are listed that can change what is trained, and that no other function of this module
+    compares. All of them may change on resume.
+
+    Args:
+        config: The resolved configuration of this run.
+        checkpoint: Where the run continues. None if it starts from scratch.
+
+    Returns:
+        One message with all changes, or nothing.
+
+    Raises:
+        CheckpointError: The checkpoint's configuration is damaged.
+    """
+    if checkpoint is None or config.checkpoint.finetune or config.batch.eval_only:
+        return []
+    table = all_fields()
+    rows = [
+        (table[dotted].flag, _show(before), _show(now))
+        for dotted, before, now in find_config_differences(checkpoint.read_config(), config)
+        if _is_listed(table[dotted])
+    ]
+    if not rows:
+        return []
+    rows.insert(0, ("setting", "before", "now"))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [
+        f"{setting.ljust(widths[0])}  {before.ljust(widths[1])}  {now}"
+        for setting, before, now in rows
+    ]
+    head = f"changed since the checkpoint of iteration {checkpoint.iteration}:"
+    return ["\n  ".join([head, *lines])]
+
+
+def _is_listed(field: Field) -> bool:
+    """Return whether `list_changes` lists a field."""
+    if field.dotted in _LISTED:
+        return True
+    # `choose_schedule` compares the schedule of the learning rate.
+    if field.dotted in _NOT_LISTED or field.name.startswith("lr_"):
+        return False
+    return field.group in _LISTED_GROUPS
+
+
+def _show(value: str) -> str:
+    """Return a value in JSON as text for people."""
+    return {"null": "not set", "true": "on", "false": "off", "[]": "not set"}.get(value, value)
 
 
 def choose_schedule(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -46,6 +48,7 @@ from megatron.parallel.rendezvous import choose_device
 from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
+from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.job import Job, confirm_job
@@ -161,8 +164,11 @@ def start_run(
     config = loaded.config
     ranks = build_ranks(mesh)
     say = make_printer(mesh.rank)
-    # The handlers come first, so that a signal during the construction is not lost.
-    exits = Exits(config.batch, mesh)
+    exits = Exits(config.batch, mesh, say, saves=config.checkpoint.save is not None)
+    # The handlers come first, so that a signal during the construction is not lost. An evaluation
+    # has nothing to save, so a signal ends it immediately.
+    if not config.batch.eval_only:
+        exits.catch_signals()
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
@@ -469,7 +475,12 @@ def describe_index_helpers() -> tuple[str, str]:
     return name, why.removesuffix(")") or "built with this installation"
 
 
-def leave() -> None:
+def leave(closing: contextlib.ExitStack) -> None:
     """End a run that succeeded, on all ranks together."""
+    closed = close_within_limit(closing)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if not closed:
+        # At its normal exit, Python would wait for the threads that hang.
+        sys.stdout.flush()
+        os._exit(0)

@@ -1,8 +1,13 @@
-"""The lease of a checkpoint folder on a file system without hard links."""
+"""The lease of a checkpoint folder: files that name no writer, and file systems without links."""
 
+import contextlib
 import errno
 import json
 import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +49,7 @@ def test_lease_of_a_faster_run_is_put_back_without_hard_links(
     folder.mkdir()
     faster = Lease.acquire(elsewhere, ignore)
     valid = (elsewhere / FILE).read_text()
+    monkeypatch.setattr("megatron.checkpoint.lease.STALE_SECONDS", 0.3)
     (folder / FILE).write_text("damaged")
     rename = os.rename
 
@@ -57,3 +63,130 @@ def test_lease_of_a_faster_run_is_put_back_without_hard_links(
     assert [path.name for path in folder.iterdir()] == [FILE]
     assert (folder / FILE).read_text() == valid
     faster.release()
+
+
+@contextlib.contextmanager
+def heartbeat(path: Path) -> Iterator[None]:
+    """Renew a lease file, as its writer on another host does."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.checkpoint.lease.STALE_SECONDS", 0.5)
+
+
+def test_lease_of_a_later_version_is_respected(tmp_path: Path) -> None:
+    """A later version may write a field that this one does not know."""
+    first = Lease.acquire(tmp_path, ignore)
+    record = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**record, "purpose": "training"}))
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        Lease.acquire(tmp_path, ignore)
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+DAMAGED = ["", "{", "[]", '{"host": "x"}', "[" * 100_000]
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:12] or "empty")
+def test_damaged_lease_with_a_heartbeat_is_respected(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    with (
+        heartbeat(tmp_path / FILE),
+        pytest.raises(CheckpointError, match="written to by an unknown process"),
+    ):
+        Lease.acquire(tmp_path, ignore)
+    assert (tmp_path / FILE).read_text() == text
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:12] or "empty")
+def test_damaged_lease_without_a_heartbeat_is_taken_over_with_a_message(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / FILE).write_text(text)
+    lines: list[str] = []
+    lease = Lease.acquire(tmp_path, lines.append)
+    assert "waiting up to 0.5 s for its heartbeat" in lines[0]
+    assert "takes the folder over" in lines[1]
+    lease.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_lease_that_is_being_written_is_named_when_it_is_complete(tmp_path: Path) -> None:
+    """Without hard links the file is written in place, so it is empty for a moment."""
+    other = tmp_path / "other"
+    other.mkdir()
+    owner = Lease.acquire(other, ignore)
+    (tmp_path / FILE).touch()
+    text = (other / FILE).read_text()
+    writer = threading.Timer(0.1, lambda: (tmp_path / FILE).write_text(text))
+    writer.start()
+    with pytest.raises(CheckpointError, match=f"written to by process {os.getpid()} on"):
+        Lease.acquire(tmp_path, ignore)
+    writer.join()
+    owner.release()
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_process_that_cannot_be_looked_at_is_not_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc is mounted with `hidepid`, and the process belongs to another user."""
+    first = Lease.acquire(tmp_path, ignore)
+    read_text = Path.read_text
+    hidden = Path(f"/proc/{os.getpid()}/stat")
+
+    def refuse(path: Path, *arguments: object, **keywords: object) -> str:
+        if path == hidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_text(path, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    lines: list[str] = []
+    with (
+        heartbeat(tmp_path / FILE),
+        pytest.raises(CheckpointError, match="two runs in one folder"),
+    ):
+        Lease.acquire(tmp_path, lines.append)
+    assert "waiting up to" in lines[0]
+    first.release()
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_temporary_files_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    Lease.acquire(tmp_path, ignore).release()
+    first = Lease.acquire(tmp_path, ignore)
+    alive = json.loads((tmp_path / FILE).read_text())
+    first.release()
+
+    def leave(token: str, text: str) -> str:
+        name = f"{FILE}.{token * 32}"
+        (tmp_path / name).write_text(text)
+        return name
+
+    (tmp_path / f"{FILE}.backup").write_text("of a person")
+    leave("a", "")
+    time.sleep(0.6)
+    leave("b", json.dumps({**alive, "pid": process.pid}))
+    kept = {leave("c", ""), leave("d", json.dumps(alive)), f"{FILE}.backup"}
+    Lease.acquire(tmp_path, ignore).release()
+    assert {path.name for path in tmp_path.iterdir()} == kept

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,47 @@ def test_success_resets_the_count_of_failures(tmp_path: Path) -> None:
         if iteration % 2:
             elsewhere.rename(root)
     assert list_saved_iterations(root) == [2, 4, 6]
+
+
+def raise_memory_error() -> None:
+    """Raise the error of Python."""
+    raise MemoryError
+
+
+def exceed_memory() -> None:
+    """Raise the error of PyTorch, which is a plain RuntimeError."""
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fail", [raise_memory_error, exceed_memory])
+def test_lack_of_memory_is_a_failed_save(
+    fail: Callable[[], None], asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    saver = Saver(tmp_path, CheckpointConfig(async_save=asynchronous), say=messages.append)
+    tensor = torch.ones(30, 10)
+    with monkeypatch.context() as patched:
+        # Both kinds of save write through this function.
+        patched.setattr("megatron.checkpoint.stages.write_shard_file", lambda *arguments: fail())
+        saver.begin(CheckpointContents(1, None, {}, ""), [make_shard(tensor)])
+        saver.complete()
+    assert "not enough memory of the host" in messages[0]
+    assert "tried again" in messages[0]
+    assert list_saved_iterations(tmp_path) == []
+    saver.begin(CheckpointContents(2, None, {}, ""), [make_shard(tensor)])
+    saver.complete()
+    assert list_saved_iterations(tmp_path) == [2]
+
+
+def test_other_errors_of_a_save_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a mistake of this package")
+
+    monkeypatch.setattr("megatron.checkpoint.stages.write_shard_file", fail)
+    saver = Saver(tmp_path)
+    saver.begin(CheckpointContents(1, None, {}, ""), [make_shard(torch.ones(3))])
+    with pytest.raises(RuntimeError, match="a mistake of this package"):
+        saver.complete()

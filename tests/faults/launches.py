@@ -53,6 +53,8 @@ def _rank(
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # a line that was printed survives a kill
     os.environ.update(environment)
+    # As in a terminal, also if a shell has started the tests in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_launcher()
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")

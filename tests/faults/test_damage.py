@@ -420,3 +420,13 @@ def test_checkpoint_renamed_by_hand_is_reported(job: Job, base: Base) -> None:
     assert loaded_line(output) == 4
     assert job.curve() == base.curve
     assert read_pointed_iteration(job.folder) == 10
+
+
+def test_run_falls_back_from_a_deeply_nested_manifest(new_job: NewJob) -> None:
+    job = new_job("job", "--save-interval 2")
+    job.succeed("--exit-interval 4")
+    (job.folder / "global_step4" / "manifest.json").write_text("[" * 100_000)
+    output = job.succeed("--exit-interval 6")
+    assert loaded_line(output) == 2
+    assert "is damaged" in output
+    job.check(6)

@@ -184,6 +184,20 @@ def test_lease_of_another_host_with_heartbeat_is_respected(
 
 
 @pytest.mark.full
+def test_lease_has_a_heartbeat_while_samples_are_shuffled(job: Job, new_job: NewJob) -> None:
+    """The shuffle takes many times STALE_SECONDS."""
+    first = job.launch("--train-iters 8000000", constants=QUICK)
+    first.wait_for_line("building the index cache")
+    alter_lease(job, ELSEWHERE)
+    while "iteration        1/" not in first.output():
+        started = time.monotonic()
+        output = new_job("second", ENDLESS, folder=job.folder).fail(constants=QUICK)
+        assert REFUSED in output
+        assert time.monotonic() - started < BOUND_SECONDS
+    first.kill()
+
+
+@pytest.mark.full
 def test_job_that_ends_while_the_next_one_waits(job: Job, new_job: NewJob, switch: Path) -> None:
     """A job that waits for another host's lease resumes from the last checkpoint once that ends."""
     slow = {
@@ -221,7 +235,9 @@ def test_unreadable_lease_is_replaced(
 ) -> None:
     launch_and_kill(job)
     (job.folder / FILE).write_bytes(text.encode(errors="surrogateescape"))
-    launch = launch_until_saved(job)
+    launch = launch_until_saved(job, constants=QUICK)
+    assert WAITING in launch.output()
+    assert TAKEN in launch.output()
     assert lease(job)["pid"] == launch.pids[0]
     assert loaded_line(launch.output()) > 0
     stop_and_check(launch, job, switch, uninterrupted)

@@ -1,12 +1,14 @@
 """Alerts in the log, by mail and by webhook, received by real servers."""
 
+import contextlib
 import json
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from observe.reports import full_report
@@ -170,6 +172,35 @@ def test_mail_server_that_does_not_answer_times_out(
         delivery = deliver([STALLED], outlets, watched=WATCHED)
     assert "timed out" in delivery.troubles[0]
     assert json.loads(outlets.memory.read_text())["outbox"]["mail"] == delivery.lines
+
+
+def test_webhook_that_sends_a_byte_now_and_then_is_abandoned(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read returns in time, but the answer never ends."""
+    monkeypatch.setattr(alerts, "_MESSAGE_SECONDS", 1.0)
+    over = Event()
+
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        thread = Thread(target=answer, args=(slow,))
+        thread.start()
+        monkeypatch.setenv(
+            "ALERT_WEBHOOK", f"http://127.0.0.1:{slow.getsockname()[1]}/secret-token"
+        )
+        started = time.monotonic()
+        delivery = deliver([STALLED], Outlets(log), watched=WATCHED)
+        assert time.monotonic() - started < 10
+        over.set()
+        thread.join()
+    assert "took longer than 1 s" in delivery.troubles[0]
+    assert_no_secret(log, delivery.troubles, "secret-token")
+    assert json.loads(Outlets(log).memory.read_text())["outbox"]["webhook"] == delivery.lines
 
 
 def test_refused_recipients(log: Path, mails: Mailbox) -> None:

@@ -83,7 +83,7 @@ def test_later_signal_ends_a_process_that_reaches_no_iteration() -> None:
 import time
 from megatron.training import exits
 exits._REPEATED_SECONDS = 0.5
-exits.Exits(None, None)
+exits.Exits(None, None, print, saves=True).catch_signals()
 print("ready", flush=True)
 while True:
     time.sleep(0.01)

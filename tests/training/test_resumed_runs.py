@@ -80,3 +80,58 @@ def test_batch_size_ramp_up_continues_after_a_resume(run: Runner, other: Runner)
     assert sizes[0] == 2
     run(ramp)
     assert run.losses() == other.losses()
+
+
+def find_changes(output: str) -> list[list[str]]:
+    """Return the words of each line of the list of changed settings."""
+    lines = iter(output.splitlines())
+    for line in lines:
+        if "changed since the checkpoint of iteration 2" in line:
+            break
+    found = []
+    for line in lines:
+        if not line.startswith("  "):
+            break
+        found.append(line.split())
+    return found
+
+
+def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
+    run("--exit-interval 2")
+    output = run(
+        "--exit-interval 4 --adam-beta2 0.95 --adam-eps 1e-6 --weight-decay 0.2 --clip-grad 0.5 "
+        "--hidden-dropout 0.1 --bf16 --global-batch-size 8",
+        ranks=2,
+    )
+    assert output.count("changed since the checkpoint") == 1
+    assert find_changes(output) == [
+        ["setting", "before", "now"],
+        ["--hidden-dropout", "0.0", "0.1"],
+        ["--global-batch-size", "4", "8"],
+        ["--weight-decay", "0.01", "0.2"],
+        ["--adam-beta2", "0.999", "0.95"],
+        ["--adam-eps", "1e-08", "1e-06"],
+        ["--clip-grad", "1.0", "0.5"],
+        ["--bf16", "off", "on"],
+    ]
+    assert output.index("changed since the checkpoint") < output.index("iteration        3/")
+
+
+def test_settings_that_do_not_change_the_numbers_are_not_listed(run: Runner, other: Runner) -> None:
+    run("--exit-interval 2")
+    output = run(
+        "--exit-interval 3 --tensor-model-parallel-size 2 --async-save --num-workers 1 "
+        f"--data-cache-path {other.folder}",
+        ranks=2,
+    )
+    assert "successfully loaded" in output
+    assert "changed since the checkpoint" not in output
+    # Each launch compares with the last checkpoint and not with the first one.
+    run("--exit-interval 4 --clip-grad 0.5")
+    assert "changed since the checkpoint" not in run("--exit-interval 5 --clip-grad 0.5")
+
+
+def test_fine_tuning_lists_no_changes(run: Runner, other: Runner) -> None:
+    run("--exit-interval 2")
+    output = other(f"--finetune --load {run.folder} --clip-grad 0.5 --train-iters 3")
+    assert "changed since the checkpoint" not in output

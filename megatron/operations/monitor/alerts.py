@@ -24,6 +24,7 @@ import re
 import smtplib
 import ssl
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -38,7 +39,9 @@ from megatron.errors import OperationsError
 from megatron.file_lock import LockResult, try_lock
 
 _TIMEOUT_SECONDS = 20.0
-"""Time limit for a mail server or webhook that does not answer."""
+"""Time limit for each answer of a mail server or webhook."""
+_MESSAGE_SECONDS = 60.0
+"""Time limit for a message. A server that sends a byte now and then meets every other limit."""
 _LOCK_SECONDS = 60.0
 """Longest wait for another tool that holds the lock of the memory file."""
 _SUBJECT_CHARACTERS = 150
@@ -406,7 +409,7 @@ def _send(
         if channel is None or not lines:
             continue
         try:
-            remark = channel.send(lines)
+            remark = _send_within_limit(name, channel, lines)
         except OperationsError as error:
             troubles.append(
                 f"{len(lines)} of these lines were not sent and are tried again at the next check: "
@@ -418,6 +421,33 @@ def _send(
         memory.outbox[name] = []
         sent()
     return troubles
+
+
+def _send_within_limit(name: str, channel: _Channel, lines: Sequence[str]) -> str | None:
+    """Send lines as one message, within _MESSAGE_SECONDS. See `_Channel.send`.
+
+    Raises:
+        OperationsError: The message was not accepted, or not in time.
+    """
+    remarks: list[str | None] = []
+    errors: list[Exception] = []
+
+    def send() -> None:
+        try:
+            remarks.append(channel.send(lines))
+        except Exception as error:
+            errors.append(error)
+
+    # Neither urllib nor smtplib can limit a complete exchange. A daemon thread is abandoned when
+    # the tool ends.
+    thread = threading.Thread(target=send, name=f"alert by {name}", daemon=True)
+    thread.start()
+    thread.join(_MESSAGE_SECONDS)
+    if thread.is_alive():
+        raise OperationsError(f"the {name} took longer than {_MESSAGE_SECONDS:g} s")
+    if errors:
+        raise errors[0]
+    return remarks[0]
 
 
 def _build_channels(

@@ -1,0 +1,58 @@
+"""Shuffles of large arrays that let other threads run.
+
+`RandomState.shuffle` holds Python's global interpreter lock from beginning to end. For 600 million
+samples that is more than a minute, in which the heartbeat of the lease and the roll call would
+stop.
+
+Invariant: array and random stream end as after `RandomState.shuffle`, bit for bit.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+DIRECT_ITEMS = 1 << 22
+"""An array up to this size is shuffled in one call, which takes less than a second."""
+
+
+def shuffle_in_place(array: NDArray, rng: np.random.RandomState) -> None:
+    """Shuffle an array of one dimension as `rng.shuffle` does, in blocks.
+
+    `rng.shuffle` goes through the positions from the last one to the first. It swaps the item at
+    position i with that at a random position j <= i. Here a block of such swaps is one call of
+    NumPy if its positions are all different.
+    """
+    left = len(array)
+    while left > DIRECT_ITEMS:
+        # The chance that two of the positions are equal is about 1.5 * size**2 / left, or 2 %.
+        size = max(1, math.isqrt(left) // 8)
+        positions = np.arange(left - 1, left - 1 - size, -1)
+        # For one bound after the other, this draws what `rng.shuffle` draws. See
+        # `random_interval` and `random_bounded_uint64` in NumPy.
+        others = rng.randint(0, positions + 1, dtype=np.int64)
+        _swap(array, positions, others)
+        left -= size
+    rng.shuffle(array[:left])
+
+
+def _swap(array: NDArray, positions: NDArray[np.int64], others: NDArray[np.int64]) -> None:
+    """Swap the items at positions[k] and others[k], for one k after the other.
+
+    Args:
+        array: The items.
+        positions: int64[size], descending without gaps.
+        others: int64[size], with others[k] <= positions[k].
+    """
+    ordered = np.sort(others)
+    disjoint = ordered[-1] < positions[-1] and bool(np.all(ordered[1:] != ordered[:-1]))
+    if disjoint:
+        moved = array[positions]
+        array[positions] = array[others]
+        array[others] = moved
+        return
+    # A later swap moves what an earlier one has moved, so the order matters.
+    for position, other in zip(positions.tolist(), others.tolist(), strict=True):
+        item = array[position]
+        array[position] = array[other]
+        array[other] = item
