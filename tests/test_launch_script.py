@@ -90,7 +90,7 @@ def test_slurm_variables_come_from_the_header(tmp_path):
         ("cd /x && python ./pretrain_gpt.py --a 1; echo done", ("--a", "1")),
         ("X=1 Y=2 python pretrain_gpt.py --a $X", ("--a", "1")),
         ("A=1\nA=2\npython pretrain_gpt.py --a $A", ("--a", "2")),
-        ("ARGS='--a 1'\nARGS+='--b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
+        ("ARGS='--a 1'\nARGS+=' --b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
         (
             "python pretrain_gpt.py --a '$A' --b \"x y\" --c x\\ y",
             ("--a", "$A", "--b", "x y", "--c", "x y"),
