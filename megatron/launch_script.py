@@ -336,13 +336,11 @@ class _Reader:
         rendered = [values.render(word) for word in words[: script + 1]]
         used: list[Unknown] = []
         for word in words[script + 1 :]:
-            unknown = values.find_unknown(word)
-            used += unknown
+            used += values.find_unknown(word)
             # After a flag, an unset variable stays as written. If it disappeared, the next flag
             # would be read as the value.
             after_flag = rendered[-1].startswith("--") and "=" not in rendered[-1]
-            is_alone = len(unknown) == 1 and unknown[0].is_alone and word.startswith("\ue000")
-            if not (is_alone and word.endswith("\ue001")) or after_flag:
+            if not values.is_dropped(word) or after_flag:
                 rendered.append(values.render(word))
 
         def names(kind: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ needs is known exactly.
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.shell.arithmetic import NotStaticError, evaluate_arithmetic
@@ -24,6 +24,8 @@ MARK = re.compile("\ue000(\\d+)\ue001")
 PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
 SUBSCRIPT = re.compile(r"\[([^][]*(?:\[[^]]*\])?[^][]*)\]")
 BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\{([^{},\s'\"$]*(?:,[^{},\s'\"$]*)+)\}")
+# The pattern of ${X/pattern/replacement}, up to a slash that is not escaped or quoted.
+REPLACED = re.compile(r"(?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*", re.DOTALL)
 C_STRING = re.compile(r"((?:[^\\']|\\.)*)'", re.DOTALL)
 C_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|.)", re.DOTALL)
 C_CHARACTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"e": b"\x1b"}
@@ -35,12 +37,14 @@ class Unknown:
 
     `kind` is `variable`, `argument` (of the script) or `command`. `name` is the variable's name, or
     the text. `is_alone` is true for an unquoted variable, which bash drops if it is a whole word.
+    `needs` are the parts that an expression needs. They are named instead of it.
     """
 
     kind: str
     name: str
     text: str
     is_alone: bool = False
+    needs: "tuple[Unknown, ...]" = ()
 
 
 @dataclass
@@ -74,14 +78,28 @@ class Values:
             return value[0] if value else None
         return value
 
-    def mark(self, kind: str, name: str, text: str, *, is_alone: bool = False) -> str:
+    def mark(
+        self,
+        kind: str,
+        name: str,
+        text: str,
+        *,
+        is_alone: bool = False,
+        needs: Sequence[Unknown] = (),
+    ) -> str:
         """Return the mark that stands for a part without a value."""
-        self.unknown.append(Unknown(kind, name, text, is_alone))
+        self.unknown.append(Unknown(kind, name, text, is_alone, tuple(needs)))
         return f"\ue000{len(self.unknown) - 1}\ue001"
 
     def find_unknown(self, text: str) -> list[Unknown]:
         """Return what `text` needs that has no value here."""
-        return [self.unknown[int(number)] for number in MARK.findall(text)]
+        found = [self.unknown[int(number)] for number in MARK.findall(text)]
+        return [part for unknown in found for part in unknown.needs or (unknown,)]
+
+    def is_dropped(self, word: str) -> bool:
+        """Return whether `word` is an unquoted variable without a value, and nothing else."""
+        match = MARK.fullmatch(word)
+        return match is not None and self.unknown[int(match[1])].is_alone
 
     def render(self, text: str) -> str:
         """Return `text` with the parts without a value as they are written."""
@@ -372,8 +390,11 @@ class _Expansion:
                 raise NotStaticError
             self._add_value(str(self._values.evaluate(expression)), quoted)
         except NotStaticError:
-            # The mark of the whole keeps those of its parts, so that they are named.
-            self._add(f"$(({expression}))" if needed else self._mark_command(text))
+            names = re.findall(r"[A-Za-z_]\w*", expression)
+            values = (self._values.variables.get(name) for name in names)
+            needed += [part for v in values for part in self._values.find_unknown(str(v))]
+            mark = self._values.mark("command", text, text, needs=needed)
+            self._add(mark)
 
     def _mark_command(self, text: str) -> str:
         return self._values.mark("command", text, text)
@@ -403,16 +424,21 @@ class _Expansion:
             self._add_variable(name[0], operation, text, quoted)
 
     def _add_length(self, name: str, subscript: str, text: str) -> None:
-        value = self._values.variables.get(name)
+        """Add `${#name}` or `${#name[subscript]}`."""
+        elements = _as_list(self._values.variables.get(name))
         self._values.read.add(name)
-        if name in "@*" and self._values.parameters is not None:
+        if name in ("@", "*") and self._values.parameters is not None:
             self._add(str(len(self._values.parameters)))
-        elif subscript in ("@", "*") and subscript:
-            self._add(str(len(_as_list(value))))
-        elif value is None or self._values.find_unknown(str(value)):
+            return
+        if subscript in ("@", "*"):
+            self._add(str(len(elements)))
+            return
+        index = self._values.get_index(subscript, len(elements)) if subscript else 0
+        element = elements[index] if index is not None and 0 <= index < len(elements) else None
+        if element is None or self._values.find_unknown(element):
             self._add(self._values.mark("variable", name, text))
         else:
-            self._add(str(len(_as_list(value)[0])))
+            self._add(str(len(element)))
 
     def _add_element(
         self, name: str, subscript: str, operation: str, text: str, quoted: bool
@@ -549,13 +575,15 @@ class _Expansion:
 
     def _replace(self, value: str, operation: str) -> str:
         everywhere = operation.startswith("/")
-        raw, _, replacement = operation[everywhere:].partition("/")
-        pattern = self._values.expand_to_text(raw)
+        found = REPLACED.match(operation, int(everywhere))
+        assert found is not None
+        replacement = operation[found.end() :].removeprefix("/")
+        pattern = self._values.expand_to_text(found[0])
         if not pattern:
             return value
         new = self._values.expand_to_text(replacement)
         anchor = pattern[0] if pattern[0] in "#%" and not everywhere else ""
-        expression = fnmatch.translate(pattern[len(anchor) :]).removesuffix(r"\Z")
+        expression = re.sub(r"\\[Zz]$", "", fnmatch.translate(pattern[len(anchor) :]))
         expression = {"#": r"\A", "": "", "%": ""}[anchor] + expression
         if anchor == "%":
             expression += r"\Z"
