@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -95,21 +95,30 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _plan(options, training)
     except MegatronError as failure:
-        if options.json:
-            # Programs read this output. They find the same keys whether or not the command line can
-            # be planned.
-            empty: dict[str, Any] = {
-                "parameters": None,
-                "data_parallel_size": None,
-                "train_iters": None,
-                "at": [],
-                "warnings": [],
-            }
-            # A ConfigError with several problems lists them one per line after a headline.
-            head, *listed = str(failure).split("\n  - ")
-            print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return _report_failure(failure, options, ())
+
+
+def _report_failure(
+    failure: MegatronError, options: PlanArguments, warnings: tuple[str, ...]
+) -> int:
+    """Print why there is no plan, after `warnings`, and return the exit code."""
+    if options.json:
+        # Programs read this output. They find the same keys whether or not the command line can
+        # be planned.
+        empty: dict[str, Any] = {
+            "parameters": None,
+            "data_parallel_size": None,
+            "train_iters": None,
+            "at": [],
+            "warnings": list(warnings),
+        }
+        # A ConfigError with several problems lists them one per line after a headline.
+        head, *listed = str(failure).split("\n  - ")
+        print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"error: {failure}", file=sys.stderr)
+    return 2
 
 
 def _plan(options: PlanArguments, training: list[str]) -> int:
@@ -120,7 +129,11 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         )
     source = read_source(training, expand=options.expand)
     with _write_documents(source) as arguments:
-        return _plan_source(options, replace(source, arguments=arguments))
+        try:
+            return _plan_source(options, replace(source, arguments=arguments))
+        except MegatronError as failure:
+            # A value that the script leaves open may be the cause.
+            return _report_failure(failure, options, source.warnings)
 
 
 @contextmanager
@@ -270,11 +283,31 @@ def _build_source(
     expanded: bool = False,
 ) -> CommandSource:
     return CommandSource(
-        (*command.arguments, *further),
+        (*_drop_flags(command.arguments, further), *further),
         command.world_size,
         tuple(_describe_unknown(command, script, expanded)),
         command.documents,
     )
+
+
+def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
+    """Return `arguments` without the flags that `further` gives again, and without their values.
+
+    The value of such a flag may be one that only an execution knows, which no type accepts.
+    """
+    given = {_get_flag(word) for word in further if word.startswith("--")}
+    kept: list[str] = []
+    dropped = False
+    for word in arguments:
+        if word.startswith("--"):
+            dropped = _get_flag(word) in given
+        if not dropped:
+            kept.append(word)
+    return kept
+
+
+def _get_flag(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
 
 
 def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
