@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -232,9 +233,23 @@ def test_what_is_not_contained_is_not_run(folder, monkeypatch):
     ],
 )
 def test_endless_scripts_end(text):
-    with pytest.raises(ConfigError, match="no training within 1 seconds"):
-        trace_script(text, "run.sh", parameters=[], environment={}, training=TRAINING, seconds=1)
+    """A limit of time or of memory ends them, whichever is reached first."""
+    start = time.monotonic()
+    run_contained(text)
+    assert time.monotonic() - start < 30
     assert list_processes() == set()
+
+
+def test_script_that_does_not_end_is_an_error():
+    with pytest.raises(ConfigError, match="no training within 1 seconds"):
+        trace_script(
+            "while :; do :; done",
+            "run.sh",
+            parameters=[],
+            environment={},
+            training=TRAINING,
+            seconds=1,
+        )
 
 
 def test_loop_that_starts_training_again_ends_with_the_first_start(folder):
