@@ -1,6 +1,6 @@
 """Execution of a script's assignments and control flow, and of nothing else.
 
-Three layers hold, each one without the others:
+Three layers contain it. The first one holds for any script, also without the other two:
 
 1. The operating system. The shell may open no file descriptor, start no process and write no file,
    and it has limits of time and memory. `RLIMIT_NOFILE` 0 ends `>`, `<`, pipes, here-documents,
