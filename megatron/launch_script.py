@@ -1,28 +1,61 @@
-"""Reader of the training command in a Slurm or shell script. Nothing is executed.
+"""Reader of the training command in a Slurm or shell script.
 
-Invariant: the result is what the shell would pass to the training script, as far as it follows from
-assignments in the script itself. Understood are VAR=..., export, +=, arrays, "$VAR", ${VAR},
-${VAR:-default}, line continuations and bash -c "... $CMD". Branches are not followed. The last
-assignment before the command applies. Variables that only the environment sets stay as written, and
-are listed as unresolved.
+Invariant: no command of the script is executed. The result is what the shell would pass to the
+training script, as far as it follows from assignments in the script and in the environment.
+
+`read_launch_script` reads the script as text. The commands are read in order: every branch is
+read, and the last assignment before the training command applies. A loop is read once, with its
+first value. `expand_launch_script` follows the control flow instead, in a contained shell.
+
+What is not known without execution stays as it is written, and is named in the result.
 """
 
 import re
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.errors import ConfigError
+from megatron.shell.arithmetic import NotStaticError
+from megatron.shell.rewrite import SCRIPT_READERS, SHELLS, rewrite_script
+from megatron.shell.sandbox import trace_script
+from megatron.shell.syntax import (
+    NAME,
+    AndOr,
+    Arithmetic,
+    ArithmeticFor,
+    Block,
+    Case,
+    For,
+    Function,
+    Group,
+    If,
+    Node,
+    Pipeline,
+    Redirection,
+    Simple,
+    While,
+    parse_script,
+)
+from megatron.shell.values import Unknown, Values
 
-TRAINING_SCRIPT = re.compile(r"pretrain_\w+\.py$")
-ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly|then|else|do)\s+)*([A-Za-z_]\w*)(\+?)=")
-VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^}]*))?\})")
-HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-# An unquoted operator ends the words of a command.
-OPERATORS = frozenset("|&;<>")
+# The programs of Megatron and its descendants, and of fms-fsdp. `main.py` is that of llm-baselines.
+TRAINING_SCRIPT = re.compile(r"(?:^|[/\s])(?:(?:pretrain|finetune|main_training)\w*|main)\.py$")
+# A command line within one word, as after bash -c.
+TRAINING_SCRIPT_WITHIN = re.compile(
+    r"(?:^|[/\s])(?:(?:pretrain|finetune|main_training)\w*|main)\.py(?=[\s\"'])"
+)
+# The same for the contained shell.
+TRAINING_IN_SHELL = r"[/ ](((pretrain|finetune|main_training)[A-Za-z0-9_]*)|src/main)\.py[ \"']"
+EXPECTED_COMMAND = (
+    "expected a command with pretrain_gpt.py, main_training_llama.py or src/main.py and its "
+    "arguments. If another script starts it, plan that one."
+)
 # Scripts print their own command line with these. Such a line starts no training.
-SILENT_COMMANDS = ("echo", "printf")
+SILENT_COMMANDS = frozenset(["echo", "printf", "cat", "sed", "grep", "ls", "cp", "vim", "tee", "["])
+DECLARATIONS = frozenset(["export", "declare", "typeset", "local", "readonly"])
+DEPTH_LIMIT = 20
 
 
 @dataclass(frozen=True)
@@ -30,14 +63,23 @@ class LaunchScript:
     """The training command of a script.
 
     `arguments` are those of the training script. `nodes` and `devices_per_node` are the world that
-    the script asks for, or None if it does not name them. `unresolved` are the names of variables
-    that the arguments use but the script does not set.
+    the script asks for, or None if it does not name them.
+
+    The rest names what the arguments use and what is not known here. `unresolved` are variables
+    that the script does not set, `commands` are substitutions that only an execution answers, and
+    `parameters` are arguments of the script, such as `1` or `@`. `branches` are variables that the
+    script sets in a branch or a loop. `documents` are the files that the script writes itself, such
+    as a DeepSpeed JSON, by name.
     """
 
     arguments: tuple[str, ...]
     nodes: int | None
     devices_per_node: int | None
-    unresolved: tuple[str, ...]
+    unresolved: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
+    documents: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int | None:
@@ -47,31 +89,126 @@ class LaunchScript:
         return (self.nodes or 1) * self.devices_per_node
 
 
-def read_launch_script(path: Path) -> LaunchScript:
+def read_launch_script(
+    path: Path,
+    *,
+    parameters: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LaunchScript:
     """Find the training command in the script at `path`.
 
+    Args:
+        path: The script.
+        parameters: The script's arguments. None leaves `$1` as it is written.
+        environment: The variables that the script inherits.
+
     Raises:
-        ConfigError: The file cannot be read, a quote is not closed, or no pretrain_*.py is started.
+        ConfigError: The file cannot be read, a quote is not closed, or no training is started.
+    """
+    text = read_text(path)
+    inherited = build_environment(text, environment or {})
+    values = Values.build(str(path), inherited, None if parameters is None else list(parameters))
+    reader = _Reader(values)
+    reader.read(parse_script(text, str(path)))
+    return add_slurm_request(reader.build(), text)
+
+
+def expand_launch_script(
+    path: Path, *, parameters: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> LaunchScript:
+    """Find the training command by following the control flow of the script at `path`.
+
+    A contained shell carries out assignments and control flow. No command runs, no file is opened
+    and no redirection is made. Unset variables are empty, as in bash. `unresolved` names them.
+
+    Args:
+        path: The script.
+        parameters: The script's arguments.
+        environment: The variables that the script inherits.
+
+    Raises:
+        ConfigError: The file cannot be read, the shell cannot be contained, or no training is
+            started.
+    """
+    text = read_text(path)
+    source = str(path)
+    inherited = build_environment(text, environment or {})
+    marks = Values(source)
+    trace = trace_script(
+        rewrite_script(
+            parse_script(text, source), source, lambda part: marks.mark("command", part, part)
+        ),
+        source,
+        parameters=parameters,
+        environment=inherited,
+        training=TRAINING_IN_SHELL,
+    )
+    for words, exported in trace.commands:
+        reader = _Reader(Values(source, parameters=[], unknown=marks.unknown), trace.documents)
+        reader.read(parse_script(exported, source))
+        reader.find_training(list(words))
+        if reader.has_found():
+            unset = _find_unset_variables(path, parameters, inherited)
+            return add_slurm_request(replace(reader.build(), unresolved=unset), text)
+    if trace.exit_line is not None:
+        raise ConfigError(
+            f"{path}:{trace.exit_line}: the script ends here (exit) before it starts training. "
+            "Give the arguments or set the variables that it checks, or plan without --expand."
+        )
+    raise ConfigError(f"{path} starts no training script: {EXPECTED_COMMAND}")
+
+
+def _find_unset_variables(
+    path: Path, parameters: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the variables of the training command that nothing sets, by reading the text."""
+    try:
+        as_text = read_launch_script(path, parameters=parameters, environment=environment)
+    except ConfigError:
+        # Only the control flow leads to the training command.
+        return ()
+    return as_text.unresolved
+
+
+def read_text(path: Path) -> str:
+    """Return the text of the script at `path`.
+
+    Raises:
+        ConfigError: It cannot be read.
     """
     try:
-        text = path.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
-    shell = _Shell(str(path))
+
+
+def build_environment(text: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the script `text` inherits, with those that Slurm sets for it.
+
+    Slurm sets them from the request in the script's header.
+    """
     nodes, devices = _read_slurm_request(text)
-    # Slurm sets these variables from the request, so the script may use them without setting them.
-    for name, value in (
+    requested = (
         ("SLURM_NNODES", nodes),
         ("SLURM_JOB_NUM_NODES", nodes),
         ("SLURM_GPUS_ON_NODE", devices),
-    ):
-        if value is not None:
-            shell.variables[name] = str(value)
-    found = parse_command(shell.find_training_command(text))
-    unresolved = tuple(sorted({*found.unresolved, *shell.dropped}))
-    # The request to Slurm has priority over the launcher's options, which may be variables.
-    return LaunchScript(
-        found.arguments, nodes or found.nodes, devices or found.devices_per_node, unresolved
+    )
+    return {
+        **environment,
+        **{name: str(value) for name, value in requested if value is not None},
+    }
+
+
+def add_slurm_request(found: LaunchScript, text: str) -> LaunchScript:
+    """Return the training command with the world that the header of the script `text` asks for.
+
+    It has priority over the launcher's options, which may be variables.
+    """
+    nodes, devices = _read_slurm_request(text)
+    return replace(
+        found,
+        nodes=nodes or found.nodes,
+        devices_per_node=devices or found.devices_per_node,
     )
 
 
@@ -80,18 +217,23 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
 
     Without a training script, all words are arguments.
     """
-    script = next((i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)), -1)
+    script = _find_script(words)
     launcher = list(words[: max(0, script)])
-    arguments = tuple(words[script + 1 :])
-    unresolved = {
-        first or second for word in arguments for first, second, *_ in VARIABLE.findall(word)
-    }
     return LaunchScript(
-        arguments=arguments,
-        nodes=_read_launcher_option(launcher, "nnodes"),
-        devices_per_node=_read_launcher_option(launcher, "nproc-per-node"),
-        unresolved=tuple(sorted(unresolved)),
+        arguments=tuple(words[script + 1 :]),
+        nodes=_read_launcher_option(launcher, "nnodes", "num-nodes"),
+        devices_per_node=_read_launcher_option(launcher, "nproc-per-node", "num-gpus"),
     )
+
+
+def _find_script(words: Sequence[str]) -> int:
+    """Return the index of the training script, or -1.
+
+    The first such word counts, but `main.py` only if there is no other. Arguments may name files.
+    """
+    found = [i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)]
+    named = [i for i in found if not words[i].endswith("main.py")]
+    return (named or found or [-1])[0]
 
 
 def _read_slurm_request(text: str) -> tuple[int | None, int | None]:
@@ -122,280 +264,326 @@ def _parse_last_number(text: str | None) -> int | None:
     return None
 
 
-def _read_launcher_option(words: list[str], name: str) -> int | None:
-    """Return the integer value of torchrun's --NAME.
+def _read_launcher_option(words: list[str], *names: str) -> int | None:
+    """Return the integer value of torchrun's --NAME, or of another launcher's name for it.
 
     The name may be spelled with dashes or underscores, and followed by '=' or a space.
     """
     for i, word in enumerate(words):
         option, _, value = word.replace("_", "-").partition("=")
-        if option == f"--{name}":
+        if option.removeprefix("--") in names and option.startswith("--"):
             return _parse_last_number(value or " ".join(words[i + 1 : i + 2]))
     return None
 
 
-class _StatementSplitter:
-    """Splits a script into the commands between newlines, semicolons, && and ||.
+def find_command_text(words: Sequence[str]) -> str | None:
+    """Return the command line that these words make a shell parse again, or None.
 
-    Continuation lines are joined. Comments and here-documents are left out.
+    That is the word after `bash -c`, and what follows `eval`.
     """
+    for i, word in enumerate(words):
+        if word == "eval" and i == 0:
+            return " ".join(words[1:])
+        if word.rpartition("/")[2] in SHELLS:
+            options = [o for o in words[i + 1 :] if re.fullmatch(r"-\w*c", o)]
+            if options:
+                start = list(words).index(options[0], i) + 1
+                return " ".join(words[start : start + 1])
+    return None
 
-    def __init__(self, text: str, source: str) -> None:
-        """Create a splitter of `text`. `source` is the script's name in messages."""
-        # The shell joins continuation lines before it looks at quotes and operators.
-        self._text = text.replace("\\\n", " ")
-        self._source = source
-        self._position = 0
-        self._start = 0
-        """Start of the current statement."""
-        self._quote = ""
-        """The quote character that is open, or nothing."""
-        self._depth = 0
-        """Number of parentheses that are open."""
-        self._heredoc = ""
-        """The word that ends the here-document which starts on the next line, or nothing."""
 
-    def split(self) -> Iterator[str]:
-        """Yield the statements.
+class _Reader:
+    """Reads the commands of a script in order and keeps the first one that starts training."""
+
+    def __init__(self, values: Values, documents: Mapping[str, str] | None = None) -> None:
+        self._values = values
+        self._functions: dict[str, Node] = {}
+        self._called: set[str] = set()
+        self._command: list[str] = []
+        """The words of the training command."""
+        self._in_assignment: list[str] = []
+        """The words of a training command that is the value of a variable."""
+        self._weak: list[str] = []
+        """The words of a command that starts a main.py, which another program may have too."""
+        self._branch_depth = 0
+        self._call_depth = 0
+        self._documents = dict(documents or {})
+        self._dependencies: dict[str, set[str]] = {}
+        """Variables of branches that each variable's value depends on."""
+        self._command_dependencies: set[str] = set()
+
+    def build(self) -> LaunchScript:
+        """Return the training command that was found.
 
         Raises:
-            ConfigError: A quote is not closed.
+            ConfigError: There is none.
         """
-        while self._position <= len(self._text):
-            char = self._get_char()
-            if self._quote:
-                self._read_quoted(char)
-            elif self._is_comment():
-                self._remove_comment()
-            elif self._text.startswith(("&&", "||"), self._position) and not self._depth:
-                yield self._take_statement(length=2)
-            elif char == "\n" or (char == ";" and not self._depth):
-                # Within parentheses a newline does not end the statement (arrays, subshells).
-                if not self._depth or self._is_at_end():
-                    yield self._take_statement(length=1)
-                else:
-                    self._position += 1
-                self._skip_heredoc(char)
-            else:
-                self._read_other(char)
-
-    def _is_at_end(self) -> bool:
-        return self._position == len(self._text)
-
-    def _get_char(self) -> str:
-        """Return the current character. A newline after the end closes the last statement."""
-        if self._is_at_end():
-            return "\n"
-        return self._text[self._position]
-
-    def _take_statement(self, length: int) -> str:
-        """Return the statement before the current position, and pass over its end of `length`."""
-        statement = self._text[self._start : self._position].strip()
-        self._position += length
-        self._start = self._position
-        return statement
-
-    def _read_quoted(self, char: str) -> None:
-        """Pass over one character within quotes."""
-        if char == "\\" and self._quote == '"':
-            self._position += 1
-        elif char == self._quote:
-            self._quote = ""
-        elif self._is_at_end():
+        if not self._command:
+            # Functions may be called in a way that is not known here, such as by their argument.
+            for name, body in list(self._functions.items()):
+                if name not in self._called and not self._command:
+                    self._read_node(body)
+        words = self._command or self._weak or self._in_assignment
+        if not words:
             raise ConfigError(
-                f"{self._source}: a {self._quote} is not closed; the statement begins "
-                f"with {self._text[self._start : self._start + 40]!r}."
+                f"{self._values.source} starts no training script: {EXPECTED_COMMAND}"
             )
-        self._position += 1
+        return self._render(words)
 
-    def _is_comment(self) -> bool:
-        """Return whether a comment starts here. Within a word, # is an ordinary character."""
-        before = self._text[self._position - 1 : self._position]
-        return self._get_char() == "#" and (self._position == 0 or before in " \t\n;(")
-
-    def _remove_comment(self) -> None:
-        """Remove the comment, but not the end of its line. The position stays."""
-        end = self._text.find("\n", self._position)
-        if end < 0:
-            end = len(self._text)
-        self._text = self._text[: self._position] + self._text[end:]
-
-    def _read_other(self, char: str) -> None:
-        """Pass over a character that neither ends a statement nor starts a comment."""
-        if char in "'\"":
-            self._quote = char
-        elif char == "\\":
-            # The next character is literal.
-            self._position += 1
-        elif char == "(":
-            self._depth += 1
-        elif char == ")":
-            self._depth = max(0, self._depth - 1)
-        elif char == "<" and (match := HEREDOC.match(self._text, self._position)):
-            self._heredoc = match[2]
-        self._position += 1
-
-    def _skip_heredoc(self, char: str) -> None:
-        """Pass over a here-document, whose start is the newline `char` that was just read."""
-        if char != "\n" or not self._heredoc:
-            return
-        word = re.compile(rf"^\s*{self._heredoc}\s*$", re.MULTILINE)
-        # The search starts at the newline itself, because `^` also matches after it.
-        end = word.search(self._text, self._position - 1)
-        if end:
-            self._position = end.end()
-        else:
-            self._position = len(self._text)
-        self._start = self._position
-        self._heredoc = ""
-
-
-@dataclass
-class _Shell:
-    """The assignments read so far.
-
-    Values are the shell's strings. An array is kept quoted for `shlex.split`. `dropped` has the
-    names of unset variables whose words disappear.
-    """
-
-    source: str
-    variables: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-
-    def find_training_command(self, text: str) -> list[str]:
-        """Return the words of the first command that starts a training script.
-
-        The launcher is included. If there is no such command, an assignment that contains one is
-        used.
-
-        Raises:
-            ConfigError: The script starts no training script, or a quote is not closed.
-        """
-        in_assignment: list[str] = []
-        for statement in _StatementSplitter(text, self.source).split():
-            rest = statement
-            # Several assignments may precede a command on the same line, as in A=1 B=2 command.
-            while match := ASSIGNMENT.match(rest):
-                value, rest = self._read_assigned_value(rest[match.end() :])
-                self.variables[match[1]] = (
-                    self.variables.get(match[1], "") + " " if match[2] else ""
-                ) + value
-                # BigScience's scripts build their command in CMD. It has priority over others.
-                if not in_assignment or match[1] == "CMD":
-                    in_assignment = _find_training_words([value]) or in_assignment
-            words = self._split_words(rest)
-            if (
-                words
-                and words[0] not in SILENT_COMMANDS
-                and (command := _find_training_words(words))
-            ):
-                return command
-        if not in_assignment:
-            raise ConfigError(
-                f"{self.source} starts no training script: expected a command with pretrain_gpt.py "
-                "and its arguments."
-            )
-        return in_assignment
-
-    def _read_assigned_value(self, text: str) -> tuple[str, str]:
-        """Return (value, text after it) for the text after 'NAME='."""
-        if text.startswith("("):
-            inside, _, rest = text[1:].rpartition(")")
-            return " ".join(shlex.quote(word) for word in self._split_words(inside)), rest
-        end = _find_end_of_word(text)
-        return self._remove_quotes(text[:end]), text[end:].lstrip()
-
-    def _split_words(self, text: str) -> list[str]:
-        """Split `text` into words as the shell does, up to a pipe, redirection or operator."""
-        words: list[str] = []
-        while text := text.lstrip():
-            if text[0] in OPERATORS or re.match(r"\d+[<>]", text):
-                break
-            end = _find_end_of_word(text)
+    def _render(self, words: list[str]) -> LaunchScript:
+        values = self._values
+        script = _find_script(words)
+        rendered = [values.render(word) for word in words[: script + 1]]
+        used: list[Unknown] = []
+        for word in words[script + 1 :]:
+            used += values.find_unknown(word)
             # After a flag, an unset variable stays as written. If it disappeared, the next flag
             # would be read as the value.
-            after_flag = bool(words) and words[-1].startswith("--") and "=" not in words[-1]
-            words += self._expand_word(text[:end], after_flag)
-            text = text[end:]
-        return words
+            after_flag = rendered[-1].startswith("--") and "=" not in rendered[-1]
+            if not values.is_dropped(word) or after_flag:
+                rendered.append(values.render(word))
 
-    def _expand_word(self, raw: str, after_flag: bool) -> list[str]:
-        """Return the words of one raw word after expansion.
+        def names(kind: str) -> tuple[str, ...]:
+            return tuple(sorted({unknown.name for unknown in used if unknown.kind == kind}))
 
-        An unquoted variable on its own splits into words. It gives none if it is unset.
-        """
-        match = VARIABLE.fullmatch(raw.strip('"'))
-        name = match and (match[1] or match[2])
-        if match and (match[3] or not raw.startswith('"')):
-            if name in self.variables or match[4] is not None:
-                return self._split(self.variables.get(name or "", match[4] or ""))
-            if not after_flag:
-                self.dropped.append(name or "")
-                return []
-        return [self._remove_quotes(raw)]
-
-    def _split(self, value: str) -> list[str]:
-        try:
-            return shlex.split(value)
-        except ValueError:
-            # Unbalanced quotes in a value. The shell splits at blanks and leaves the quotes.
-            return value.split()
-
-    def _remove_quotes(self, raw: str) -> str:
-        """Return a raw word without its quotes and with its variables expanded.
-
-        Variables in single quotes are not expanded.
-        """
-        parts = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[^'\"]+", raw, re.DOTALL)
-        return "".join(
-            part[1:-1] if part[0] == "'" else self._expand_variables(part.strip('"'))
-            for part in parts
+        return replace(
+            parse_command(rendered),
+            unresolved=names("variable"),
+            commands=tuple(sorted({values.render(name) for name in names("command")})),
+            parameters=names("argument"),
+            branches=tuple(sorted(self._command_dependencies)),
+            documents={values.render(k): values.render(v) for k, v in self._documents.items()},
         )
 
-    def _expand_variables(self, text: str) -> str:
-        def get_value(match: re.Match[str]) -> str:
-            if match[0].startswith("\\"):
-                # A backslash makes the next character literal, so "\$VAR" is no variable.
-                return match[0][1:]
-            name = match[1] or match[2]
-            default = match[4]
-            return self.variables.get(name, match[0] if default is None else default)
+    def read(self, block: Block) -> None:
+        """Read commands in order."""
+        for node in block:
+            if not self._command:
+                self._read_node(node)
 
-        return re.sub(r"\\[\s\S]|" + VARIABLE.pattern, get_value, text)
+    def _read_node(self, node: Node) -> None:
+        if isinstance(node, Simple):
+            self._read_simple(node)
+        elif isinstance(node, Function):
+            self._functions[node.name] = node.body
+        elif isinstance(node, Group):
+            self.read(node.body)
+        elif isinstance(node, Pipeline):
+            self.read(node.commands)
+        elif isinstance(node, Arithmetic):
+            self._evaluate(node.text)
+        else:
+            self._read_branches(node)
+
+    def _read_branches(self, node: Node) -> None:
+        """Read a command whose parts may run once, several times, or not at all."""
+        if isinstance(node, AndOr):
+            self._read_node(node.first)
+        elif isinstance(node, For):
+            self._assign_loop_variable(node)
+        elif isinstance(node, ArithmeticFor):
+            self._evaluate(node.header.partition(";")[0])
+        self._branch_depth += 1
+        for block in _iterate_branches(node):
+            self.read(block)
+        self._branch_depth -= 1
+
+    def _assign_loop_variable(self, node: For) -> None:
+        words = [word for raw in node.words or () for word in self._values.expand(raw)]
+        if len(words) != 1:
+            self._branch_depth += 1
+        self._values.read = set()
+        self._set(node.name, words[0] if words else "")
+        if len(words) != 1:
+            self._branch_depth -= 1
+
+    def _set(self, name: str, value: str) -> None:
+        self._values.variables[name] = value
+        self._note_assignment(name, keep=False)
+
+    def _note_assignment(self, name: str, *, keep: bool) -> None:
+        """Record which variables of branches the value of `name` depends on."""
+        found = set(self._dependencies.get(name, ())) if keep else set()
+        for read in self._values.read:
+            found |= self._dependencies.get(read, set())
+        if self._branch_depth:
+            found.add(name)
+        self._dependencies[name] = found
+
+    def _evaluate(self, text: str) -> None:
+        """Carry out an arithmetic command. Its assignments count, and its result does not."""
+        before = dict(self._values.variables)
+        try:
+            self._values.evaluate(self._values.expand_to_text(f'"{text}"'))
+        except NotStaticError:
+            return
+        for name, value in self._values.variables.items():
+            if before.get(name) != value:
+                self._note_assignment(name, keep=True)
+
+    def _assign(self, raw: str, *, exported: bool) -> None:
+        self._values.read = set()
+        name = self._values.assign(raw)
+        self._note_assignment(name, keep=raw.startswith((f"{name}+=", f"{name}[")))
+        if exported:
+            self._values.exported.add(name)
+        value = self._values.variables[name]
+        # BigScience's scripts build their command in CMD. It has priority over others.
+        if not isinstance(value, str) or not TRAINING_SCRIPT_WITHIN.search(value):
+            return
+        if not self._in_assignment or name == "CMD":
+            self._in_assignment = self._values.expand(f"${name}")
+            self._command_dependencies = set(self._dependencies[name])
+
+    def _read_simple(self, node: Simple) -> None:
+        for raw in node.assignments:
+            self._assign(raw, exported=bool(node.words))
+        if node.words and node.words[0] in DECLARATIONS:
+            self._declare(node.words)
+            return
+        self._values.read = set()
+        words = [word for raw in node.words for word in self._values.expand(raw)]
+        read = set(self._values.read)
+        if not words:
+            return
+        self._note_documents(words, node.redirections)
+        if words[0] in self._functions:
+            self._call(words)
+        elif words[0] == "set":
+            self._set_parameters(words)
+        elif words[0] == "shift":
+            count = int(words[1]) if words[1:] and words[1].isdigit() else 1
+            self._values.parameters = (self._values.parameters or [])[count:] or None
+        elif words[0] == "unset":
+            for name in words[1:]:
+                self._values.variables.pop(name, None)
+        elif words[0] in ("read", "mapfile", "readarray"):
+            self._mark_names(words)
+        else:
+            self.find_training(words, node.redirections, read)
+
+    def _declare(self, words: tuple[str, ...]) -> None:
+        """Carry out `export`, `declare` and their like."""
+        exported = words[0] == "export" or "-x" in words
+        for raw in words[1:]:
+            if "=" in raw and NAME.match(raw):
+                self._assign(raw, exported=exported)
+            elif exported and NAME.fullmatch(raw):
+                self._values.exported.add(raw)
+
+    def _mark_names(self, words: list[str]) -> None:
+        """Let the variables that `read` fills have no known value."""
+        for name in words[1:]:
+            if NAME.fullmatch(name):
+                text = self._values.mark("command", " ".join(words), f"${name}")
+                self._values.read = set()
+                self._set(name, text)
+
+    def _set_parameters(self, words: list[str]) -> None:
+        if "--" in words:
+            self._values.parameters = words[words.index("--") + 1 :]
+
+    def _call(self, words: list[str]) -> None:
+        """Read the body of a function with its arguments."""
+        if self._call_depth >= DEPTH_LIMIT:
+            return
+        before = self._values.parameters
+        self._values.parameters = words[1:]
+        self._called.add(words[0])
+        self._call_depth += 1
+        self._read_node(self._functions[words[0]])
+        self._call_depth -= 1
+        self._values.parameters = before
+
+    def _note_documents(self, words: list[str], redirections: Sequence[Redirection]) -> None:
+        """Note a file that the command writes from a text in the script."""
+        name = ""
+        text: str | None = None
+        for redirection in redirections:
+            if redirection.operator in (">", ">|", ">>"):
+                name = self._values.expand_to_text(redirection.target)
+            elif redirection.operator in ("<<", "<<-"):
+                text = self._expand_document(redirection)
+        if words[0] == "tee" and len(words) > 1:
+            name = words[-1]
+        elif words[0] == "echo":
+            text = " ".join(words[1:]) + "\n"
+        elif words[0] != "cat":
+            return
+        if name and text is not None:
+            self._documents[name] = text
+
+    def _expand_document(self, redirection: Redirection) -> str:
+        if redirection.is_literal:
+            return redirection.document
+        return self._values.expand_document(redirection.document)
+
+    def has_found(self) -> bool:
+        """Return whether a command that starts training was read."""
+        return bool(self._command or self._weak)
+
+    def find_training(
+        self,
+        words: list[str],
+        redirections: Sequence[Redirection] = (),
+        read: Collection[str] = (),
+    ) -> None:
+        """Keep `words` if they start training, or the command in them that does."""
+        name = words[0].rpartition("/")[2]
+        if name in SILENT_COMMANDS:
+            return
+        for redirection in redirections:
+            if redirection.operator in ("<<", "<<-") and name in SCRIPT_READERS:
+                self._read_text(self._expand_document(redirection))
+        text = find_command_text(words)
+        if text is not None:
+            self._read_text(text, keep_all=words[0] == "eval")
+        elif (script := _find_script(words)) >= 0:
+            if words[script].rpartition("/")[2] == "main.py" and not words[script].endswith(
+                "src/main.py"
+            ):
+                self._weak = self._weak or words
+            else:
+                self._command = words
+        else:
+            within = next((w for w in words if TRAINING_SCRIPT_WITHIN.search(w)), None)
+            if within is not None:
+                self._read_text(within)
+        if self._command or self._weak == words:
+            for variable in read:
+                self._command_dependencies |= self._dependencies.get(variable, set())
+
+    def _read_text(self, text: str, *, keep_all: bool = False) -> None:
+        """Read a command line that another shell would run. It has the exported variables only."""
+        if self._call_depth >= DEPTH_LIMIT:
+            return
+        values = self._values
+        before = values.variables
+        if not keep_all:
+            values.variables = {k: v for k, v in before.items() if k in values.exported}
+        self._call_depth += 1
+        # The text may be for another program, such as a remote shell with its own quoting.
+        with suppress(ConfigError):
+            self.read(parse_script(text, values.source))
+        self._call_depth -= 1
+        if not keep_all:
+            values.variables = before
 
 
-def _find_end_of_word(text: str) -> int:
-    """Return the index of the first blank or operator outside quotes, backticks and $( )."""
-    i = 0
-    quote = ""
-    depth = 0
-    while i < len(text):
-        char = text[i]
-        if char == "\\" and quote != "'":
-            i += 1
-        elif quote:
-            if char == quote:
-                quote = ""
-        elif char in "'\"`":
-            quote = char
-        elif char == "(":
-            depth += 1
-        elif char == ")":
-            depth = max(0, depth - 1)
-        elif not depth and (char.isspace() or char in OPERATORS):
-            return i
-        i += 1
-    return i
-
-
-def _find_training_words(words: list[str]) -> list[str]:
-    """Return `words` if they start a training script, and an empty list otherwise.
-
-    A word that is itself a command line, as after bash -c, is split and returned.
-    """
-    for word in words:
-        if TRAINING_SCRIPT.search(word):
-            return words
-        if re.search(r"pretrain_\w+\.py\s", word):
-            return _Shell("")._split_words(word)
-    return []
+def _iterate_branches(node: Node) -> Iterator[Block]:
+    """Yield the parts of a compound command that may not run, or may run several times."""
+    if isinstance(node, AndOr):
+        yield tuple(part for _, part in node.rest)
+    elif isinstance(node, If):
+        for condition, body in node.branches:
+            yield condition
+            yield body
+        yield node.otherwise
+    elif isinstance(node, While):
+        yield node.condition
+        yield node.body
+    elif isinstance(node, For | ArithmeticFor):
+        yield node.body
+    elif isinstance(node, Case):
+        for _, body, _ in node.items:
+            yield body

@@ -6,15 +6,26 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launch_script import parse_command, read_launch_script
+from megatron.launch_script import (
+    LaunchScript,
+    expand_launch_script,
+    parse_command,
+    read_launch_script,
+)
 
 SCRIPTS = Path(__file__).parent / "fixtures" / "slurm"
 
 
-def read(tmp_path: Path, text: str):
+def read(tmp_path: Path, text: str, **given) -> LaunchScript:
     path = tmp_path / "run.slurm"
     path.write_text(text)
-    return read_launch_script(path)
+    return read_launch_script(path, **given)
+
+
+def expand(tmp_path: Path, text: str, **given) -> LaunchScript:
+    path = tmp_path / "run.slurm"
+    path.write_text(text)
+    return expand_launch_script(path, **given)
 
 
 def value_of(arguments: tuple[str, ...], flag: str) -> str:
@@ -90,7 +101,7 @@ def test_slurm_variables_come_from_the_header(tmp_path):
         ("cd /x && python ./pretrain_gpt.py --a 1; echo done", ("--a", "1")),
         ("X=1 Y=2 python pretrain_gpt.py --a $X", ("--a", "1")),
         ("A=1\nA=2\npython pretrain_gpt.py --a $A", ("--a", "2")),
-        ("ARGS='--a 1'\nARGS+='--b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
+        ("ARGS='--a 1'\nARGS+=' --b 2'\npython pretrain_gpt.py $ARGS", ("--a", "1", "--b", "2")),
         (
             "python pretrain_gpt.py --a '$A' --b \"x y\" --c x\\ y",
             ("--a", "$A", "--b", "x y", "--c", "x y"),
@@ -116,6 +127,167 @@ def test_slurm_variables_come_from_the_header(tmp_path):
 )
 def test_forms_of_shell_commands(tmp_path, text, arguments):
     assert read(tmp_path, text + "\n").arguments == arguments
+
+
+# A comment ends with its line, whatever its last character is (BigScience's tr11-176B).
+COMMENT = r"""
+OUT=x
+# for 20h 1190, for 100h 5990
+#    --exit-duration-in-mins 1190 \
+ARGS=" \
+    --lr 6e-5 \
+    # within quotes this is text \
+    "
+python pretrain_gpt.py \
+    $ARGS --save $OUT
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (COMMENT, "--lr 6e-5 # within quotes this is text --save x"),
+        ("N=4\npython pretrain_gpt.py --a $((N * 2 + 1)) --b=$(( N>3 ? 1 : 0 ))", "--a 9 --b=1"),
+        ("((N = 3 ** 2))\nlet M=N+1\npython pretrain_gpt.py --a $N", "--a 9"),
+        ("python pretrain_gpt.py --a 1 &> log", "--a 1"),
+        ("python pretrain_gpt.py --a 1 &>> log &\nwait", "--a 1"),
+        ("python pretrain_gpt.py --a 1 2>&1 >log </dev/null", "--a 1"),
+        ("python pretrain_gpt.py >log --a 1 2>log", "--a 1"),
+        ("cat <<< python\npython pretrain_gpt.py --a 1\nA=2", "--a 1"),
+        ('read X <<< "$Y"\npython pretrain_gpt.py --a 1\nEOF=3', "--a 1"),
+        ("A=$((1 << 4))\npython pretrain_gpt.py --a $A", "--a 16"),
+        ("A=\"x 'y z'\"\npython pretrain_gpt.py $A", "x|'y|z'"),
+        ("A=('y z' w)\nA+=(--b 1)\npython pretrain_gpt.py \"${A[@]}\"", "y z|w|--b|1"),
+        ("A='a b'\npython pretrain_gpt.py --x=$A --y=\"$A\"", "--x=a|b|--y=a b"),
+        (
+            "A=runs/gpt.v2\npython pretrain_gpt.py --a ${A##*/} --b ${A%.*}",
+            "--a gpt.v2 --b runs/gpt",
+        ),
+        ("python pretrain_gpt.py --a {1,2}", "--a 1 2"),
+        ("export A=1\nB=2\nbash -c 'python pretrain_gpt.py --a $A --b $B'", "--a 1 --b $B"),
+        ("A=1\nbash -c \"python pretrain_gpt.py --a $A --b '\\$A'\"", "--a 1 --b $A"),
+        ("C='python pretrain_gpt.py --a 1'\neval $C", "--a 1"),
+        ("C='python pretrain_gpt.py --a 1'\necho $C\n$C 2>&1 | tee log", "--a 1"),
+        ("run() { python pretrain_gpt.py --a $1 \"${@:2}\"; }\nrun 5 --b 'x y'", "--a|5|--b|x y"),
+        ("sbatch <<EOF\n#!/bin/bash\nsrun python pretrain_gpt.py --a 1\nEOF", "--a 1"),
+        ("A=<Specify path and file prefix>\npython pretrain_gpt.py --a 1", "--a 1"),
+        ("ls pretrain_gpt.py\ndeepspeed --num_gpus 8 pretrain_gpt.py --a 1", "--a 1"),
+        ("torchrun main_training_llama.py --model_variant=7b", "--model_variant=7b"),
+        ("torchrun main_training.py --model_variant=7b", "--model_variant=7b"),
+        ("python src/main.py --config src/config/wide3.yaml", "--config src/config/wide3.yaml"),
+        ("python ./src/main.py --n_embd 768", "--n_embd 768"),
+        ("cd src\npython main.py --n_embd 768", "--n_embd 768"),
+        ("python main.py --x\npython pretrain_gpt.py --a 1", "--a 1"),
+        ("case $X in\n a) A=1 ;;\n *) A=2 ;;\nesac\npython pretrain_gpt.py --a $A", "--a 2"),
+    ],
+)
+def test_words_are_those_of_bash(tmp_path, text, arguments):
+    expected = arguments.split("|") if "|" in arguments else arguments.split()
+    assert read(tmp_path, text + "\n").arguments == tuple(expected)
+
+
+def test_variables_come_from_the_environment(tmp_path):
+    text = "B=$WORK/data\npython pretrain_gpt.py --a $B --b ${GBS:-256} $EXTRA\n"
+    environment = {"WORK": "/w", "GBS": "8", "EXTRA": "--c 1"}
+    found = read(tmp_path, text, environment=environment)
+    assert found.arguments == ("--a", "/w/data", "--b", "8", "--c", "1")
+    assert found.unresolved == ()
+    assert read(tmp_path, text).unresolved == ("EXTRA", "WORK")
+
+
+def test_what_is_not_known_is_named(tmp_path):
+    text = (
+        "D=$(date +%F)\nUNUSED=$(hostname)\nN=$(nproc)\nif [ $D ]; then A=1; fi\n"
+        "python pretrain_gpt.py --save x/$D --a $A --seed $1 --b $((N * 2)) --c $N $@\n"
+    )
+    found = read(tmp_path, text)
+    assert found.commands == ("$(date +%F)", "$(nproc)")
+    assert found.parameters == ("1", "@")
+    assert found.branches == ("A",)
+    assert found.arguments[:4] == ("--save", "x/$(date +%F)", "--a", "1")
+    assert found.arguments[4:8] == ("--seed", "$1", "--b", "$((N * 2))")
+    given = read(tmp_path, text, parameters=["7", "--d", "x y"])
+    assert given.parameters == ()
+    assert given.arguments[4:6] == ("--seed", "7")
+    # Without quotes $@ is split again, as in bash.
+    assert given.arguments[-4:] == ("7", "--d", "x", "y")
+
+
+@pytest.mark.parametrize("follow", [read, expand])
+def test_documents_that_the_script_writes(tmp_path, follow):
+    text = (
+        'S=1\nJ=./ds.$S.json\ncat <<EOT > $J\n{"stage": $S, "note": "\\$S \'x\'"}\nEOT\n'
+        "cat > literal.json <<'EOT'\n{\"stage\": $S}\nEOT\n"
+        'echo "{\\"a\\": $S}" > c.json\n'
+        "python pretrain_gpt.py --deepspeed_config $J\n"
+    )
+    found = follow(tmp_path, text)
+    assert found.arguments == ("--deepspeed_config", "./ds.1.json")
+    assert found.documents["./ds.1.json"] == '{"stage": 1, "note": "$S \'x\'"}\n'
+    assert found.documents["literal.json"] == '{"stage": $S}\n'
+    assert found.documents["c.json"].strip() == '{"a": 1}'
+
+
+CONTROL_FLOW = """
+set -euo pipefail
+size=${1:-small}
+declare -A unused
+function pick() {
+    local layers=2
+    case $1 in
+        small) layers=4 ;;
+        large | huge) layers=40 ;;
+    esac
+    LAYERS=$layers
+}
+pick "$size"
+if [[ $size == small && -z ${DEBUG:-} ]]; then LR=3e-4; else LR=1e-4; fi
+for path in a b c; do DATA="${DATA:-} 0.5 $path"; done
+i=0
+while (( i < 3 )); do i=$((i + 1)); done
+if [ $# -gt 2 ]; then
+    echo "usage" >&2
+    exit 1
+fi
+[ -f never.json ] && LR=0
+mkdir -p out || exit 3
+(cd out && touch x)
+torchrun --nproc_per_node 8 --nnodes=2 pretrain_gpt.py --num-layers $LAYERS --lr $LR \\
+    --data-path $DATA --seed $i --save "runs/$(date +%F)" "${@:2}" 2>&1 | tee out/log
+"""
+
+
+def test_control_flow_is_followed_on_request(tmp_path):
+    small = expand(tmp_path, CONTROL_FLOW)
+    assert small.arguments == (
+        *("--num-layers", "4", "--lr", "3e-4", "--data-path", "0.5", "a", "0.5", "b", "0.5", "c"),
+        *("--seed", "3", "--save", "runs/$(date +%F)"),
+    )
+    assert small.world_size == 16
+    assert small.commands == ("$(date +%F)",)
+    large = expand(tmp_path, CONTROL_FLOW, parameters=["large", "--fp16"])
+    assert large.arguments[:4] == ("--num-layers", "40", "--lr", "1e-4")
+    assert large.arguments[-1] == "--fp16"
+    debug = expand(tmp_path, CONTROL_FLOW, environment={"DEBUG": "1"})
+    assert debug.arguments[2:4] == ("--lr", "1e-4")
+    with pytest.raises(ConfigError, match=r"run.slurm:\d+: the script ends here \(exit\)"):
+        expand(tmp_path, CONTROL_FLOW, parameters=["1", "2", "3"])
+    # Read as text, the last branch applies, which is named.
+    as_text = read(tmp_path, CONTROL_FLOW)
+    assert {"LR", "layers"} <= set(as_text.branches)
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.slurm"]
+
+
+def test_quoted_command_lines_are_followed_on_request(tmp_path):
+    text = (
+        "#SBATCH --nodes=3\n#SBATCH --gres=gpu:8\nexport LR=1e-4\n"
+        "CMD=\"pretrain_gpt.py --lr $LR --tokenizer 'a b' --nodes $SLURM_NNODES\"\n"
+    )
+    double = expand(tmp_path, text + 'srun bash -c "python $CMD"\n')
+    assert double.arguments == ("--lr", "1e-4", "--tokenizer", "a b", "--nodes", "3")
+    assert double.world_size == 24
+    single = expand(tmp_path, text + "export CMD\nsrun bash -c 'python $CMD' 2>&1 | tee log\n")
+    assert single.arguments == ("--lr", "1e-4", "--tokenizer", "'a", "b'", "--nodes", "3")
 
 
 def test_script_is_not_run(tmp_path):

@@ -3,20 +3,28 @@
     python tools/plan.py --world-size 384 --at 12695 31214 -- <arguments of pretrain_gpt.py>
     python tools/plan.py --world-size 8 --config run.yaml --lr 3e-4
     python tools/plan.py train/my-run/my-run.slurm
+    python tools/plan.py --expand scripts/train.sh small 8
 
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
-warnings. A script is read as text and never run.
+warnings.
+
+A script is read as text and never run. With --expand its assignments and control flow are carried
+out in a contained shell, which runs no command and opens no file. Words after the script that do
+not begin with '-' are the script's arguments.
 
 Exit code 0 means that the plan has no errors. Exit code 2 means that it has some.
 """
 
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +41,12 @@ from megatron.data.epochs import (
 )
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
-from megatron.launch_script import LaunchScript, parse_command, read_launch_script
+from megatron.launch_script import (
+    LaunchScript,
+    expand_launch_script,
+    parse_command,
+    read_launch_script,
+)
 from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
@@ -41,6 +54,7 @@ from megatron.plural import format_count
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
 
+SCRIPT_SUFFIXES = (".slurm", ".sh", ".sbatch", ".bash")
 SHOWN_SIZES = 8
 """A ramp-up with more batch sizes than this is shortened in the report."""
 
@@ -62,17 +76,25 @@ class PlanArguments:
     consumed_samples: int | None = None
     """Consumed samples at the resume that is planned. Batch sizes of a ramp-up before this position
     need not fit the grid. Default: the start of training, or unknown if the command has --load."""
+    expand: bool = False
+    """Follow the branches, loops and functions of a script. Without it, the last assignment before
+    the training command applies. Nothing runs, so values of $(...) stay unknown. A script that
+    cannot be contained is refused."""
     json: bool = False
     """Print JSON instead of text."""
 
 
 @dataclass(frozen=True)
 class CommandSource:
-    """The training arguments, the world size found with them, and remarks on how they were read."""
+    """The training arguments, the world size found with them, and remarks on how they were read.
+
+    `documents` are the files that the script writes before it starts training, by name.
+    """
 
     arguments: tuple[str, ...]
     world_size: int | None
     warnings: tuple[str, ...] = ()
+    documents: Mapping[str, str] = field(default_factory=dict)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,22 +104,31 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _plan(options, training)
     except MegatronError as failure:
-        if options.json:
-            # Programs read this output. They find the same keys whether or not the command line can
-            # be planned.
-            empty: dict[str, Any] = {
-                "parameters": None,
-                "data_parallel_size": None,
-                "train_iters": None,
-                "at": [],
-                "warnings": [],
-                "flags_without_effect": [],
-            }
-            # A ConfigError with several problems lists them one per line after a headline.
-            head, *listed = str(failure).split("\n  - ")
-            print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return _report_failure(failure, options, ())
+
+
+def _report_failure(
+    failure: MegatronError, options: PlanArguments, warnings: tuple[str, ...]
+) -> int:
+    """Print why there is no plan, after `warnings`, and return the exit code."""
+    if options.json:
+        # Programs read this output. They find the same keys whether or not the command line can
+        # be planned.
+        empty: dict[str, Any] = {
+            "parameters": None,
+            "data_parallel_size": None,
+            "train_iters": None,
+            "at": [],
+            "warnings": list(warnings),
+            "flags_without_effect": [],
+        }
+        # A ConfigError with several problems lists them one per line after a headline.
+        head, *listed = str(failure).split("\n  - ")
+        print(json.dumps({**empty, "errors": listed or [head]}, indent=1))
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"error: {failure}", file=sys.stderr)
+    return 2
 
 
 def _plan(options: PlanArguments, training: list[str]) -> int:
@@ -106,7 +137,42 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(
             f"--at {' '.join(map(str, negative))}: an iteration must be at least 0, the start."
         )
-    source = read_source(training)
+    source = read_source(training, expand=options.expand)
+    with _write_documents(source) as arguments:
+        try:
+            return _plan_source(options, replace(source, arguments=arguments))
+        except MegatronError as failure:
+            # A value that the script leaves open may be the cause.
+            return _report_failure(failure, options, source.warnings)
+
+
+@contextmanager
+def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
+    """Write the documents that the arguments name to a temporary folder.
+
+    Yields:
+        The arguments with the files' names there.
+    """
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        paths: dict[str, str] = {}
+        for number, (name, text) in enumerate(source.documents.items()):
+            # Two documents may have one name in two folders.
+            path = Path(folder) / str(number) / (Path(name).name or "document")
+            if any(name in (word, word.partition("=")[2]) for word in source.arguments):
+                path.parent.mkdir()
+                path.write_text(text)
+                paths[name] = str(path)
+        yield tuple(_rename_document(word, paths) for word in source.arguments)
+
+
+def _rename_document(word: str, paths: dict[str, str]) -> str:
+    flag, mark, value = word.partition("=")
+    if mark and value in paths:
+        return f"{flag}={paths[value]}"
+    return paths.get(word, word)
+
+
+def _plan_source(options: PlanArguments, source: CommandSource) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
     warnings = [*source.warnings, *loaded.warnings]
@@ -175,7 +241,7 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--json", "--no-json", "--help", "-h"):
+        if name in ("--json", "--no-json", "--help", "-h", "--expand", "--no-expand"):
             own.append(word)
         elif name in ("--world-size", "--consumed-samples"):
             # The value is attached with '=', or it is the next word.
@@ -195,31 +261,103 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, training + (after or [])
 
 
-def read_source(training: list[str]) -> CommandSource:
+def read_source(training: list[str], *, expand: bool = False) -> CommandSource:
     """Find the arguments of pretrain_gpt.py in a command line, a script or a YAML file.
 
+    Args:
+        training: The words of the command line that belong to the training command.
+        expand: Follow the script's control flow in a contained shell.
+
     Raises:
-        ConfigError: The file cannot be read or has no training command.
+        ConfigError: The file cannot be read or has no training command, the shell cannot be
+            contained, or `expand` is set without a script.
     """
     if training and not training[0].startswith("-"):
         first = Path(training[0])
     else:
         first = None
+    is_script = first is not None and first.suffix in SCRIPT_SUFFIXES
+    if expand and not is_script:
+        raise ConfigError(
+            "--expand needs a script as the first argument, a file that ends in "
+            f"{' or '.join(SCRIPT_SUFFIXES)}."
+        )
     if first is not None and first.suffix in (".yaml", ".yml"):
         return CommandSource(("--config", *training), None)
     # Anything that is no file with a known suffix is part of the training command itself.
-    if first is None or first.suffix not in (".slurm", ".sh", ".sbatch", ".bash"):
+    if first is None or not is_script:
         return _build_source(parse_command(training), ())
-    return _build_source(read_launch_script(first), tuple(training[1:]))
+    parameters = list(takewhile(lambda word: not word.startswith("-"), training[1:]))
+    further = tuple(training[1 + len(parameters) :])
+    if expand:
+        found = expand_launch_script(first, parameters=parameters, environment=os.environ)
+    else:
+        found = read_launch_script(first, parameters=parameters or None, environment=os.environ)
+    return _build_source(found, further, script=first, expanded=expand)
 
 
-def _build_source(command: LaunchScript, further: tuple[str, ...]) -> CommandSource:
-    # Variables without a value stay as text, so the user must see which they are.
-    unset = ", ".join(f"${name}" for name in command.unresolved)
-    warnings: tuple[str, ...] = ()
-    if unset:
-        warnings = (f"variables without a value here stay as they are written: {unset}.",)
-    return CommandSource((*command.arguments, *further), command.world_size, warnings)
+def _build_source(
+    command: LaunchScript,
+    further: tuple[str, ...],
+    *,
+    script: Path | None = None,
+    expanded: bool = False,
+) -> CommandSource:
+    return CommandSource(
+        (*_drop_flags(command.arguments, further), *further),
+        command.world_size,
+        tuple(_describe_unknown(command, script, expanded)),
+        command.documents,
+    )
+
+
+def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
+    """Return `arguments` without the flags that `further` gives again, and without their values.
+
+    The value of such a flag may be one that only an execution knows, which no type accepts.
+    """
+    given = {_get_flag(word) for word in further if word.startswith("--")}
+    kept: list[str] = []
+    dropped = False
+    for word in arguments:
+        if word.startswith("--"):
+            dropped = _get_flag(word) in given
+        if not dropped:
+            kept.append(word)
+    return kept
+
+
+def _get_flag(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
+def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
+    """Yield one remark for each kind of value that the script leaves open, with the way out."""
+    if command.unresolved:
+        unset = ", ".join(f"${name}" for name in command.unresolved)
+        first = command.unresolved[0]
+        fate = "are empty, as in bash" if expanded else "stay as they are written"
+        yield (
+            f"variables without a value here {fate}: {unset}. Set them in the environment, as in "
+            f"{first}=... megatron-plan {script}."
+        )
+    if command.parameters:
+        names = ", ".join(f"${name}" for name in command.parameters)
+        yield (
+            f"{names}: the script needs arguments. Write them after its name: "
+            f"megatron-plan {script} ARGUMENT ..."
+        )
+    if command.commands:
+        yield (
+            f"these need execution and stay as they are written: {', '.join(command.commands)}. "
+            f"Repeat their flags with a value: megatron-plan {script} --flag VALUE."
+        )
+    if command.branches and not expanded:
+        names = ", ".join(command.branches)
+        yield (
+            f"the script sets {names} in a branch or a loop. Here the last branch and the first "
+            "pass of a loop apply. --expand follows them."
+        )
 
 
 def build_json(

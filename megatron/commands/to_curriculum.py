@@ -23,6 +23,7 @@ Exit code 0 means success. Exit code 2 means that the old or the new command lin
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
     if first is not None and first.suffix in (".yaml", ".yml"):
         arguments = ["--config", *words]
     elif first is not None and first.suffix in (".slurm", ".sh", ".sbatch", ".bash"):
-        arguments = [*read_launch_script(first).arguments, *words[1:]]
+        arguments = [*read_launch_script(first, environment=os.environ).arguments, *words[1:]]
     else:
         arguments = list(parse_command(words).arguments)
     loaded = load_config(arguments, prog="to_curriculum.py")

@@ -10,7 +10,7 @@ from megatron.training.closing import close_within_limit
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
-from megatron.training.leaving import leave_with_error
+from megatron.training.leaving import leave_after_crash, leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
     build_roll_call,

@@ -352,3 +352,69 @@ def test_data_that_are_not_on_this_machine_have_no_epochs(capsys):
     planned = as_json(capsys, "--", *SMALL, "--data-path", "/nowhere/corpus")
     assert planned["training_data"] == []
     assert "is not on this machine" in "".join(planned["warnings"])
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:2
+case $1 in
+    small) LAYERS=4 ;;
+    *) LAYERS=8 ;;
+esac
+cat <<EOT > "ds.$SLURM_JOB_ID.json"
+{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+EOT
+SAVE=$(mktemp -d)
+srun python pretrain_gpt.py --num-layers $LAYERS --hidden-size 256 --num-attention-heads 4 \\
+    --seq-length 128 --micro-batch-size 2 --global-batch-size 16 --train-iters $((10 * 10)) \\
+    --lr $RATE --vocab-size 1000 --save $SAVE --deepspeed \\
+    --deepspeed_config "ds.$SLURM_JOB_ID.json" 2>&1 | tee log
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> Path:
+    for name in ("RATE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "run.slurm"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_expand_follows_the_branches_of_a_script(capsys, script, monkeypatch):
+    monkeypatch.setenv("RATE", "1e-3")
+    as_text = as_json(capsys, str(script))
+    assert as_text["train_iters"] == 100
+    assert as_text["world_size"] == 2
+    warnings = "\n".join(as_text["warnings"])
+    assert "the script sets LAYERS in a branch or a loop" in warnings
+    assert "these need execution and stay as they are written: $(mktemp -d)" in warnings
+    assert "ds." not in "\n".join(as_text["errors"])
+    small = as_json(capsys, "--expand", str(script), "small", "--train-iters", "50")
+    assert small["parameters"] < as_text["parameters"]
+    assert small["train_iters"] == 50
+    assert as_json(capsys, "--expand", str(script))["parameters"] == as_text["parameters"]
+    assert list(script.parent.iterdir()) == [script]
+
+
+def test_values_that_a_script_lacks_are_named_once_with_the_way_out(capsys, script):
+    script.write_text(SCRIPT.replace("LAYERS=8", "LAYERS=$2"))
+    assert plan.main([str(script), "--lr", "1e-3", "--num-layers", "4"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("variables without a value here stay as they are written") == 1
+    assert "Set them in the environment, as in RATE=... megatron-plan" in output
+    assert "$2: the script needs arguments" in output
+    # A script with its arguments has all of them.
+    assert plan.main([str(script), "large", "8", "--lr", "1e-3"]) == 0
+    assert "the script needs arguments" not in capsys.readouterr().out
+
+
+def test_document_of_a_script_is_the_deepspeed_configuration(capsys, script):
+    """The document's clipping contradicts the flag, so it was read."""
+    assert plan.main([str(script), "--lr", "1e-3", "--clip-grad", "0.25"]) == 2
+    assert "gradient_clipping" in capsys.readouterr().err
+
+
+def test_expand_needs_a_script(capsys):
+    assert plan.main(["--expand", *SMALL]) == 2
+    assert "--expand needs a script" in capsys.readouterr().err

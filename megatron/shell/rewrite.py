@@ -1,0 +1,306 @@
+"""Rewriting of a script to its assignments and its control flow.
+
+Every command becomes a call of `__plan_command`, which reports its words. Redirections, pipes,
+background processes and subshells disappear. A substitution becomes a mark that stands for it.
+
+This makes a script readable to `megatron/shell/sandbox.py`. It is not what contains the script: the
+sandbox holds for a script that is not rewritten at all.
+"""
+
+import re
+import shlex
+from collections.abc import Callable
+
+from megatron.errors import ConfigError
+from megatron.shell.syntax import (
+    AndOr,
+    Arithmetic,
+    ArithmeticFor,
+    Block,
+    Case,
+    For,
+    Function,
+    Group,
+    If,
+    Node,
+    Pipeline,
+    Redirection,
+    Simple,
+    Test,
+    While,
+    find_end_of_arithmetic,
+    find_end_of_braces,
+    find_end_of_substitution,
+)
+
+# Builtins that only change the shell's own state.
+KEPT = frozenset(
+    [
+        "export",
+        "declare",
+        "typeset",
+        "local",
+        "readonly",
+        "unset",
+        "shift",
+        "let",
+        "getopts",
+        "return",
+        "break",
+        "continue",
+        "test",
+        "[",
+        ":",
+        "true",
+        "false",
+    ]
+)
+# These only print, or fill variables from a file.
+WITHOUT_EFFECT = frozenset(["echo", "printf", "read", "mapfile", "readarray", "cd", "trap"])
+SHELLS = frozenset(["bash", "sh", "zsh"])
+# These read a script from a here-document.
+SCRIPT_READERS = frozenset([*SHELLS, "sbatch", "srun", "qsub", "ssh"])
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)
+
+
+def rewrite_script(block: Block, source: str, mark: Callable[[str], str]) -> str:
+    """Return the script that has only the assignments and the control flow of `block`.
+
+    Args:
+        block: The commands.
+        source: The script's name in messages.
+        mark: Returns the characters that stand for a substitution, which is given as it is written.
+
+    Raises:
+        ConfigError: A name or a construct has no counterpart.
+    """
+    rewriter = _Rewriter(source, mark)
+    rewriter.note_functions(block)
+    return rewriter.write_block(block)
+
+
+class _Rewriter:
+    def __init__(self, source: str, mark: Callable[[str], str]) -> None:
+        self._source = source
+        self._mark = mark
+        self._functions: set[str] = set()
+
+    def note_functions(self, block: Block) -> None:
+        """Note the functions of the whole script, because they may be called before they appear."""
+        for node in block:
+            if isinstance(node, Function):
+                if not FUNCTION_NAME.fullmatch(node.name):
+                    raise ConfigError(
+                        f"{self._source}: --expand cannot follow the function {node.name!r}; "
+                        "rename it, or plan without --expand."
+                    )
+                self._functions.add(node.name)
+            for inner in _list_blocks(node):
+                self.note_functions(inner)
+
+    # ---- commands ----
+
+    def write_block(self, block: Block) -> str:
+        """Return the commands of a block, one a line. bash refuses an empty block."""
+        return "\n".join(self._write(node) for node in block) or ":"
+
+    def _write(self, node: Node) -> str:
+        if isinstance(node, Simple):
+            return self._write_simple(node)
+        if isinstance(node, AndOr):
+            rest = (f" {operator} {self._write(part)}" for operator, part in node.rest)
+            return self._write(node.first) + "".join(rest)
+        if isinstance(node, Pipeline):
+            return ("! " if node.negated else "") + self._write_braces(node.commands)
+        if isinstance(node, Group):
+            return self._write_braces(node.body)
+        if isinstance(node, Test):
+            return f"[[ {self.rewrite_word(node.text)} ]]"
+        if isinstance(node, Arithmetic):
+            if _needs_execution(node.text):
+                return ":"
+            return f"(( {node.text} ))"
+        if isinstance(node, Function):
+            return f"__plan_call_{node.name}() {self._write_braces((node.body,))}"
+        return self._write_compound(node)
+
+    def _write_braces(self, block: Block) -> str:
+        return f"{{\n{self.write_block(block)}\n}}"
+
+    def _write_compound(self, node: If | While | For | ArithmeticFor | Case) -> str:
+        if isinstance(node, If):
+            keywords = ["if", *["elif"] * (len(node.branches) - 1)]
+            parts = [
+                f"{keyword} {self.write_block(condition)}\nthen\n{self.write_block(body)}\n"
+                for keyword, (condition, body) in zip(keywords, node.branches, strict=True)
+            ]
+            return f"{''.join(parts)}else\n{self.write_block(node.otherwise)}\nfi"
+        if isinstance(node, Case):
+            items = (
+                f"({' | '.join(map(self.rewrite_word, patterns))})\n"
+                f"{self.write_block(body)}\n{end}\n"
+                for patterns, body, end in node.items
+            )
+            return f"case {self.rewrite_word(node.word)} in\n{''.join(items)}esac"
+        if isinstance(node, While):
+            head = f"{node.keyword} {self.write_block(node.condition)}"
+        elif isinstance(node, ArithmeticFor):
+            if _needs_execution(node.header):
+                raise ConfigError(
+                    f"{self._source}: --expand cannot follow the loop (({node.header})), which "
+                    "runs a command; plan without --expand."
+                )
+            head = f"for (({node.header}))"
+        elif node.words is None:
+            head = f"for {node.name}"
+        else:
+            head = f"for {node.name} in {' '.join(map(self.rewrite_word, node.words))}"
+        return f"{head}\ndo\n{self.write_block(node.body)}\ndone"
+
+    def _write_simple(self, node: Simple) -> str:
+        assignments = [self.rewrite_word(raw) for raw in node.assignments]
+        words = [self.rewrite_word(raw) for raw in node.words]
+        if not words:
+            return " ".join(assignments) or ":"
+        name = node.words[0]
+        if name in self._functions:
+            return " ".join([*assignments, f"__plan_call_{name}", *words[1:]])
+        document = self._write_document(name, words, node.redirections)
+        if document:
+            return document
+        if name == "exit":
+            return f"__plan_exit {node.line}"
+        if name == "set" and "--" in words:
+            return " ".join(words[:1]) + " " + " ".join(words[words.index("--") :])
+        if name in ("set", *WITHOUT_EFFECT):
+            return ":"
+        if name in KEPT and (name != "export" or len(words) > 1):
+            return " ".join([*assignments, *words])
+        return " ".join([*assignments, "__plan_command", *words])
+
+    def _write_document(
+        self, name: str, words: list[str], redirections: tuple[Redirection, ...]
+    ) -> str:
+        """Return the report of a text that becomes a file or another script, or nothing."""
+        target = ""
+        body: str | None = None
+        for redirection in redirections:
+            if redirection.operator in (">", ">|", ">>"):
+                target = self.rewrite_word(redirection.target)
+            elif redirection.operator in ("<<", "<<-") and redirection.is_literal:
+                body = shlex.quote(redirection.document)
+            elif redirection.operator in ("<<", "<<-"):
+                body = f'"{self._rewrite_document(redirection.document)}"'
+        if body is not None and name in SCRIPT_READERS:
+            return f"__plan_command bash -c {body}"
+        if name == "tee" and len(words) > 1:
+            target = words[-1]
+        elif name == "echo":
+            return f"__plan_document {target} {' '.join(words[1:])}" if target else ""
+        elif name != "cat":
+            return ""
+        if not target or body is None:
+            return ""
+        return f"__plan_document {target} {body}"
+
+    # ---- words ----
+
+    def rewrite_word(self, raw: str) -> str:
+        """Return a written word with its command substitutions as text."""
+        return self._rewrite(raw, quoted=False)
+
+    def _rewrite_document(self, body: str) -> str:
+        """Return a here-document's body as it is written between double quotes."""
+        pieces: list[str] = []
+        position = 0
+        while position < len(body):
+            end, text = self._rewrite_dollar(body, position, quoted=True)
+            if end > position:
+                pieces.append(text)
+                position = end
+            elif body[position] == "\\" and body[position + 1 : position + 2] in tuple("$`\\\n"):
+                pieces.append(body[position : position + 2])
+                position += 2
+            else:
+                pieces.append("\\" + body[position] if body[position] in '"\\' else body[position])
+                position += 1
+        return "".join(pieces)
+
+    def _rewrite(self, raw: str, *, quoted: bool) -> str:
+        pieces: list[str] = []
+        position = 0
+        while position < len(raw):
+            end, text = self._rewrite_dollar(raw, position, quoted=quoted)
+            if end > position:
+                pieces.append(text)
+                position = end
+                continue
+            end = position + 1
+            if raw[position] == "\\":
+                end = position + 2
+            elif raw[position] == "'" and not quoted:
+                end = raw.index("'", position + 1) + 1
+            elif raw.startswith("$'", position) and not quoted:
+                end = _find_end_of_c_string(raw, position + 2)
+            elif raw[position] == '"':
+                quoted = not quoted
+            elif raw.startswith(("<(", ">("), position) and not quoted:
+                end = find_end_of_substitution(raw, position + 2, self._source)
+                pieces.append(self._mark(raw[position:end]))
+                position = end
+                continue
+            pieces.append(raw[position:end])
+            position = end
+        return "".join(pieces)
+
+    def _rewrite_dollar(self, raw: str, position: int, *, quoted: bool) -> tuple[int, str]:
+        """Return the end and the new text of an expansion. Without one, the end is `position`."""
+        if raw[position] == "`":
+            end = position + 1
+            while end < len(raw) and raw[end] != "`":
+                end += 2 if raw[end] == "\\" else 1
+            return end + 1, self._mark(raw[position : end + 1])
+        if raw.startswith("$((", position):
+            end = find_end_of_arithmetic(raw, position + 3) + 2
+            if end > position:
+                text = raw[position:end]
+                if _needs_execution(text[3:-2]):
+                    text = self._mark(text)
+                return end, text
+        if raw.startswith("$(", position):
+            end = find_end_of_substitution(raw, position + 2, self._source)
+            return end, self._mark(raw[position:end])
+        if raw.startswith("${", position):
+            end = find_end_of_braces(raw, position + 2, self._source)
+            inside = self._rewrite(raw[position + 2 : end], quoted=quoted)
+            return end + 1, f"${{{inside}}}"
+        return position, ""
+
+
+def _needs_execution(text: str) -> bool:
+    return "$(" in text.replace("$((", "") or "`" in text
+
+
+def _find_end_of_c_string(raw: str, position: int) -> int:
+    while raw[position] != "'":
+        position += 2 if raw[position] == "\\" else 1
+    return position + 1
+
+
+def _list_blocks(node: Node) -> list[Block]:
+    """Return the blocks within a command."""
+    if isinstance(node, AndOr):
+        return [(node.first,), tuple(part for _, part in node.rest)]
+    if isinstance(node, Pipeline):
+        return [node.commands]
+    if isinstance(node, If):
+        return [block for branch in node.branches for block in branch] + [node.otherwise]
+    if isinstance(node, While):
+        return [node.condition, node.body]
+    if isinstance(node, For | ArithmeticFor | Group):
+        return [node.body]
+    if isinstance(node, Function):
+        return [(node.body,)]
+    if isinstance(node, Case):
+        return [body for _, body, _ in node.items]
+    return []
