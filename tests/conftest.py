@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,23 +12,31 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TESTS = Path(__file__).parent
 LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
 """The folders with most of the time, longest first. With several workers they start first."""
 
 
+def find_folder(node: str) -> str:
+    """Return the folder below `tests/` of a test, whose name is like tests/data/test_x.py::test."""
+    return node.split("::")[0].split("/")[1]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the longest folders first if several workers share the tests."""
+    if hasattr(config, "workerinput"):
+        order = {folder: rank for rank, folder in enumerate(LONG_FOLDERS)}
+        items.sort(key=lambda item: order.get(find_folder(item.nodeid), len(order)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each folder to one of xdist's workers, so that its fixtures are made once."""
-    if not hasattr(config, "workerinput"):
-        return
+    from xdist.scheduler import LoadScopeScheduling
 
-    def find_folder(item: pytest.Item) -> str:
-        return item.path.relative_to(TESTS).parts[0]
+    class FolderScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return find_folder(nodeid)
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(find_folder(item)))
-    order = {folder: rank for rank, folder in enumerate(LONG_FOLDERS)}
-    items.sort(key=lambda item: order.get(find_folder(item), len(order)))
+    return FolderScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ done
 # The tests start several processes at a time. With one thread each they do not compete for cores.
 export OMP_NUM_THREADS=1
 # Two workers share the folders of tests, see `tests/conftest.py`. While one waits the other works.
-workers=(-n 2 --dist loadgroup)
+workers=(-n 2 --no-loadscope-reorder)
 say "running the tests"
 # bash 4.3 and older report an empty array as unset under `set -u`, hence the `+` expansions.
 exec python -m pytest "${workers[@]}" ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
