@@ -7,7 +7,7 @@ this package.
 LOST_EXIT_CODE = 1
 """The exit code of a rank that cannot continue without another one.
 
-It is the code of a crash, because a restart may succeed.
+It is the same code as after a crash, because a restart may succeed.
 """
 
 

@@ -1,13 +1,14 @@
-"""Reader of the training command in a Slurm or shell script.
+"""Finds the training command in a Slurm or shell script.
 
-Invariant: no command of the script is executed. The result is what the shell would pass to the
-training script, as far as it follows from assignments in the script and in the environment.
+Invariant: no command of the script is executed. The result has the arguments that the shell would
+pass to the training script, as far as they follow from assignments in the script and in the
+environment.
 
-`read_launch_script` reads the script as text. The commands are read in order: every branch is
-read, and the last assignment before the training command applies. A loop is read once, with its
-first value. `expand_launch_script` follows the control flow instead, in a contained shell.
+`read_launch_script` reads the script as text. It reads the commands in order and enters every
+branch. The last assignment before the training command applies. A loop is read once, with its first
+value. `expand_launch_script` follows the control flow instead, in a contained shell.
 
-What is not known without execution stays as it is written, and is named in the result.
+A value that is known only at run time stays as it is written, and the result names it.
 """
 
 import re
@@ -40,19 +41,20 @@ from megatron.shell.syntax import (
 )
 from megatron.shell.values import Unknown, Values
 
-# The programs of Megatron and its descendants, and of fms-fsdp. `main.py` is that of llm-baselines.
+# The programs of Megatron, of trainers that derive from it, and of fms-fsdp. `main.py` is the
+# program of llm-baselines.
 TRAINING_SCRIPT = re.compile(r"(?:^|[/\s])(?:(?:pretrain|finetune|main_training)\w*|main)\.py$")
 # A command line within one word, as after bash -c.
 TRAINING_SCRIPT_WITHIN = re.compile(
     r"(?:^|[/\s])(?:(?:pretrain|finetune|main_training)\w*|main)\.py(?=[\s\"'])"
 )
-# The same for the contained shell.
+# The same as an extended regular expression, for the contained shell.
 TRAINING_IN_SHELL = r"[/ ](((pretrain|finetune|main_training)[A-Za-z0-9_]*)|src/main)\.py[ \"']"
 EXPECTED_COMMAND = (
     "expected a command with pretrain_gpt.py, main_training_llama.py or src/main.py and its "
     "arguments. If another script starts it, plan that one."
 )
-# Scripts print their own command line with these. Such a line starts no training.
+# Scripts use these to print their own command line. Such a command starts no training.
 SILENT_COMMANDS = frozenset(["echo", "printf", "cat", "sed", "grep", "ls", "cp", "vim", "tee", "["])
 DECLARATIONS = frozenset(["export", "declare", "typeset", "local", "readonly"])
 DEPTH_LIMIT = 20
@@ -62,14 +64,15 @@ DEPTH_LIMIT = 20
 class LaunchScript:
     """The training command of a script.
 
-    `arguments` are those of the training script. `nodes` and `devices_per_node` are the world that
-    the script asks for, or None if it does not name them.
+    `arguments` are those of the training script. `nodes` and `devices_per_node` are the number of
+    nodes and of devices that the script asks for, or None if it does not give them.
 
-    The rest names what the arguments use and what is not known here. `unresolved` are variables
-    that the script does not set, `commands` are substitutions that only an execution answers, and
-    `parameters` are arguments of the script, such as `1` or `@`. `branches` are variables that the
-    script sets in a branch or a loop. `documents` are the files that the script writes itself, such
-    as a DeepSpeed JSON, by name.
+    The next fields list parts of the arguments whose values are not known. `unresolved` has the
+    variables that the script does not set. `commands` has the substitutions whose results are known
+    only at run time. `parameters` has the arguments of the script, such as `1` or `@`.
+
+    `branches` has the variables that the script sets in a branch or a loop. `documents` has the
+    files that the script writes itself, such as a DeepSpeed JSON, by name.
     """
 
     arguments: tuple[str, ...]
@@ -99,7 +102,7 @@ def read_launch_script(
 
     Args:
         path: The script.
-        parameters: The script's arguments. None leaves `$1` as it is written.
+        parameters: The script's arguments. If None, `$1` stays as it is written.
         environment: The variables that the script inherits.
 
     Raises:
@@ -119,7 +122,8 @@ def expand_launch_script(
     """Find the training command by following the control flow of the script at `path`.
 
     A contained shell carries out assignments and control flow. No command runs, no file is opened
-    and no redirection is made. Unset variables are empty, as in bash. `unresolved` names them.
+    and nothing is redirected. Unset variables are empty, as in bash. The field `unresolved` of the
+    result names them.
 
     Args:
         path: The script.
@@ -153,7 +157,8 @@ def expand_launch_script(
     if trace.exit_line is not None:
         raise ConfigError(
             f"{path}:{trace.exit_line}: the script ends here (exit) before it starts training. "
-            "Give the arguments or set the variables that it checks, or plan without --expand."
+            "Give the arguments that it checks, set the variables that it checks, or plan without "
+            "--expand."
         )
     raise ConfigError(f"{path} starts no training script: {EXPECTED_COMMAND}")
 
@@ -161,11 +166,11 @@ def expand_launch_script(
 def _find_unset_variables(
     path: Path, parameters: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the variables of the training command that nothing sets, by reading the text."""
+    """Read the script as text, and return the variables of its training command that are unset."""
     try:
         as_text = read_launch_script(path, parameters=parameters, environment=environment)
     except ConfigError:
-        # Only the control flow leads to the training command.
+        # The training command can only be found by following the control flow.
         return ()
     return as_text.unresolved
 
@@ -200,9 +205,9 @@ def build_environment(text: str, environment: Mapping[str, str]) -> dict[str, st
 
 
 def add_slurm_request(found: LaunchScript, text: str) -> LaunchScript:
-    """Return the training command with the world that the header of the script `text` asks for.
+    """Return the training command with the nodes and devices that the script's header asks for.
 
-    It has priority over the launcher's options, which may be variables.
+    The header has priority over the launcher's options, which may be variables.
     """
     nodes, devices = _read_slurm_request(text)
     return replace(
@@ -229,7 +234,8 @@ def parse_command(words: Sequence[str]) -> LaunchScript:
 def _find_script(words: Sequence[str]) -> int:
     """Return the index of the training script, or -1.
 
-    The first such word counts, but `main.py` only if there is no other. Arguments may name files.
+    The first word that names a training script counts. A word `main.py` counts only if there is no
+    other, because it may be another program or an argument.
     """
     found = [i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word)]
     named = [i for i in found if not words[i].endswith("main.py")]
@@ -265,9 +271,9 @@ def _parse_last_number(text: str | None) -> int | None:
 
 
 def _read_launcher_option(words: list[str], *names: str) -> int | None:
-    """Return the integer value of torchrun's --NAME, or of another launcher's name for it.
+    """Return the integer value of a launcher's option, which has one of `names`.
 
-    The name may be spelled with dashes or underscores, and followed by '=' or a space.
+    The option may be spelled with hyphens or underscores, and followed by '=' or a space.
     """
     for i, word in enumerate(words):
         option, _, value = word.replace("_", "-").partition("=")
@@ -277,10 +283,7 @@ def _read_launcher_option(words: list[str], *names: str) -> int | None:
 
 
 def find_command_text(words: Sequence[str]) -> str | None:
-    """Return the command line that these words make a shell parse again, or None.
-
-    That is the word after `bash -c`, and what follows `eval`.
-    """
+    """Return the text that `bash -c TEXT` or `eval TEXT` would run as a command line, or None."""
     for i, word in enumerate(words):
         if word == "eval" and i == 0:
             return " ".join(words[1:])
@@ -304,12 +307,12 @@ class _Reader:
         self._in_assignment: list[str] = []
         """The words of a training command that is the value of a variable."""
         self._weak: list[str] = []
-        """The words of a command that starts a main.py, which another program may have too."""
+        """The words of a command that starts a main.py, which may be that of another program."""
         self._branch_depth = 0
         self._call_depth = 0
         self._documents = dict(documents or {})
         self._dependencies: dict[str, set[str]] = {}
-        """Variables of branches that each variable's value depends on."""
+        """Variable -> the variables set in branches that its value depends on."""
         self._command_dependencies: set[str] = set()
 
     def build(self) -> LaunchScript:
@@ -319,7 +322,7 @@ class _Reader:
             ConfigError: There is none.
         """
         if not self._command:
-            # Functions may be called in a way that is not known here, such as by their argument.
+            # A function may be called in a way that cannot be followed, such as by a name in `$1`.
             for name, body in list(self._functions.items()):
                 if name not in self._called and not self._command:
                     self._read_node(body)
@@ -337,8 +340,8 @@ class _Reader:
         used: list[Unknown] = []
         for word in words[script + 1 :]:
             used += values.find_unknown(word)
-            # After a flag, an unset variable stays as written. If it disappeared, the next flag
-            # would be read as the value.
+            # After a flag, an unset variable stays as it is written. If it were removed, the next
+            # flag would be read as the value.
             after_flag = rendered[-1].startswith("--") and "=" not in rendered[-1]
             if not values.is_dropped(word) or after_flag:
                 rendered.append(values.render(word))
@@ -376,7 +379,7 @@ class _Reader:
             self._read_branches(node)
 
     def _read_branches(self, node: Node) -> None:
-        """Read a command whose parts may run once, several times, or not at all."""
+        """Read a command whose parts may run once, several times or never."""
         if isinstance(node, AndOr):
             self._read_node(node.first)
         elif isinstance(node, For):
@@ -402,7 +405,10 @@ class _Reader:
         self._note_assignment(name, keep=False)
 
     def _note_assignment(self, name: str, *, keep: bool) -> None:
-        """Record which variables of branches the value of `name` depends on."""
+        """Record on which variables that are set in branches the value of `name` depends.
+
+        With `keep`, the assignment extends the value, so the earlier dependencies remain.
+        """
         found = set(self._dependencies.get(name, ())) if keep else set()
         for read in self._values.read:
             found |= self._dependencies.get(read, set())
@@ -411,7 +417,7 @@ class _Reader:
         self._dependencies[name] = found
 
     def _evaluate(self, text: str) -> None:
-        """Carry out an arithmetic command. Its assignments count, and its result does not."""
+        """Carry out the assignments of an arithmetic command. Its result is not used."""
         before = dict(self._values.variables)
         try:
             self._values.evaluate(self._values.expand_to_text(f'"{text}"'))
@@ -428,7 +434,7 @@ class _Reader:
         if exported:
             self._values.exported.add(name)
         value = self._values.variables[name]
-        # BigScience's scripts build their command in CMD. It has priority over others.
+        # BigScience's scripts build their command in CMD. It has priority over other variables.
         if not isinstance(value, str) or not TRAINING_SCRIPT_WITHIN.search(value):
             return
         if not self._in_assignment or name == "CMD":
@@ -463,7 +469,7 @@ class _Reader:
             self.find_training(words, node.redirections, read)
 
     def _declare(self, words: tuple[str, ...]) -> None:
-        """Carry out `export`, `declare` and their like."""
+        """Carry out `export`, `declare` and the other commands of DECLARATIONS."""
         exported = words[0] == "export" or "-x" in words
         for raw in words[1:]:
             if "=" in raw and NAME.match(raw):
@@ -472,7 +478,7 @@ class _Reader:
                 self._values.exported.add(raw)
 
     def _mark_names(self, words: list[str]) -> None:
-        """Let the variables that `read` fills have no known value."""
+        """Mark the values of the variables that `read` fills as unknown."""
         for name in words[1:]:
             if NAME.fullmatch(name):
                 text = self._values.mark("command", " ".join(words), f"${name}")
@@ -496,7 +502,7 @@ class _Reader:
         self._values.parameters = before
 
     def _note_documents(self, words: list[str], redirections: Sequence[Redirection]) -> None:
-        """Note a file that the command writes from a text in the script."""
+        """Record a file that the command writes from a text in the script."""
         name = ""
         text: str | None = None
         for redirection in redirections:
@@ -528,7 +534,7 @@ class _Reader:
         redirections: Sequence[Redirection] = (),
         read: Collection[str] = (),
     ) -> None:
-        """Keep `words` if they start training, or the command in them that does."""
+        """Keep `words` if they start training, or keep the command in them that does."""
         name = words[0].rpartition("/")[2]
         if name in SILENT_COMMANDS:
             return
@@ -554,7 +560,10 @@ class _Reader:
                 self._command_dependencies |= self._dependencies.get(variable, set())
 
     def _read_text(self, text: str, *, keep_all: bool = False) -> None:
-        """Read a command line that another shell would run. It has the exported variables only."""
+        """Read a command line that another shell would run with only the exported variables.
+
+        With `keep_all`, as for `eval`, it has all variables.
+        """
         if self._call_depth >= DEPTH_LIMIT:
             return
         values = self._values

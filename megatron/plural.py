@@ -1,4 +1,4 @@
-"""Numbers of things as text for people."""
+"""Formats a count and its noun as text for people."""
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:

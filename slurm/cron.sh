@@ -16,10 +16,10 @@ cron() {
     exec >>"$CRON/cron-$name.out" 2>&1
     echo "[$(date '+%Y-%m-%d %H:%M:%S')] cron-$name, job $SLURM_JOB_ID"
     # If another one is pending already, it continues the cycle. A second one would run everything
-    # twice. If squeue fails, one is submitted, because without any the cycle would end. Should there
-    # be two, the first of them finds the second one pending, and submits no other.
+    # twice. If squeue fails, a job is submitted, because without a pending job the cycle would end.
+    # If there are two jobs then, the first one finds the second one pending and submits no other.
     if ! pending=$(squeue --noheader --me --name="cron-$name" --states=PENDING); then
-        echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: squeue failed; cron-$name is submitted, and may run twice once"
+        echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: squeue failed; cron-$name is submitted again, and may run one time too many"
         pending=""
     fi
     if [[ -z $pending ]]; then
@@ -30,7 +30,7 @@ cron() {
     # A site may clear its queue. Then only the other cron can submit this one again.
     if [[ -d $CRON/cron.$other ]]; then
         age=$(($(date +%s) - $(cat "$CRON/cron.$other.last-run" 2>/dev/null || echo 0)))
-        # A failing squeue does not show that it was lost. The next run looks again.
+        # If squeue fails, it is unknown whether the other cron was lost. The next run checks again.
         if ((age > 3 * other_seconds)) && pending=$(squeue --noheader --me --name="cron-$other") && [[ -z $pending ]]; then
             echo "[$(date '+%Y-%m-%d %H:%M:%S')] ALERT: cron-$other was lost: it is not in the queue, and last ran $age s ago; submitted again"
             sbatch --output="$CRON/%x.out" "slurm/cron-$other.slurm"

@@ -37,8 +37,9 @@ unknown, which is an error.
 
 - A *renamed* flag works, and a warning gives the new name once. If a flag is listed with single
   values, the row holds for these values only. Other values are those of the flag of the same name
-  here, or errors. A flag that ends in `*` stands for all flags that start like it.
-- A *derived* flag gives a number from which, with other flags, a value here is computed.
+  here, or errors. A flag that ends in `*` stands for all flags with this beginning that have no
+  row of their own.
+- From a *derived* flag and other flags, a value here is computed. A warning gives the value.
 - A *harmless* flag changes no number. It gives one warning with the reason.
 - A *refused* flag is an error with the reason and an alternative.
 

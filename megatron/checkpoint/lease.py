@@ -33,7 +33,7 @@ STALE_SECONDS = 60.0
 Six heartbeats, so that a few late ones do not lose the lease.
 """
 _TEMPORARY = re.compile(re.escape(FILE) + r"\.[0-9a-f]{32}")
-"""Names of the temporary files that `_create` and `_take_over` make."""
+"""Pattern of the names of temporary files, which `_create` and `_take_over` make."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _read_start_time(pid: int) -> str | None:
     A zombie counts as ended, because it writes nothing.
 
     Raises:
-        OSError: If it cannot be read, or the process does not exist.
+        OSError: The process does not exist, or its start time cannot be read.
     """
     # The second field is the name of the program in parentheses, which may hold spaces and
     # parentheses. Only what follows the last one can be split. Field 0 is then the state
@@ -108,7 +108,7 @@ def _read_start_time(pid: int) -> str | None:
 
 
 def _read_own_start_time() -> str:
-    """Return the start time of this process. Empty without a /proc that can be read."""
+    """Return the start time of this process, or an empty string if /proc cannot be read."""
     try:
         return _read_start_time(os.getpid()) or ""
     except OSError:
@@ -153,7 +153,7 @@ class Lease:
             alive = None
             if other is None:
                 if not path.exists():
-                    # It was removed after the attempt to create ours.
+                    # Another process removed it after `_create` failed.
                     continue
                 who = "an unknown process"
             else:
@@ -166,7 +166,7 @@ class Lease:
                 )
                 alive = _watch_heartbeat(path, other)
                 if other is None and _read(path) is not None:
-                    # Its writer had not finished. Now it can be named.
+                    # Its writer has finished the file in the meantime, so the holder is known now.
                     continue
             if alive:
                 raise CheckpointError(
@@ -304,7 +304,7 @@ def _read(path: Path) -> LeaseHolder | None:
         return None
     if not isinstance(record, Mapping):
         return None
-    # A later version may have added fields. What is known of its holder still applies.
+    # A later version may have added fields. They are ignored, and the known ones are used.
     known: dict[str, Any] = {field.name: record.get(field.name) for field in fields(LeaseHolder)}
     # A dataclass does not check types. A number instead of a text would fail later, in the
     # comparison of processes.
@@ -328,8 +328,8 @@ def _is_process_alive(pid: int, started: str) -> bool | None:
     """Return whether a process of this host is alive. None if that cannot be known.
 
     Args:
-        pid: Its ID, which another process may have by now.
-        started: Its start time in clock ticks since the boot. Empty if it is not known.
+        pid: The ID of the process. Another process may have the same ID now.
+        started: The start time of the process in clock ticks since the boot. Empty if unknown.
     """
     try:
         os.kill(pid, 0)
@@ -407,12 +407,12 @@ def _take_over(path: Path, other: LeaseHolder | None) -> None:
 def _remove_leftovers(root: Path, me: LeaseHolder) -> None:
     """Remove the temporary files of runs that were killed while they took a lease.
 
-    A file may still belong to a run that starts at this moment. So it is removed only if its
-    process has ended, or if it has not changed for STALE_SECONDS. This run holds the lease.
+    The caller holds the lease. A temporary file may belong to a run that is starting now. So a file
+    is removed only if its process has ended, or if it has not changed for STALE_SECONDS.
     """
     # An error here must not end the run. The next start tries again.
     with contextlib.suppress(OSError):
-        # The lease was written just now, so its time shows the clock of the file system.
+        # The lease was written just now, so its change time is the file system's current time.
         now = os.stat(root / FILE).st_ctime
         for path in root.iterdir():
             if not _TEMPORARY.fullmatch(path.name):

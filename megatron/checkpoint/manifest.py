@@ -104,7 +104,7 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         found = record.get("format")
         digest = record.pop("digest", None)
         agrees = digest == _digest_of(record)
-    # Deeply nested text raises a RecursionError.
+    # Text that is nested too deeply raises a RecursionError.
     except (ValueError, AttributeError, RecursionError) as damage:
         raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
     # The number is only believed if the digest agrees, or if there is none, because every readable

@@ -361,7 +361,8 @@ class Saver:
         here = f"rank {self._ranks.rank} on {os.uname().nodename}"
         if isinstance(work.error, OSError | DamagedError):
             return StageOutcome(StageResult(), failure=f"{here}: {work.error}")
-        # The memory may be there at the next attempt. The training has its own memory already.
+        # The next attempt may find enough memory. Training can continue, because its own memory is
+        # allocated already.
         if is_out_of_memory(work.error):
             failure = f"{here}: not enough memory of the host to write the checkpoint: {work.error}"
             return StageOutcome(StageResult(), failure=failure.rstrip(": "))
@@ -485,5 +486,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # PyTorch has no class of its own for the memory of the host.
+    # PyTorch has no exception class for a lack of host memory.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

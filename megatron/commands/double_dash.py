@@ -1,4 +1,4 @@
-"""Command lines of which everything after `--` belongs to another program."""
+"""Splits command lines in which everything after `--` belongs to another program."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ def split_at_double_dash(argv: Sequence[str] | None) -> tuple[list[str], list[st
     tyro would refuse the flags of the other program, so they are separated first.
 
     Args:
-        argv: The command line. None means that of this process.
+        argv: The command line. Default: that of this process.
 
     Returns:
         The words before `--`.

@@ -6,8 +6,8 @@ r"""Keep a Hugging Face Hub repository in sync with a run's events, emissions, l
     python tools/hub_sync.py ... --checkpoints RUN --every 1500
                                                    push checkpoints to branches global_stepN, too
     python tools/hub_sync.py ... --dry-run         print what would be sent and deleted
-                                                   (without network or token: compared with the
-                                                   state of the last sync)
+                                                   (without network or token, the folder is
+                                                   compared with the state of the last sync)
 
 Only differences are sent. Logs that grow (.txt .log .out .err .jsonl) are stored as parts of at
 most 1 MiB, whose joined contents are the log. tools/follow_log.py follows them. A file that was
@@ -77,7 +77,8 @@ class HubSync:
     """Seconds without an answer after which one request fails."""
     dry_run: bool = False
     """Only list what would be sent and deleted. This needs neither network nor token. If the Hub
-    does not answer, or HF_HUB_OFFLINE is set, the state of the last sync takes its place."""
+    does not answer, or HF_HUB_OFFLINE is set, the folder is compared with the state of the last
+    sync."""
 
 
 def say(line: str) -> None:

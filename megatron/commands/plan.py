@@ -8,11 +8,11 @@
 The report has the model size, the grid, batches, the end of training, memory, FLOPs, errors and
 warnings.
 
-A script is read as text and never run. With --expand its assignments and control flow are carried
-out in a contained shell, which runs no command and opens no file. Words after the script that do
-not begin with '-' are the script's arguments.
+A script is read as text and never run. With --expand, a contained shell carries out its assignments
+and control flow. This shell runs no command and opens no file. Words after the script that do not
+begin with '-' are the script's arguments.
 
-Exit code 0 means that the plan has no errors. Exit code 2 means that it has some.
+Exit code 0 means that the plan has no errors. Exit code 2 means that it has errors.
 """
 
 import json
@@ -68,27 +68,27 @@ class PlanArguments:
     """
 
     world_size: int | None = None
-    """Number of processes (devices). Default: what the script or launcher asks for, otherwise as
-    many as one replica of the model needs."""
+    """Number of processes (devices). Default: the number that the script or launcher asks for,
+    otherwise the number that one replica of the model needs."""
     at: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ITER ...")] = field(default=())
     """Iterations to forecast. For each one the report has samples, tokens, batch size and the
     learning rate of the iteration's log line."""
     consumed_samples: int | None = None
-    """Consumed samples at the resume that is planned. Batch sizes of a ramp-up before this position
-    need not fit the grid. Default: the start of training, or unknown if the command has --load."""
+    """Number of samples that were consumed before the planned resume. Batch sizes of a ramp-up
+    before this position need not fit the grid. Default: 0, or unknown if the command has --load."""
     expand: bool = False
     """Follow the branches, loops and functions of a script. Without it, the last assignment before
-    the training command applies. Nothing runs, so values of $(...) stay unknown. A script that
-    cannot be contained is refused."""
+    the training command applies. No command runs, so values of $(...) stay unknown. If this system
+    cannot contain the shell, the script is refused."""
     json: bool = False
     """Print JSON instead of text."""
 
 
 @dataclass(frozen=True)
 class CommandSource:
-    """The training arguments, the world size found with them, and remarks on how they were read.
+    """The training arguments, the world size found with them, and warnings about reading them.
 
-    `documents` are the files that the script writes before it starts training, by name.
+    `documents` has the files that the script writes before it starts training, by name.
     """
 
     arguments: tuple[str, ...]
@@ -142,7 +142,7 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         try:
             return _plan_source(options, replace(source, arguments=arguments))
         except MegatronError as failure:
-            # A value that the script leaves open may be the cause.
+            # A value that is not known in the script may be the cause, so its warnings are printed.
             return _report_failure(failure, options, source.warnings)
 
 
@@ -151,7 +151,7 @@ def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
     """Write the documents that the arguments name to a temporary folder.
 
     Yields:
-        The arguments with the files' names there.
+        The arguments, in which the paths of these documents are those in the folder.
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         paths: dict[str, str] = {}
@@ -218,7 +218,8 @@ def _plan_source(options: PlanArguments, source: CommandSource) -> int:
 def find_training_data(plan: Plan) -> list[DatasetUse]:
     """Return what the run reads of each training data set.
 
-    The list is empty if a data set is not on this machine or damaged, or if the run has no end.
+    The list is empty if a data set is damaged or not on this machine, or if the length of the run
+    is not known.
     """
     if not plan.train_tokens:
         return []
@@ -314,7 +315,7 @@ def _build_source(
 def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
     """Return `arguments` without the flags that `further` gives again, and without their values.
 
-    The value of such a flag may be one that only an execution knows, which no type accepts.
+    The script's value of such a flag may be unknown, as in `--lr $(...)`, which is not a number.
     """
     given = {_get_flag(word) for word in further if word.startswith("--")}
     kept: list[str] = []
@@ -332,7 +333,7 @@ def _get_flag(word: str) -> str:
 
 
 def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool) -> Iterator[str]:
-    """Yield one remark for each kind of value that the script leaves open, with the way out."""
+    """Yield one warning for each kind of unknown value in the script. It says how to give them."""
     if command.unresolved:
         unset = ", ".join(f"${name}" for name in command.unresolved)
         first = command.unresolved[0]
@@ -350,13 +351,13 @@ def _describe_unknown(command: LaunchScript, script: Path | None, expanded: bool
     if command.commands:
         yield (
             f"these need execution and stay as they are written: {', '.join(command.commands)}. "
-            f"Repeat their flags with a value: megatron-plan {script} --flag VALUE."
+            f"Give their flags again with a value: megatron-plan {script} --flag VALUE."
         )
     if command.branches and not expanded:
         names = ", ".join(command.branches)
         yield (
-            f"the script sets {names} in a branch or a loop. Here the last branch and the first "
-            "pass of a loop apply. --expand follows them."
+            f"the script sets {names} in a branch or a loop. This plan uses the last branch and "
+            "the first pass of the loop. With --expand it follows the branches and loops."
         )
 
 

@@ -3,9 +3,10 @@ r"""Tokenize text into indexed data sets PREFIX_{key}_document.bin and .idx.
     python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus \
         --vocab-file vocab.json --merge-file merges.txt --append-eod
 
-Inputs are JSON records (a record in each line, or one array), .parquet, and plain text (.txt, .text
-and .md, one document in each file). JSON and plain text may be compressed as .gz or .zst. A folder
-stands for its files, and may be one of Hugging Face's save_to_disk.
+Inputs are JSON records (one in each line, or one array), .parquet, .arrow, and plain text (.txt,
+.text and .md, one document in each file). JSON and plain text may be compressed as .gz or .zst. In
+a folder, the files with known suffixes are read. A folder of Hugging Face's save_to_disk is read as
+one data set.
 
 If a run is killed, the same command continues it.
 """

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     die_with_launcher()
     # Before libraries keep references to the streams.
     protect_standard_streams()
-    # After a signal such as SIGBUS or SIGSEGV, the last lines show where each thread was.
+    # After a signal such as SIGBUS or SIGSEGV, the log then shows where each thread was.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
     try:
@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     except MegatronError as error:
         leave_with_error(error)
     except KeyboardInterrupt:
-        # Ctrl-C before the training, which has its own handler. A traceback would look like a
-        # crash. The other ranks may be in a collective, so nothing is waited for.
+        # Ctrl-C before training, which installs a handler of its own. A traceback would look like a
+        # crash. The process does not wait for other ranks, because they may be in a collective.
         print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)

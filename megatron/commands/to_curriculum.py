@@ -13,7 +13,7 @@ The arithmetic is that of the BigScience 104B run. S is --seq-length, and B is t
                              with the run: --train-tokens
     --curriculum-total-step  --train-tokens / B / S / 2: half of the iterations at the full length
     --curriculum-min-difficulty 64, --curriculum-difficulty-step 8; lengths end at S
-    --lr-warmup-*            stays in samples; a fraction and tokens become the samples they were
+    --lr-warmup-*            stays in samples; a fraction and tokens are converted to samples
 
 A run by --train-iters keeps iterations as its unit, and their number is doubled as well. A script
 is read as text and never run.
@@ -213,7 +213,7 @@ def convert_to_curriculum(
         # A fraction would now be a share of the decay in tokens, which is another length.
         values |= _compute_warmup(plan)
     if optimizer.lr_warmup_tokens is not None:
-        # Tokens would be converted with the full length, which the curriculum reaches late.
+        # With the curriculum, the first sequences are shorter than the length that converts tokens.
         values["optimizer.lr_warmup_tokens"] = None
         values |= _compute_warmup(plan)
     # The length depends on the curriculum, so this comes after all its fields are set.
@@ -240,7 +240,7 @@ def _compute_decay_tokens(plan: Plan, tokens: int) -> int:
 
 
 def _compute_warmup(plan: Plan) -> dict[str, int]:
-    """Return the warm-up that a fraction or a number of tokens meant, in the unit of the run."""
+    """Return the old warm-up, given as a fraction or in tokens, in the unit of the run."""
     # Rounding up keeps the warm-up at least as long as it was.
     samples = math.ceil(plan.lr_schedule.warmup_steps)
     if plan.config.batch.train_samples is not None:

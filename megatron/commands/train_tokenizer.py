@@ -4,8 +4,8 @@ r"""Train a byte-level BPE tokenizer and write its vocab.json, merges.txt and to
         --output-dir tokenizer
 
 The trainer and tools/preprocess_data.py read vocab.json and merges.txt with --vocab-file and
---merge-file. Or they read tokenizer.json with --tokenizer-type PretrainedFromHF and
---tokenizer-name-or-path FOLDER. Both give the same ids.
+--merge-file. With --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER they read
+tokenizer.json. Both forms give the same ids.
 """
 
 import sys
@@ -20,8 +20,8 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
     """Train a byte-level BPE tokenizer and write vocab.json, merges.txt and tokenizer.json.
 
     Args:
-        input: Files, globs and folders of JSON records, .parquet, .arrow or any text; .gz and .zst
-            too.
+        input: Files, globs and folders. They may have JSON records, .parquet, .arrow or any text,
+            and JSON and text may be compressed as .gz or .zst.
         vocab_size: Number of ids. The 256 bytes and the end-of-document token (the last id) are
             among them.
         output_dir: Folder for the three files.

@@ -36,7 +36,7 @@ class BatchConfig:
     """Iterations between evaluations."""
     eval_only: bool = False
     """Load a checkpoint, evaluate the first --eval-iters batches of every validation and test set,
-    and exit. No schedule of the learning rate is needed."""
+    and exit. It needs no learning-rate schedule."""
     exit_interval: int | None = None
     """Save and exit at iterations divisible by this."""
     exit_duration_in_mins: float | None = None

@@ -47,8 +47,8 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     --help prints the help text and exits.
 
     Raises:
-        ConfigError: lists every unknown flag or key, value of a wrong type and missing field. Or
-            --help names a group that does not exist.
+        ConfigError: The command line has errors, or --help names a group that does not exist. The
+            message lists every unknown flag or key, value of a wrong type and missing field.
     """
     line = read_argv(sys.argv[1:] if argv is None else argv)
     if line.help:
@@ -77,8 +77,8 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
             given |= from_json
             errors += json_errors
             warnings += json_warnings
-    # What other systems compute from several flags, and their defaults, come last of all, because
-    # they never replace a value.
+    # The values that other systems compute from several flags, and their defaults, come last,
+    # because they never replace a value.
     filled, fill_errors, fill_warnings = _fill_for_other_systems(line, given)
     given |= filled
     errors += fill_errors
@@ -119,7 +119,7 @@ def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
 def _fill_for_other_systems(
     line: CommandLine, given: Mapping[str, ValueWithOrigin]
 ) -> tuple[dict[str, ValueWithOrigin], list[str], list[str]]:
-    """Return the fields that another system would set by itself, the errors and the warnings."""
+    """Return the fields that another system would set itself, the errors and the warnings."""
     filled: dict[str, ValueWithOrigin] = {}
     typed = dict(line.typed)
     warnings: list[str] = []
@@ -136,7 +136,7 @@ def _fill_for_other_systems(
         }
         listed = ", ".join(_format_value(dotted, item.value) for dotted, item in filled.items())
         warnings.append(
-            f"the defaults of {system} are used for what is not given: {listed or 'nothing'}."
+            f"the defaults of {system} are used for flags that are not given: {listed or 'none'}."
         )
     try:
         derived = list(derive_values(typed, system, dict(given) | filled))
@@ -157,7 +157,7 @@ def _format_value(dotted: str, value: Any) -> str:
 
 
 def _check_conditions(line: CommandLine, given: Mapping[str, ValueWithOrigin]) -> list[str]:
-    """Return an error for each flag whose row does not hold with the other fields.
+    """Return an error for each flag that is not possible with the other fields.
 
     The fields may come from the YAML file or the JSON, so `read_argv` cannot check this.
     """

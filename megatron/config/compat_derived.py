@@ -1,10 +1,10 @@
-"""Values that follow from several flags of another system, and that system's defaults.
+"""Values that are computed from several flags of another system, and that system's defaults.
 
-A row of the compatibility table handles one flag alone. This module handles what a row cannot:
-a number that is computed from two flags, and defaults that differ from those here.
+A row of the compatibility table handles a single flag. This module handles numbers that are
+computed from two flags, and defaults that differ from those of this trainer.
 
-Invariant: each value that is set here has a warning. A value that was given is never replaced, with
-one exception: Megatron's NullTokenizer adds an id to --vocab-size.
+Invariant: a warning reports each value that is set here. A value that was given is never replaced,
+with one exception: Megatron's NullTokenizer adds an id to --vocab-size.
 """
 
 import math
@@ -32,21 +32,22 @@ _IDENTIFY_FMS = (
 
 
 def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
-    """Return the system whose defaults hold for a command line, and they as flags, or None.
+    """Return the name of the system whose defaults apply, and these defaults as flags. Or None.
 
-    They hold only for a command line in that system's own words. Its flags are also used together
-    with this trainer's, and then this trainer's defaults hold.
+    They apply only if no flag of this trainer gives the shape of the model. If the flags of both
+    are mixed, this trainer's defaults apply.
     """
     if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
         defaults = LLM_BASELINES_DEFAULTS.split()
         if "--warmup-percent" in typed:
-            # The two give the warm-up in different units, and only one may be given.
+            # --warmup-steps has another unit, and only one of the two may be given.
             index = defaults.index("--warmup-steps")
             del defaults[index : index + 2]
         return "llm-baselines", defaults
-    # A complete command line with --model_variant may have other flags of this trainer.
+    # A complete command line needs no defaults, and may mix --model_variant with this trainer's
+    # flags.
     if (
         typed.keys() & set(_IDENTIFY_FMS)
         and find_missing(given)
@@ -57,24 +58,24 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
 
 
 def _is_model_described_otherwise(given: Given, flags: tuple[str, ...]) -> bool:
-    """Return whether the shape of the model is given, and not by these flags alone."""
+    """Return whether a flag that is not in `flags` gives a part of the model's shape."""
     shape = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
     origins = [given[dotted].origin.replace("_", "-") for dotted in shape if dotted in given]
     return any(origin not in flags for origin in origins)
 
 
 def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted field, value, why) for each value that follows from other flags.
+    """Yield (dotted field, value, reason) for each value that is computed from other flags.
 
     Fields that are in `given` are left out.
 
     Args:
         typed: The flags of the compatibility table.
-        system: The system whose defaults hold, or an empty text.
+        system: The system whose defaults apply, or an empty string.
         given: The fields of this trainer.
 
     Raises:
-        ValueError: no value follows from the flags. The message gives the rule.
+        ValueError: the flags contradict each other. The message gives the rule.
     """
     size = given.get("tokenizer.vocab_size")
     if typed.get("--tokenizer-type") == ("NullTokenizer",) and size is not None:
@@ -199,4 +200,4 @@ _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
         _compute_virtual_stage_layers,
     ),
 )
-"""What asks for a value (a flag, or a system whose defaults hold), its field, and its rule."""
+"""What causes a derivation (a flag, or a system whose defaults apply), the field, and the rule."""

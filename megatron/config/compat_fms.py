@@ -250,4 +250,4 @@ FMS_DEFAULTS = (
     "--report-interval 100 --checkpoint-interval 10000 --lr-decay-style cosine --adam-beta1 0.9 "
     "--adam-beta2 0.95 --weight-decay 0.1"
 )
-"""What fms-fsdp's configuration sets if a flag is not given, and what its code hard-codes."""
+"""The defaults of fms-fsdp's configuration, and the constants in its code."""

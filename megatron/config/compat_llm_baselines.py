@@ -15,8 +15,8 @@ from megatron.config.compat_row import (
 )
 
 _DATA = (
-    "data are given by --data-path: make them with tools/preprocess_data.py from the text that "
-    "this names"
+    "--data-path names the data: prepare them with tools/preprocess_data.py from the text of this "
+    "data set"
 )
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _OTHER_OPTIMIZER = "it is for another optimizer, and AdamW is the only one"
@@ -47,7 +47,7 @@ LLM_BASELINES: tuple[Row, ...] = (
         reason="its norms have biases here",
     ),
     refuse_flag("--model", _MUP, arity=1, only=("mup_gpt", "mup_llama")),
-    refuse_flag("--model", "the models are base and llama", arity=1),
+    refuse_flag("--model", "use --model base or --model llama", arity=1),
     rename_flag("--n-layer", "--num-layers", arity=1),
     rename_flag("--n-head", "--num-attention-heads", arity=1),
     rename_flag("--n-kv-head", "--num-query-groups", arity=1),
@@ -70,9 +70,11 @@ LLM_BASELINES: tuple[Row, ...] = (
     ),
     ignore_flag("--use-pretrained", "there are no weights to load", arity=1, only=("none",)),
     refuse_flag(
-        "--use-pretrained", "--load reads this trainer's own checkpoints; --finetune", arity=1
+        "--use-pretrained",
+        "use --load with --finetune, which loads the weights of this trainer's checkpoints",
+        arity=1,
     ),
-    refuse_flag("--parallel-block", "the feed-forward layer follows attention"),
+    refuse_flag("--parallel-block", "the feed-forward layer comes after attention: remove it"),
     ignore_flag("--attention-type", "attention is causal", arity=1, only=("base", "self")),
     ignore_flag("--use-zloss", "the loss is the cross-entropy alone", 1, only=("False", "false")),
     *refuse_flags(_RESEARCH, "--attention-type --use-zloss", arity=1),
@@ -144,7 +146,7 @@ LLM_BASELINES: tuple[Row, ...] = (
         "use --lr-decay-style WSD with --lr-wsd-decay-iters and --lr-wsd-decay-style, or cosine",
         arity=1,
     ),
-    derive_from("--final-div-factor", "--min-lr is --lr / 100 / this", arity=1),
+    derive_from("--final-div-factor", "--min-lr is --lr / 100 / --final_div_factor", arity=1),
     *ignore_flags(
         "it is for --scheduler wsd or cos_inf, which are refused",
         "--wsd-final-lr-scale --wsd-fract-decay --decay-type --cos-inf-steps "
@@ -185,7 +187,7 @@ LLM_BASELINES: tuple[Row, ...] = (
     # Evaluation, checkpoints and reports.
     rename_flag("--eval-freq", "--eval-interval", arity=1),
     rename_flag("--eval-batches", "--eval-iters", arity=1),
-    ignore_flag("--full-eval-at", "every evaluation takes --eval-iters batches", arity="*"),
+    ignore_flag("--full-eval-at", "every evaluation has --eval-iters batches", arity="*"),
     ignore_flag("--eval-seq-prefix", "no text is generated while training", arity=1),
     rename_flag(
         "--results-base-folder",
@@ -200,7 +202,7 @@ LLM_BASELINES: tuple[Row, ...] = (
         "--resume-from", "--load", arity=1, reason="checkpoints of llm-baselines are not read"
     ),
     refuse_flag("--resume-from-swa", _AVERAGES, arity=1),
-    ignore_flag("--auto-resume", "--load with the folder of --save resumes", arity=1),
+    ignore_flag("--auto-resume", "a run resumes if --load names the folder of --save", arity=1),
     ignore_flag("--config-format", "there is one format of the flags", arity=1, only=("base",)),
     *ignore_flags(
         "a run is named by its folder", "--exp-name --experiment-name --run-prefix", arity=1
@@ -216,4 +218,4 @@ LLM_BASELINES_DEFAULTS = (
     "--weight-decay 0.1 --grad-clip 1.0 --scheduler cos --final-div-factor 1 --warmup-steps 3000 "
     "--dtype bfloat16 --seed 0 --eval-interval 200 --eval-batches 64 --log-interval 50"
 )
-"""What llm-baselines' parser sets if a flag is not given, in its newest version."""
+"""The defaults of llm-baselines' newest argument parser."""

@@ -1,8 +1,8 @@
 """Flags that Megatron-LM has had since Megatron core, 0.4 to 0.15.
 
 Invariant: as in `compat_row`. A family such as `--moe-*` covers flags that have no row of their
-own. It is harmless only if every flag of that name must be. Source: the argument parsers of these
-releases, and what their code does with each argument.
+own. A family is harmless only if every possible flag of it is. Source: the argument parsers of
+these releases, and what their code does with each argument.
 """
 
 from megatron.config.compat_row import (
@@ -19,41 +19,43 @@ _EXPERTS = "it is for mixtures of experts, which are not supported"
 _MUP = "muP is not supported: remove it and tune --lr and --init-method-std"
 _MLA = "multi-latent attention is not supported"
 _NO_MLA = "it is for multi-latent attention, which is not supported"
-_MTP = "each token predicts the next one only"
+_NO_MTP = "it is for multi-token prediction, which is not supported"
+_MTP = "multi-token prediction is not supported"
 _ATTENTION = "attention is causal over the whole sequence, with a plain softmax: remove it"
 _ROPE = "rotary positions are not scaled or interleaved: use --rotary-base and --rotary-percent"
 _RL = "there is no reinforcement learning"
-_SFT = "this program pretrains; there is no supervised fine-tuning on prompts"
+_SFT = "supervised fine-tuning on prompts is not supported"
 _DISTILLATION = "distillation and model optimisation are not supported"
 _QUANTISED = "weights are not quantised"
-_MODELS = "all layers are equal, with attention and one feed-forward network"
+_MODELS = "every layer has attention and one feed-forward network"
 _KERNELS = "the kernels are selected and printed at the start"
 _SCHEDULING = "the engine buckets and orders its communication itself"
 _FSDP = "--zero-stage sets what is sharded, and the numbers are the same"
 _MEMORY = "it changes only memory use, and there is no such option here"
 _CHECKPOINTS = "every checkpoint is written in shards by all ranks, and loads on any layout"
-_LOCAL = "checkpoints are written to --save only; --save-interval sets when"
+_LOCAL = "checkpoints are written to --save only; --save-interval sets how often"
 _CONVERSION = "checkpoints of Megatron are not read or converted"
 _TRACKERS = "metrics go to TensorBoard and to metrics.jsonl"
 _RESTARTS = "a lost rank ends the run, and the next array task resumes it"
 _STRAGGLERS = "tools/node_check.py finds slow nodes"
 _PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
-_CHECKS = "a step that is not finite is always dropped and reported"
+_CHECKS = "a step with a NaN or an infinity is always dropped and reported"
 _INFERENCE = "it is for inference, and this program only trains"
 _COLLECTOR = "Python's garbage collector keeps its defaults"
-_SEED = "randomness is derived from the seed and the counters"
+_SEED = "random numbers are derived from --seed and the position in training"
 _STAGES = "--pp-partition-method divides the layers and the embedding into stages"
 _MASTERS = "master weights, gradients and moments are fp32"
 _LOADER = "data files are mapped into memory and read by --num-workers threads"
 _VOCABULARY = (
     "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
 )
-_SPLITS = "write the data in --data-path, or use --train-weighted-split-paths-path"
+_SPLITS = "name the data sets in --data-path, or use --train-weighted-split-paths-path"
 _TIKTOKEN = "it is for TikTokenizer, which is not supported"
 
 _MODEL = (
     *refuse_flags(_MUP, "--mup --mup-*", arity="*"),
-    # Experts are refused by --num-experts, so that scripts for dense models run as they are.
+    # --num-experts refuses experts. Published scripts for dense models have other flags of experts,
+    # and these are harmless.
     ignore_flag("--moe-*", _EXPERTS, arity="*"),
     *ignore_flags(
         _EXPERTS,
@@ -75,15 +77,17 @@ _MODEL = (
     ),
     ignore_flag("--cache-mla-latents", _NO_MLA),
     refuse_flag("--mtp-num-layers", _MTP, arity=1),
-    ignore_flag("--mtp-*", _MTP, arity="*"),
+    ignore_flag("--mtp-*", _NO_MTP, arity="*"),
     *refuse_flags(_MODELS, "--mamba-* --hybrid-* --heterogeneous-*", arity="*"),
     *refuse_flags(_MODELS, "--is-hybrid-model --disable-mamba-mem-eff-path"),
-    refuse_flag("--spec", "a model specification is Python code of Megatron core", arity="*"),
+    refuse_flag(
+        "--spec", "it names code of Megatron core, which is not used: remove it", arity="*"
+    ),
     refuse_flag("--qk-layernorm", "queries and keys are not normalised"),
     refuse_flag("--qk-l2-norm", "queries and keys are not normalised"),
     refuse_flag("--add-qkv-bias", "use --add-bias-linear: all layers have biases, or none has"),
     refuse_flag("--quick-geglu", "use --glu-activation"),
-    *refuse_flags("use --glu-activation", "--activation-func-clamp-value", arity=1),
+    refuse_flag("--activation-func-clamp-value", "activations are not clamped: remove it", arity=1),
     ignore_flag("--glu-linear-offset", "there is no offset", arity=1, only=("0", "0.0")),
     refuse_flag("--glu-linear-offset", "there is no offset in --glu-activation", arity=1),
     ignore_flag("--softmax-type", "the softmax is plain", arity=1, only=("vanilla",)),
@@ -281,7 +285,7 @@ _DATA = (
     ignore_flag("--renormalize-blend-weights", "a mixture follows its weights exactly"),
     ignore_flag("--mid-level-dataset-surplus", "a mixture follows its weights exactly", arity=1),
     ignore_flag("--multiple-validation-sets", "named validation sets are evaluated separately"),
-    refuse_flag("--full-validation", "an evaluation takes --eval-iters batches"),
+    refuse_flag("--full-validation", "every evaluation has --eval-iters batches: use that flag"),
     *refuse_flags(_SPLITS, "--data-args-path --per-split-data-args-path", arity=1),
     refuse_flag(
         "--tokenizer-type",
@@ -292,7 +296,7 @@ _DATA = (
     ignore_flag("--tiktoken-*", _TIKTOKEN, arity="*"),
     *ignore_flags("the tokenizer's own files are read", "--tokenizer-metadata", arity=1),
     ignore_flag("--legacy-tokenizer", "the tokenizer's own files are read"),
-    refuse_flag("--yaml-cfg", "--config names a YAML file of this trainer", arity=1),
+    refuse_flag("--yaml-cfg", "use --config with a YAML file of this trainer", arity=1),
 )
 
 _CHECKPOINTING = (
@@ -323,7 +327,9 @@ _CHECKPOINTING = (
     *ignore_flags(_LOCAL, "--replication-jump --replication-factor", arity=1),
     refuse_flag("--ckpt-convert-*", _CONVERSION, arity="*"),
     refuse_flag(
-        "--pretrained-checkpoint", "use --load with --finetune, which loads the weights", arity=1
+        "--pretrained-checkpoint",
+        "use --load with --finetune, which loads only the weights",
+        arity=1,
     ),
 )
 
@@ -350,7 +356,7 @@ _REPORTS = (
     ),
     ignore_flag("--profile-*", _PROFILER, arity="*"),
     ignore_flag("--memory-snapshot-path", _PROFILER, arity=1),
-    ignore_flag("--train-sync-interval", "the host waits for the loss at each log line", arity=1),
+    ignore_flag("--train-sync-interval", "the host reads the loss of every iteration", arity=1),
     ignore_flag("--test-mode", "no tests run beside training"),
     *ignore_flags(_RESTARTS, "--enable-ft-package --calc-ft-timeouts --inprocess-restart"),
     ignore_flag("--inprocess-empty-cuda-cache", _RESTARTS),

@@ -1,7 +1,7 @@
 """One row of the compatibility table, which describes what becomes of another system's flag.
 
-Invariant: a renamed flag does exactly what it did there. A derived one enters a number that
-follows from several flags (`compat_derived`). A harmless one changes no number. Any other is
+Invariant: a renamed flag does exactly what it did there. A derived flag is one of several from
+which `compat_derived` computes a value. A harmless flag changes no number. Any other flag is
 refused, and the reason names an alternative.
 """
 
@@ -66,9 +66,9 @@ def ignore_flag(
 def derive_from(
     flag: str, reason: str, arity: Arity = 1, only: tuple[str, ...] = (), needs: str = ""
 ) -> Row:
-    """Return the row of a flag from which, with other flags, a value follows.
+    """Return the row of a flag from which a value is computed, together with other flags.
 
-    Without `only` its value must be a number above 0.
+    Without `only`, the flag's value must be a number above 0.
     """
     return Row(flag, "derived", arity, reason, (), only, needs)
 

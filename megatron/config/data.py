@@ -31,7 +31,7 @@ class DataConfig:
     """Format of the data set. mmap (.bin/.idx) is the only one."""
     mock_data: bool = False
     """Train on synthetic tokens instead of --data-path, to measure speed or to try a command line.
-    Each sample counts upwards from a random token id, so the loss falls."""
+    The ids of a sample increase by 1 from a random first id, so the loss falls."""
     data_cache_path: str | None = None
     """Folder for index caches. Default: the folder of the data. It is needed where that folder is
     read-only."""

@@ -251,7 +251,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _is_switched_off(block: Any) -> bool:
     """Return whether a block requests no feature.
 
-    It is empty, has "enabled": false, or consists of blocks that are switched off.
+    Such a block is empty, has "enabled": false, or contains only blocks that are switched off.
     """
     if not isinstance(block, Mapping):
         return False

@@ -348,11 +348,11 @@ VALUES_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     ),
     "zero_allow_untested_optimizer": (False, "this trainer has its own optimizer"),
 }
-"""Accepted values that change no number here although they differ from what is done, and why."""
+"""Accepted values that change no number here although this trainer works otherwise, and why."""
 
 PIPELINE_TIMERS = ("wall_clock_breakdown", "flops_profiler.enabled")
-"""Keys that switch DeepSpeed's timers on. They fail or hang in its pipeline, so they are
-not passed on there."""
+"""Keys that switch on DeepSpeed's timers. The timers fail or hang in DeepSpeed's pipeline, so the
+keys are not passed on if there are several stages."""
 
 _MONITORS = "use --tensorboard-dir; the same numbers are in metrics.jsonl"
 UNSUPPORTED_BLOCKS: dict[str, str] = {
@@ -372,7 +372,7 @@ UNSUPPORTED_BLOCKS: dict[str, str] = {
         "leave it out",
     ),
 }
-"""Blocks that are accepted only if they switch themselves off, and what to do instead."""
+"""Blocks that are accepted only if they request no feature, and what to do instead."""
 ALTERNATIVES: dict[str, str] = {
     "scheduler": "use --lr-decay-style and related flags for the learning rate",
     "compile": "leave it out; --use-torch-compile compiles, without --deepspeed",

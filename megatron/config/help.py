@@ -55,9 +55,8 @@ def print_help(prog: str | None = None, group: str | None = None) -> None:
 def _make_help_class(only: str | None) -> type:
     """Return a copy of `Config` whose fields carry their help text.
 
-    It has the group `only`, or all groups if that is None.
-
-    tyro only prints this class. It never builds an instance of it.
+    The copy has the group `only`, or all groups if `only` is None. tyro prints this class and never
+    builds an instance of it.
     """
     by_group: dict[str, list[tuple[str, Any, Any]]] = {
         group: [] for group in list_groups() if only in (None, group)

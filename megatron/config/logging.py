@@ -11,8 +11,8 @@ class LoggingConfig:
     log_interval: int = 100
     """Iterations between log lines."""
     log_format: Literal["short", "megatron"] | None = None
-    """megatron: the line of Megatron-DeepSpeed, which scripts parse. short: fits into a terminal.
-    Default: short if the output is a terminal, otherwise megatron."""
+    """Form of the log line. megatron: that of Megatron-DeepSpeed, which scripts parse. short: fits
+    into a terminal. Default: short if the output is a terminal, otherwise megatron."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard events. Each launch writes one event file."""
     tensorboard_queue_size: int = 1000

@@ -28,12 +28,12 @@ class CommandLine:
     help_group: str | None = None
     """The group that --help names."""
     typed: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Flag of the compatibility table, with hyphens -> its values. Flags that are off are not in
-    it."""
+    """Flag of the compatibility table, with hyphens -> its values. Flags that are turned off are
+    left out."""
     conditions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
-    """(flag as typed, row) of flags that are valid only if another field is given, or is not."""
+    """(flag as typed, row) of flags whose row needs or excludes another field."""
     refused: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Reason -> the flags that are refused for it, as typed."""
+    """Reason -> the flags that are refused for this reason, as typed."""
     warnings: list[str] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
 
@@ -69,7 +69,7 @@ def read_argv(argv: Sequence[str]) -> CommandLine:
         _read_flag(line, typed, flag, values)
     # Equal warnings, as of a flag that is given twice, are kept once. A dict keeps the order.
     line.warnings = list(dict.fromkeys(line.warnings))
-    # What is out of scope comes first, because nothing else matters then.
+    # Refused flags come first. The other errors do not matter if the run is impossible here.
     line.errors = [*_describe_refused(line.refused), *line.errors]
     return line
 

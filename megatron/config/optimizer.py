@@ -30,8 +30,8 @@ class OptimizerConfig:
     lr_warmup_samples: int = 0
     """Linear warm-up in samples."""
     lr_warmup_tokens: int | None = None
-    """Linear warm-up in tokens. It is converted to samples of the full sequence length, so it is
-    inexact with a curriculum."""
+    """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
+    so it is inexact with a curriculum."""
     lr_wsd_decay_iters: int | None = None
     """Length of WSD's final decay in iterations."""
     lr_wsd_decay_samples: int | None = None

@@ -307,7 +307,8 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that flags for saving have --save, and flags for loading have --load."""
     checkpoint = settings.config.checkpoint
     batch = settings.config.batch
-    # --save-interval alone is a warning, because published scripts for timing have it.
+    # --save-interval is not in this list. Published scripts that measure speed have it without
+    # --save, so it gives only a warning.
     saving = {
         "checkpoint.save_at": bool(checkpoint.save_at),
         # A run with --async-save and no folder would train to its end and leave no checkpoint.

@@ -47,9 +47,9 @@ def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[s
     curriculum = settings.config.curriculum.curriculum_schedule_type
     if settings.config.optimizer.lr_warmup_tokens and curriculum is not None:
         yield (
-            f"{settings.describe('optimizer.lr_warmup_tokens')} is inexact with a curriculum: the "
-            "warm-up takes as many samples as these tokens are at the full --seq-length, and short "
-            "sequences have fewer tokens; --lr-warmup-samples gives the length that you want."
+            f"{settings.describe('optimizer.lr_warmup_tokens')} is inexact with a curriculum: it "
+            "is divided by the full --seq-length, and the first sequences are shorter; use "
+            "--lr-warmup-samples for an exact length."
         )
 
 
@@ -157,7 +157,7 @@ def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Itera
 
 
 def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Warn if nothing is saved, only the end is saved, or what is saved cannot be resumed."""
+    """Warn if nothing is saved, if only the end is saved, or if a save cannot be resumed."""
     checkpoint = settings.config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield (

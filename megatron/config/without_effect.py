@@ -1,7 +1,7 @@
-"""Separates the warnings about what has no effect from the others.
+"""Separates warnings about flags without effect from other warnings.
 
-Invariant: every message about an accepted flag or key that changes nothing contains `PHRASE`. The
-compatibility table, the JSON and `warning_rules` write such messages.
+Invariant: every warning about an accepted flag or key that changes nothing contains `PHRASE`. Such
+warnings come from the compatibility table, from DeepSpeed's JSON and from `warning_rules`.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ PHRASE = " has no effect"
 
 
 def split_off_flags_without_effect(warnings: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the other warnings, and those about flags and keys without effect."""
+    """Return two lists: the warnings about flags and keys without effect are in the second one."""
     others: list[str] = []
     without_effect: list[str] = []
     for warning in warnings:
@@ -22,7 +22,7 @@ def split_off_flags_without_effect(warnings: Iterable[str]) -> tuple[list[str], 
 
 
 def format_warnings(warnings: Iterable[str]) -> list[str]:
-    """Return the warnings as lines. What has no effect is a list of its own at their end."""
+    """Return the warnings as lines. Flags without effect are listed separately at the end."""
     others, without_effect = split_off_flags_without_effect(warnings)
     lines = [f"warning: {warning}" for warning in others]
     if without_effect:

@@ -85,8 +85,8 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
 def read_flat_flags(path: str) -> list[str] | None:
     """Return the keys of a file without groups as flags, or None for a file with groups.
 
-    llm-baselines keeps its flags in such files: `n_layer: 10`. A file counts as one only if a key
-    is a flag of another system. Otherwise a group was probably forgotten, which is an error.
+    llm-baselines keeps its flags in such files: `n_layer: 10`. At least one key must be a flag of
+    another system. Otherwise the user has probably forgotten a group, and `read_file` reports it.
     """
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

@@ -1,4 +1,4 @@
-"""How often a run reads its training data."""
+"""Computes how often a run reads its training data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import find_train_mixture
 
 MANY_EPOCHS = 4
-"""Up to here, repeated data are almost as good as new ones (https://arxiv.org/abs/2305.16264)."""
+"""Up to this number, repeated data are almost as good as new data.
+
+Source: https://arxiv.org/abs/2305.16264.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class DatasetUse:
     tokens: int
     """Tokens of the documents for training."""
     asked: float
-    """Tokens that the run reads. It is the data set's share of all tokens."""
+    """Tokens that the run reads of this data set. Repeated tokens count each time."""
 
     @property
     def epochs(self) -> float:
@@ -75,15 +78,15 @@ def describe_epochs(uses: Sequence[DatasetUse]) -> str:
         lowest = min(use.epochs for use in uses)
         highest = max(use.epochs for use in uses)
         epochs = f"{lowest:.3g} to {highest:.3g} epochs of {len(uses)} data sets"
-    return f"{epochs}: {asked:,.0f} tokens asked, {there:,} there"
+    return f"{epochs}: {asked:,.0f} tokens asked for, {there:,} available"
 
 
 def warn_of_many_epochs(uses: Sequence[DatasetUse]) -> list[str]:
     """Return a warning for each data set that is read more than a few times."""
     return [
         f"{use.prefix} has {use.tokens:,} tokens for training, and the run reads {use.asked:,.0f} "
-        f"of it, which is {use.epochs:,.1f} epochs. More than {MANY_EPOCHS} teach little: use more "
-        "data, or train less"
+        f"from it, which is {use.epochs:,.1f} epochs. More than {MANY_EPOCHS} epochs improve the "
+        "model little. Use more data, or a shorter run"
         for use in uses
         if use.epochs > MANY_EPOCHS
     ]

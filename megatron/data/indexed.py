@@ -96,7 +96,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(f"{path} does not exist; {_suggest_prefix(self.prefix)}.")
         self._maps: dict[Path, mmap.mmap] = {}
-        """The mapped files. Each map keeps its file open, also if the path is replaced."""
+        """The mapped files. A map keeps its file open even if another file replaces the path."""
         raw, self.dtype, count, offsets = self._read_header()
         # The arrays follow a header of 34 bytes, so they are not aligned. NumPy can read them
         # anyway. C++ code must load each value with memcpy.
@@ -150,19 +150,19 @@ class IndexedDataset:
     def check_not_truncated(self) -> None:
         """Check that both files still have the bytes that were mapped.
 
-        To read a mapped byte that the file does not have any more ends the process by SIGBUS,
-        which Python cannot turn into an error. So call this before a batch is read.
+        If a program reads a mapped byte that the file no longer has, SIGBUS ends the process.
+        Python cannot turn this into an error. So call this method before a batch is read.
 
         Raises:
             DataError: A file was truncated.
         """
         for path, mapped in self._maps.items():
-            # The size of the file that is mapped, and not of one that replaced it.
+            # This is the size of the mapped file, and not of a file that replaced it.
             found = mapped.size()
             if found < len(mapped):
                 raise DataError(
-                    f"{path} was truncated while it is in use: it had {len(mapped)} bytes and has "
-                    f"{found} now. Copy the file again, and start again from the last checkpoint."
+                    f"{path} was truncated while it is in use: it had {len(mapped)} bytes, and now "
+                    f"has {found}. Copy the file again, and start again from the last checkpoint."
                 )
 
     def compute_fingerprint(self) -> str:
@@ -490,7 +490,7 @@ def _read_blocks(path: Path) -> Iterable[bytes]:
 
 
 def _suggest_prefix(prefix: str) -> str:
-    """Return what to give instead of a path that is no data set."""
+    """Return a hint what to give instead of a path that is not a data set."""
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and get_idx_path(path.with_suffix("")).is_file():
         return f"leave out the suffix {path.suffix}: {path.with_suffix('')}"

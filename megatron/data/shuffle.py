@@ -1,10 +1,11 @@
-"""Shuffles of large arrays that let other threads run.
+"""Shuffles large arrays while other threads can run.
 
 `RandomState.shuffle` holds Python's global interpreter lock from beginning to end. For 600 million
-samples that is more than a minute, in which the heartbeat of the lease and the roll call would
-stop.
+samples this takes more than a minute. During that time the heartbeat of the lease and the roll call
+would stop.
 
-Invariant: array and random stream end as after `RandomState.shuffle`, bit for bit.
+Invariant: the array and the state of the random generator are those after `RandomState.shuffle`,
+bit for bit.
 """
 
 import math
@@ -25,10 +26,11 @@ def shuffle_in_place(array: NDArray, rng: np.random.RandomState) -> None:
     """
     left = len(array)
     while left > DIRECT_ITEMS:
-        # The chance that two of the positions are equal is about 1.5 * size**2 / left, or 2 %.
+        # With this size, two of the positions are equal with a probability of about
+        # 1.5 * size**2 / left, which is 2 %.
         size = max(1, math.isqrt(left) // 8)
         positions = np.arange(left - 1, left - 1 - size, -1)
-        # For one bound after the other, this draws what `rng.shuffle` draws. See
+        # This call draws the same numbers as `rng.shuffle`, one for each bound in turn. See
         # `random_interval` and `random_bounded_uint64` in NumPy.
         others = rng.randint(0, positions + 1, dtype=np.int64)
         _swap(array, positions, others)
@@ -37,7 +39,7 @@ def shuffle_in_place(array: NDArray, rng: np.random.RandomState) -> None:
 
 
 def _swap(array: NDArray, positions: NDArray[np.int64], others: NDArray[np.int64]) -> None:
-    """Swap the items at positions[k] and others[k], for one k after the other.
+    """Swap the items at positions[k] and others[k], for each k in order.
 
     Args:
         array: The items.
@@ -51,7 +53,7 @@ def _swap(array: NDArray, positions: NDArray[np.int64], others: NDArray[np.int64
         array[positions] = array[others]
         array[others] = moved
         return
-    # A later swap moves what an earlier one has moved, so the order matters.
+    # Some item is moved by several swaps, so they must be done in order.
     for position, other in zip(positions.tolist(), others.tolist(), strict=True):
         item = array[position]
         array[position] = array[other]

@@ -282,8 +282,8 @@ class GPTValidSource(_Source):
 class MockSource(_Source):
     """Source of synthetic samples, for --mock-data.
 
-    A sample counts upwards from a token id that the seed, the name of the set and the position
-    give. A model learns this quickly, so a falling loss shows that training works.
+    The ids of a sample increase by 1. The first one follows from the seed, the name of the set and
+    the position. A model learns this quickly, so a falling loss shows that training works.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class MockSource(_Source):
             row[:] = (first + steps) % self._vocab_size
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        raise AssertionError("`load` is overridden, so no recorded order is resumed")
+        raise AssertionError("`load` is overridden, so this method is never called")
 
 
 @dataclasses.dataclass(frozen=True)

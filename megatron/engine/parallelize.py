@@ -68,8 +68,8 @@ def build_stages(
         #    construction. The layers also contain the collectives of the tensor group.
         with device:
             model = GPT(plan.shape, mesh.tensor_parallel, streams, layers, execution)
-        # FSDP2 and `to` replace the parameters by others without the attribute `spec`. So it is
-        # read before both.
+        # FSDP2 and `to` replace the parameters by new ones without the attribute `spec`. So the
+        # attribute is read before both.
         specs: dict[str, ParameterSpec] = {
             name: parameter.spec  # type: ignore[attr-defined]
             for name, parameter in model.named_parameters()

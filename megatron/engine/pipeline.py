@@ -1,4 +1,4 @@
-"""The runner of several pipeline ranks, on the schedules of `torch.distributed.pipelining`.
+"""The runner for several pipeline ranks. It uses the schedules of `torch.distributed.pipelining`.
 
 The schedules are 1F1B, GPipe (https://arxiv.org/abs/1811.06965), interleaved 1F1B
 (https://arxiv.org/abs/2104.04473) and looped BFS (https://arxiv.org/abs/2211.05953). Only a run

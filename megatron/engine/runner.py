@@ -1,7 +1,7 @@
 """Runners that pass the microbatches of a global batch through the stages of a rank.
 
-A single stage runs the microbatches one after the other. With several pipeline ranks, a schedule
-runs them (`megatron.engine.pipeline`).
+`SingleStageRunner` runs the microbatches one after the other. With several pipeline ranks,
+`PipelineRunner` (`megatron.engine.pipeline`) runs them in the order of a schedule.
 
 The invariant: every microbatch passes every block once, forward and backward, and each stage's
 gradient is that of `factor` x the sum of the losses. Only the rank with the last stage knows the
@@ -73,8 +73,8 @@ def build_runner(
     """
     if mesh.grid.pipeline == 1:
         return SingleStageRunner(stages[0])
-    # torch's schedules import the compiler, which takes seconds on every rank. A run without a
-    # pipeline needs neither.
+    # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
+    # without a pipeline needs neither.
     from megatron.engine.pipeline import PipelineRunner
 
     # Stages send the residual stream to each other in this type.

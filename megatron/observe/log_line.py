@@ -82,7 +82,7 @@ def format_training_line(report: IterationReport) -> str:
 def format_short_training_line(report: IterationReport) -> str:
     """Return the short line of one report, which fits into a terminal.
 
-    What is rare is left out if it is zero: skipped and nan iterations.
+    Skipped and nan iterations are rare. They are left out if there are none.
     """
     parts = [f" iteration {report.iteration}/{report.train_iters}"]
     if report.lm_loss is not None:
@@ -111,9 +111,9 @@ def format_validation_line(iteration: int, lm_loss: float, name: str = "validati
 
 
 def compute_perplexity(lm_loss: float) -> float:
-    """Return exp(loss). It is infinite if it exceeds the largest number.
+    """Return exp(loss), or infinity if the result is too large for a float.
 
-    Megatron limits the loss to 20, so that every worse model has the same perplexity there.
+    Megatron limits the loss to 20 here. Its perplexity is therefore the same for all higher losses.
     """
     try:
         return math.exp(lm_loss)
@@ -195,8 +195,8 @@ def format_kill_switch_line(path: str) -> str:
 
 
 def parse_kill_switch_line(line: str) -> str | None:
-    """Return the path of the kill switch, or None if the line reports no stop by it."""
-    # What comes before may be the prefix of a launcher.
+    """Return the path of the kill switch if the line reports a stop by it, and None otherwise."""
+    # A launcher may have put a prefix before the text.
     _, found, path = line.partition(_KILL_SWITCH)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What the readers of all input formats yield: blocks of complete records, and their places."""
+"""Blocks of complete records and their positions, which the readers of all formats yield."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ class Position:
 
     Attributes:
         file: Number of the input file.
-        offset: Offset in it, in bytes of its decompressed text, or in rows of a table.
-        line: Number of lines, rows or records before it.
+        offset: Offset in this file, in bytes of the decompressed text or in rows of a table.
+        line: Number of lines, rows or records before this place.
     """
 
     file: int = 0
@@ -35,8 +35,8 @@ class InputBlock:
     Attributes:
         path: The file.
         first_line: Number of the first line, from 1.
-        content: JSON records as bytes, one a line. Or rows as a pyarrow RecordBatch. Or a
-            PlainText.
+        content: JSON records as bytes, one per line. Or rows as a pyarrow RecordBatch. Or a
+            `PlainText`.
         end: Where the next block begins.
         disk_bytes: How far into the file on disk the block reaches.
     """

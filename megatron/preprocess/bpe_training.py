@@ -35,8 +35,8 @@ class TrainedTokenizer:
         vocab: The path of vocab.json.
         merges: The path of merges.txt.
         tokenizer: The path of tokenizer.json, which gives the same ids as the other two.
-        size: The number of ids. It is less than was asked for if the text has no more pairs to
-            merge.
+        size: The number of ids. It is less than the requested number if the text has no more pairs
+            to merge.
     """
 
     vocab: Path
@@ -55,13 +55,13 @@ def train_bpe(
     """Train a vocabulary and write it.
 
     Args:
-        patterns: Input files, globs and folders. Of files with records (JSON, Parquet, Arrow) the
-            texts of `json_key` are used, of any other file its lines. Files may be compressed as
-            .gz or .zst.
+        patterns: Input files, globs and folders. In files with records (JSON, Parquet, Arrow), the
+            texts of `json_key` are used. In any other file, all lines are used. Files may be
+            compressed as .gz or .zst.
         vocab_size: The largest number of ids, at least 257.
         output_folder: Where the files are written.
         json_key: The key of the text in a record.
-        say: Receives what is used of folders.
+        say: Receives a line for each folder, which describes the files that are used.
 
     Raises:
         ConfigError: `vocab_size` is below 257.
@@ -150,8 +150,9 @@ def _write(backend: tokenizers.Tokenizer, folder: Path) -> TrainedTokenizer:
         vocabulary[END_OF_DOCUMENT] = len(vocabulary)
         vocab.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
         tokenizer = Path(temporary, "tokenizer.json")
-        # Made from the two files, so that it cannot give other ids. The end of a document is an
-        # ordinary entry in both, so that this text inside a document does not end it.
+        # Build it from the two files, so that it gives the same ids. In both forms the end of a
+        # document is an ordinary entry. A document that contains this text is therefore not ended
+        # by it.
         build_byte_level_bpe(str(vocab), str(merges)).save(str(tokenizer))
         made = TrainedTokenizer(
             vocab=folder / vocab.name,

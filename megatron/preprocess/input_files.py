@@ -1,4 +1,4 @@
-"""The files that --input means, and their formats.
+"""Finds the files that --input names, and their formats.
 
 Invariant: the same patterns and the same files on disk give the same list, in the same order.
 """
@@ -46,16 +46,16 @@ def find_format(path: str) -> InputFormat:
 
 
 def has_record_suffix(path: str) -> bool:
-    """Return whether the suffix says that a file has records with keys."""
+    """Return whether a file has records with keys, which its suffix shows."""
     return _get_suffix(path) in (*_TABLES, *_JSON)
 
 
 def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """Return the files that --input means. The files of a glob or a folder are sorted by name.
+    """Return the files that --input names. The files of a glob or a folder are sorted by name.
 
     Args:
         patterns: Files, globs, folders, and folders of Hugging Face `save_to_disk`.
-        say: Receives one line for each folder, with what is used of it.
+        say: Receives a line for each folder, which describes the files that are used.
 
     Raises:
         ConfigError: a pattern matches no file, or a folder has none that can be read.
@@ -63,7 +63,7 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
     """
     files: list[str] = []
     for pattern in patterns:
-        # A file whose name has characters of a glob is meant literally.
+        # An existing file is used even if its name contains characters of a glob.
         if Path(pattern).exists():
             found = [pattern]
         else:
@@ -98,12 +98,12 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
         splits = _read_object(Path(folder, _DATASET_DICT)).get("splits", [])
         named = ", ".join(str(Path(folder, str(split))) for split in splits) or "none"
         raise ConfigError(
-            f"--input {folder} holds several splits of a data set; give those to use: {named}."
+            f"--input {folder} holds several splits of a data set; name the splits to use: {named}."
         )
     if Path(folder, _STATE).is_file():
         return _list_saved_dataset(folder)
-    # Files of `datasets` that are not named by a state.json may be caches of others, so Arrow files
-    # are read only if they are named themselves.
+    # Without a state.json, the Arrow files of a folder may be caches that `datasets` has left. So
+    # an Arrow file is read only if --input names it.
     used = list[str]()
     others = list[str]()
     for parent, _, names in os.walk(folder):
@@ -119,9 +119,9 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
     known = " ".join((".parquet", *_JSON, *_TEXTS))
     if not used:
         raise ConfigError(
-            f"--input {folder} has no file that can be read; known are {known}, also with .gz or "
-            ".zst. Name files with other suffixes yourself, as in "
-            f"'{folder}/*', if they have a JSON record in each line."
+            f"--input {folder} has no file that can be read; known suffixes are {known}, also with "
+            ".gz or .zst. If files with another suffix have a JSON record in each line, name the "
+            f"files, as in '{folder}/*'."
         )
     kinds = ", ".join(
         f"{count} {suffix}" for suffix, count in sorted(Counter(map(_get_suffix, used)).items())
@@ -151,7 +151,7 @@ def _list_saved_dataset(folder: str) -> list[str]:
             f"{Path(folder, _STATE)} names no data files. Save the data set again."
         ) from error
     for path in paths:
-        # A path that leads out of the folder would read a file that nobody named.
+        # A path that leads out of the folder could read a file that the user did not name.
         if Path(path).parent != Path(folder) or not Path(path).is_file():
             raise DataError(
                 f"{path}, which {Path(folder, _STATE)} names, is not in the folder. Copy the "
@@ -167,5 +167,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} must be a JSON object, is {type(found).__name__}.")
+        raise DataError(f"{path} must be a JSON object, and is {type(found).__name__}.")
     return found

@@ -1,11 +1,10 @@
-"""The content of the input files, as blocks of complete lines or rows.
+"""Reads the input files in blocks of complete lines or rows.
 
 Invariant: memory holds one block, or one line if a line is longer than a block. A later run can
 continue where a block ends.
 
-A file of plain text is one document. All others have records with keys: tables have them in rows, a
-JSON array in its elements, and every other file in its lines. Files may be compressed as .gz or
-.zst.
+A file of plain text is one document. All other files have records with keys. A record is a row of a
+table, an item of a JSON array, or a line of any other file. Files may be compressed as .gz or .zst.
 """
 
 import gzip
@@ -39,13 +38,13 @@ def read_blocks(
 
     Args:
         paths: The input files.
-        keys: The keys of the texts. Of tables only these columns are read.
+        keys: The keys of the texts. In tables only these columns are read.
         start: Where to begin.
         block_bytes: The approximate size of a block.
 
     Raises:
         DataError: a file cannot be read, is truncated, or has no column for a key. Or a file of
-            plain text is too long, or there are several keys.
+            plain text is too long, or is read with several keys.
     """
     # Files before the start are not opened at all.
     for number in range(start.file, len(paths)):
@@ -93,7 +92,7 @@ def open_lines(
 
 
 def is_array_file(path: str) -> bool:
-    """Return whether a file is one JSON array, by its beginning."""
+    """Return whether a file is one JSON array, which its beginning shows."""
     beginning, _ = next(open_lines(path, 0, _BEGINNING_BYTES), (b"", 0))
     return is_array(beginning)
 
@@ -101,7 +100,7 @@ def is_array_file(path: str) -> bool:
 def _read_file_blocks(
     path: str, keys: Sequence[str], begin: Position, block_bytes: int
 ) -> Iterator[InputBlock]:
-    """Yield the blocks of one file, in the way of its format."""
+    """Yield the blocks of one file with the reader of its format."""
     format = find_format(path)
     if format is InputFormat.PARQUET:
         return read_parquet_blocks(path, keys, begin, block_bytes)
@@ -116,7 +115,7 @@ def _read_file_blocks(
 
 
 def _read_text_block(path: str, keys: Sequence[str], begin: Position) -> Iterator[InputBlock]:
-    """Yield the only block of a file of plain text, if an earlier run has not read it."""
+    """Yield the only block of a file of plain text. Yield nothing if an earlier run has read it."""
     if begin.line:
         return
     if len(keys) > 1:

@@ -26,8 +26,8 @@ _EXAMPLES = 5
 # If at least this fraction of the documents has the same token at the same place, a program has
 # probably added it.
 _CONSTANT = 0.9
-# A separator stands at the border of documents only. A token that also occurs in the middle of this
-# fraction of them, such as a newline, is ordinary text.
+# A separator occurs only at the border of documents. If a token also occurs in the middle of this
+# fraction of the documents, it is ordinary text. A newline is an example.
 _ORDINARY = 0.1
 
 
@@ -310,7 +310,7 @@ def _find_usual_separators(
 ) -> NDArray[np.int64]:
     """Return the ids that may be separators, because nearly all documents have them at a border.
 
-    An id that documents also have in their middle is left out. It is ordinary text, such as the
+    An id that also occurs in the middle of documents is left out. It is ordinary text, such as the
     newline at the end of a text file.
     """
     found = sorted({common.token for common in (firsts, before_last) if common.constant})
@@ -330,7 +330,7 @@ def _find_usual_separators(
 def _count_documents_with(
     dataset: IndexedDataset, token: int, starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> int:
-    """Return how many of the ranges [start, end) of tokens have a token."""
+    """Return how many of the ranges [start, end) of tokens contain `token`."""
     places = [np.empty(0, np.int64)]
     for begin in range(int(starts[0]), int(ends[-1]), _TOKENS):
         tokens = dataset.tokens[begin : min(begin + _TOKENS, int(ends[-1]))]

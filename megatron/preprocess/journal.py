@@ -73,8 +73,8 @@ class Journal:
     def load(self) -> PreprocessProgress | None:
         """Return the progress of an earlier run, or None if there is nothing to continue.
 
-        A run without documents has nothing that another run could destroy. So a command that was
-        corrected starts from scratch then.
+        If the earlier run has no documents, nothing can be lost. A command with other flags then
+        starts from scratch, so that a wrong command can be corrected.
 
         Raises:
             ConfigError: the earlier run had other inputs or flags.

@@ -1,7 +1,7 @@
-"""Files that are one JSON array of records.
+"""Reads files that are one JSON array of records.
 
 Invariant: memory holds one block, or one record if it is longer than a block. The text of a record
-is passed on as it is, so a record gives the same texts as the same record in a line of its own.
+is not changed. So an array gives the same texts as a file with the same records in lines.
 """
 
 import json
@@ -13,13 +13,14 @@ from megatron.errors import DataError
 from megatron.preprocess.blocks import InputBlock, Position
 
 _SPACE = r"[ \t\r\n]*"
-# A byte order mark, as it looks when each byte is one character.
+# It may start with a byte order mark, here with one character for each byte.
 _OPENING = re.compile(rf"(?:\xef\xbb\xbf)?{_SPACE}\[{_SPACE}")
 _COMMA = re.compile(rf"{_SPACE},{_SPACE}")
 _CLOSING = re.compile(rf"{_SPACE}\]{_SPACE}")
 _EMPTY = re.compile(rf"{_OPENING.pattern}\]{_SPACE}")
-# The longest part of a record that is wrong only because the text ends inside it: an escape with
-# two surrogates. A string that does not end is recognised by its message.
+# The decoder reports an error if the text ends inside a record. Except for strings, which have a
+# message of their own, such an error is within this many characters of the end. The longest case is
+# an escape with two surrogates.
 _LONGEST_TOKEN = 16
 _DECODER = json.JSONDecoder()
 
@@ -32,7 +33,7 @@ def is_array(beginning: bytes) -> bool:
 def read_array_blocks(
     path: str, pieces: Iterator[tuple[bytes, int]], begin: Position, block_bytes: int
 ) -> Iterator[InputBlock]:
-    """Yield the records of an array in blocks, one record a line.
+    """Yield the records of an array in blocks, one record per line.
 
     Args:
         path: The file, for messages.
@@ -62,15 +63,16 @@ def read_array_blocks(
     while more:
         added = list[bytes]()
         length = 0
-        # A record that is longer than a piece is tried again only when twice as much is read.
-        # Otherwise its time would be quadratic.
+        # A record may be longer than a piece. It is decoded again only when twice as much text was
+        # read. Otherwise the time for a record would be quadratic in its length.
         while more and length <= len(rest):
             piece, disk_bytes = next(pieces, (b"", disk_bytes))
             more = bool(piece)
             added.append(piece)
             length += len(piece)
         rest = b"".join((rest, *added))
-        # One character for each byte, so that places in the text are places in the file.
+        # latin-1 gives one character for each byte, so that positions in the text are positions in
+        # the file.
         text = rest.decode("latin-1")
         place = 0
         while True:
@@ -79,7 +81,7 @@ def read_array_blocks(
             if found is None:
                 break
             start, place = found
-            # Outside of strings a line end is white space, and inside it is not valid JSON.
+            # JSON allows a line end outside of strings only, where it is white space.
             records.append(rest[start:place].replace(b"\n", b" "))
             size += place - start
             if size >= block_bytes:
@@ -101,12 +103,12 @@ def read_array_blocks(
 def _find_record(
     path: str, text: str, place: int, at_start: bool, more: bool, records: int
 ) -> tuple[int, int] | None:
-    """Return the first and the last place of the next record, or None if the text has none.
+    """Return the start and the end of the next record, or None if the text has no complete one.
 
     Args:
         path: The file, for messages.
         text: A part of the file.
-        place: Where the last record ended in it.
+        place: The position in `text` where the last record ended.
         at_start: Whether `place` is the beginning of the file.
         more: Whether the file has more text.
         records: Number of records before this one, for messages.
@@ -123,7 +125,7 @@ def _find_record(
     try:
         _, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        # The rest of the record may only not have been read yet.
+        # It is not an error if only the rest of the record was not read yet.
         unfinished = (
             error.msg.startswith("Unterminated string") or error.pos >= len(text) - _LONGEST_TOKEN
         )

@@ -117,7 +117,7 @@ def preprocess(
         )
         progress = journal.load()
         if progress is None:
-            # A run that is continued was allowed to replace them when it started.
+            # This check is only for a new run. A run that is continued has passed it at its start.
             _check_outputs(job)
             progress = PreprocessProgress()
         if not job.append_eod:
@@ -323,7 +323,7 @@ def _stop_at(
     writers: dict[str, ResumableWriter],
 ) -> NoReturn:
     """Raise the error for a bad line. What is done before it is saved."""
-    # Without documents nothing is saved, so that the corrected command starts from scratch.
+    # Without documents, nothing is saved. The corrected command then starts from scratch.
     if not progress.documents:
         raise DataError(
             f"{bad}. Correct the file or the command and start again, or leave such lines out with "

@@ -66,11 +66,11 @@ def _read_texts_at(
 
 
 def _read_passage_at(path: str, place: int) -> str:
-    """Return some text of a file of plain text, from about a byte on."""
+    """Return some text of a file of plain text, which begins near a byte."""
     if path.endswith((".gz", ".zst")):
         place = 0
     piece, _ = next(open_lines(path, place, _BLOCK_BYTES), (b"", 0))
-    # The byte may be inside a character, whose rest is left out.
+    # The byte may be inside a character. The incomplete character is left out.
     return piece[:_BLOCK_BYTES].decode("utf-8", errors="ignore")
 
 

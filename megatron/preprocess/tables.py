@@ -1,4 +1,4 @@
-"""Inputs with rows and columns: Parquet, and the Arrow files of Hugging Face datasets.
+"""Reads inputs with rows and columns: Parquet, and the Arrow files of Hugging Face datasets.
 
 Invariant: memory holds one block. Rows that an earlier run has read are not decoded again.
 """
@@ -31,7 +31,8 @@ def read_parquet_blocks(
         disk = Path(path).stat().st_size
         first_row = 0
         for group in range(file.metadata.num_row_groups):
-            # Rows have no fixed size. The row group's average gives the rows of a block.
+            # Rows have no fixed size. The average size in the row group gives the number of rows in
+            # a block.
             row_group = file.metadata.row_group(group)
             rows = max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size))
             next_row = first_row
@@ -42,7 +43,8 @@ def read_parquet_blocks(
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(keys)):
                 begin_row = next_row
                 next_row = next_row + batch.num_rows
-                # Batches may begin elsewhere than in the earlier run. Leave out the rows it read.
+                # Batches may begin at other rows than in the earlier run. Leave out the rows that
+                # it has read.
                 passed = max(0, begin.offset - begin_row)
                 if passed < batch.num_rows:
                     end = Position(begin.file, next_row, next_row)
@@ -101,7 +103,7 @@ def _open_arrow_stream(path: str) -> Iterator[tuple[Any, Any]]:
     """Open an Arrow file in stream format, and yield the stream and the file."""
     pa = _import_pyarrow(path, "Arrow")
     try:
-        # A memory map decodes nothing that is not used.
+        # With a memory map, columns that are not used are not read.
         with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
             yield stream, source
     except (OSError, pa.ArrowException) as error:
@@ -111,7 +113,7 @@ def _open_arrow_stream(path: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _import_pyarrow(path: str, format: str) -> Any:
-    """Return the package pyarrow."""
+    """Return the package pyarrow. `format` is for the message if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.preprocess.blocks import InputBlock, PlainText
 
-# A record may have thousands of keys, of which a message names the first ones.
+# A record may have thousands of keys. A message names this many.
 _NAMED_KEYS = 8
 
 
@@ -71,7 +71,7 @@ def _parse(raw: bytes, keys: Sequence[str], fast: Callable[[bytes], Any] | None)
     try:
         record = _load_record(raw, fast)
     except (ValueError, RecursionError) as error:
-        return f"not JSON: {error} (files of plain text are known by their suffix, such as .txt)"
+        return f"not JSON: {error} (a file of plain text needs the suffix .txt, .text or .md)"
     if not isinstance(record, dict):
         return f"must be a JSON object, is {type(record).__name__}"
     values = _pick_values(record, keys)

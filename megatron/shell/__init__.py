@@ -1,1 +1,1 @@
-"""Reading of shell scripts: their syntax, the values of their words, and their control flow."""
+"""Reads shell scripts: their syntax, the values of their words, and their control flow."""

@@ -1,4 +1,4 @@
-"""Evaluation of `$(( ))` and `(( ))` as bash does it, with C's operators and integers."""
+"""Evaluates `$(( ))` and `(( ))` as bash does, with the operators and integers of C."""
 
 import re
 from collections.abc import Callable
@@ -25,7 +25,7 @@ WORD = 2**64
 
 
 class NotStaticError(Exception):
-    """An expression that only an execution can evaluate, or that bash refuses."""
+    """An expression whose value is known only at run time, or that bash refuses."""
 
 
 def evaluate_arithmetic(
@@ -35,11 +35,12 @@ def evaluate_arithmetic(
 
     Args:
         text: The expression after expansion of its `$` words.
-        read: Returns a variable's value, which is an expression too. Unset is an empty string.
-        assign: Sets a variable, for `=`, `+=`, `++` and the like.
+        read: Returns a variable's value, which may itself be an expression. The value of an unset
+            variable is an empty string.
+        assign: Sets a variable. `=`, `+=`, `++` and other operators need it.
 
     Raises:
-        NotStaticError: The expression is invalid, or not a plain one.
+        NotStaticError: The expression is invalid, or its value is known only at run time.
     """
     return _Expression(text, read, assign, depth=0).evaluate()
 
@@ -89,7 +90,7 @@ class _Expression:
         return text if kind == "operator" else ""
 
     def _take(self, *operators: str) -> str:
-        """Return the next operator and pass over it, if it is one of `operators`."""
+        """Read the next operator if it is one of `operators`. Otherwise return an empty string."""
         operator = self._peek()
         if operator and operator in operators:
             self._position += 1

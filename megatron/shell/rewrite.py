@@ -1,10 +1,10 @@
-"""Rewriting of a script to its assignments and its control flow.
+"""Reduces a script to its assignments and its control flow.
 
 Every command becomes a call of `__plan_command`, which reports its words. Redirections, pipes,
-background processes and subshells disappear. A substitution becomes a mark that stands for it.
+background processes and subshells are left out. A mark replaces each substitution.
 
-This makes a script readable to `megatron/shell/sandbox.py`. It is not what contains the script: the
-sandbox holds for a script that is not rewritten at all.
+`megatron/shell/sandbox.py` needs this to learn which commands the script would run. The safety does
+not depend on it: the sandbox also contains a script that was not rewritten.
 """
 
 import re
@@ -55,7 +55,7 @@ KEPT = frozenset(
         "false",
     ]
 )
-# These only print, or fill variables from a file.
+# These only print, or fill variables from a file, or change the folder or the traps.
 WITHOUT_EFFECT = frozenset(["echo", "printf", "read", "mapfile", "readarray", "cd", "trap"])
 SHELLS = frozenset(["bash", "sh", "zsh"])
 # These read a script from a here-document.
@@ -69,10 +69,10 @@ def rewrite_script(block: Block, source: str, mark: Callable[[str], str]) -> str
     Args:
         block: The commands.
         source: The script's name in messages.
-        mark: Returns the characters that stand for a substitution, which is given as it is written.
+        mark: Takes a substitution as it is written, and returns the mark that replaces it.
 
     Raises:
-        ConfigError: A name or a construct has no counterpart.
+        ConfigError: The name of a function or the header of a loop cannot be rewritten.
     """
     rewriter = _Rewriter(source, mark)
     rewriter.note_functions(block)
@@ -86,7 +86,7 @@ class _Rewriter:
         self._functions: set[str] = set()
 
     def note_functions(self, block: Block) -> None:
-        """Note the functions of the whole script, because they may be called before they appear."""
+        """Record all functions of the script, because a call may come before the definition."""
         for node in block:
             if isinstance(node, Function):
                 if not FUNCTION_NAME.fullmatch(node.name):
@@ -101,7 +101,7 @@ class _Rewriter:
     # ---- commands ----
 
     def write_block(self, block: Block) -> str:
-        """Return the commands of a block, one a line. bash refuses an empty block."""
+        """Return the commands of a block, one per line. bash refuses an empty block, so `:`."""
         return "\n".join(self._write(node) for node in block) or ":"
 
     def _write(self, node: Node) -> str:
@@ -181,7 +181,10 @@ class _Rewriter:
     def _write_document(
         self, name: str, words: list[str], redirections: tuple[Redirection, ...]
     ) -> str:
-        """Return the report of a text that becomes a file or another script, or nothing."""
+        """Return the report of a text that the command writes to a file or runs as a script.
+
+        Return an empty string for any other command.
+        """
         target = ""
         body: str | None = None
         for redirection in redirections:
@@ -206,11 +209,11 @@ class _Rewriter:
     # ---- words ----
 
     def rewrite_word(self, raw: str) -> str:
-        """Return a written word with its command substitutions as text."""
+        """Return a word with marks in place of its command substitutions."""
         return self._rewrite(raw, quoted=False)
 
     def _rewrite_document(self, body: str) -> str:
-        """Return a here-document's body as it is written between double quotes."""
+        """Return a here-document's body in the form that it needs between double quotes."""
         pieces: list[str] = []
         position = 0
         while position < len(body):
@@ -254,7 +257,7 @@ class _Rewriter:
         return "".join(pieces)
 
     def _rewrite_dollar(self, raw: str, position: int, *, quoted: bool) -> tuple[int, str]:
-        """Return the end and the new text of an expansion. Without one, the end is `position`."""
+        """Return the end and the new text of an expansion. If there is none, return `position`."""
         if raw[position] == "`":
             end = position + 1
             while end < len(raw) and raw[end] != "`":

@@ -1,16 +1,18 @@
-"""Execution of a script's assignments and control flow, and of nothing else.
+"""Runs the assignments and the control flow of a script in bash, and nothing else of it.
 
-Three layers contain it. The first one holds for any script, also without the other two:
+Three layers contain the shell. The first one alone protects all files from any script:
 
 1. The operating system. The shell may open no file descriptor, start no process and write no file,
-   and it has limits of time and memory. `RLIMIT_NOFILE` 0 ends `>`, `<`, pipes, here-documents,
-   substitutions and sockets alike, because each of them needs a descriptor before anything is
-   created. root is exempt from the limit of processes, so the shell runs as another user then.
-2. bash. Builtins that act outside the shell are disabled. A DEBUG trap under `extdebug` refuses
-   every command that is not on its list.
-3. The rewriting (`megatron/shell/rewrite.py`), which leaves no such command.
+   and it has limits of time and memory. With `RLIMIT_NOFILE` 0, bash cannot open `>`, `<`, pipes,
+   here-documents, substitutions or sockets. Each of them needs a descriptor before anything is
+   created. root is exempt from the limit of processes. If the planner runs as root, the shell
+   therefore runs as another user.
+2. bash. Builtins that act outside the shell, such as `kill`, are disabled. A DEBUG trap under
+   `extdebug` refuses every command that is not on its list.
+3. The rewriting (`megatron/shell/rewrite.py`). It leaves no command that the trap would refuse.
 
-The shell's first act is to check the first layer. If that fails, nothing of the script runs.
+The shell checks the first layer before it does anything else. If the check fails, nothing of the
+script runs.
 """
 
 import os
@@ -31,13 +33,13 @@ SECONDS = 10.0
 OUTPUT_LIMIT = 16 * 2**20
 NOBODY = 65534
 EXIT_NOT_CONTAINED = 97
-# bash sets these itself, some of them read-only. PATH would let commands be found.
+# bash sets these itself, and some of them are read-only. PATH would let bash find commands.
 OWN_VARIABLES = frozenset(
     ["PATH", "UID", "EUID", "PPID", "SHELLOPTS", "IFS", "ENV", "OPTIND", "SHLVL", "_", "PS4"],
 )
 
-# `ulimit` comes first, so that even a mistake below this line changes nothing. The shell has read
-# its input by then, or reads it from the descriptor that it has.
+# `ulimit` comes first, so that even a mistake in the lines after it cannot change a file. bash
+# needs no further descriptor to read the rest, because its input is open already.
 _PROLOGUE = r"""
 ulimit -c 0 && ulimit -f 0 && ulimit -t 5 && ulimit -v 1000000 && ulimit -u 0 && ulimit -n 0 ||
     exit 97
@@ -87,9 +89,10 @@ trap '__plan_allow "$BASH_COMMAND"' DEBUG
 class Trace:
     """What a script would have done.
 
-    `commands` are the words of its commands, each with the variables that it exported by then, as
-    `export -p` prints them. `documents` are the files that it would write, by name. `exit_line` is
-    the line of the `exit` that ended it, or None.
+    `commands` has one pair for each command: its words, and the variables that the script has
+    exported before it. The variables are text as `export -p` prints it, or empty if they are not
+    needed. `documents` are the files that the script would write, by name. `exit_line` is the line
+    of the `exit` that ended the script, or None.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -109,15 +112,16 @@ def trace_script(
     """Run `script` with everything except assignments and control flow disabled.
 
     Args:
-        script: The rewritten script. Any other script is contained too, but tells less.
-        source: Its name in messages, and its `$0`.
-        parameters: Its arguments.
-        environment: The variables that it inherits.
-        training: An extended regular expression. The first command that matches it is the last.
+        script: The rewritten script. Any other script is contained too, but its commands are not
+            reported.
+        source: The script's name in messages, and its `$0`.
+        parameters: The script's arguments.
+        environment: The variables that the script inherits.
+        training: An extended regular expression. The script ends at the first command that matches.
         seconds: The time limit.
 
     Raises:
-        ConfigError: It cannot be contained here, or does not end in time.
+        ConfigError: The shell cannot be contained here, or the script does not end in time.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -138,8 +142,8 @@ def trace_script(
     records = list(_split_records(output, token))
     if not records or records[0] != ["contained"]:
         raise ConfigError(
-            f"--expand does not run {source}: this system does not let the shell be contained "
-            f"(exit code {code}; see `ulimit -a`). Plan without --expand."
+            f"--expand cannot run {source}: this system does not let the shell be contained "
+            f"(exit code {code}; `ulimit -a` prints the limits). Plan without --expand."
         )
     return _build_trace(records[1:])
 
@@ -158,7 +162,7 @@ def _run(command: list[str], script: str, seconds: float) -> tuple[bytes, int]:
     """Run the shell in an empty folder with `script` as its input. Return its output and code."""
     identity: dict[str, object] = {}
     if os.geteuid() == 0:
-        # No limit of processes holds for root.
+        # The limit of processes does not apply to root.
         identity = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
         os.chmod(folder, 0o555)
@@ -206,14 +210,15 @@ def _read_output(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[by
             process.stdout.close()
     if expired.is_set() or process.returncode < 0:
         raise ConfigError(
-            f"--expand: the script started no training within {seconds:g} seconds and "
-            f"{OUTPUT_LIMIT:,} bytes. It may wait for a command in a loop; plan without --expand."
+            f"--expand: the script started no training within {seconds:g} seconds, or printed more "
+            f"than {OUTPUT_LIMIT:,} bytes. A loop may wait for the result of a command, which does "
+            "not run here; plan without --expand."
         )
     return output, process.returncode
 
 
 def _split_records(output: bytes, token: str) -> Iterator[list[str]]:
-    """Yield the records, each with its kind first. What the script itself printed is left out."""
+    """Yield the records, each with its kind first. Other output of the script is left out."""
     record: list[str] | None = None
     for item in output.decode(errors="surrogateescape").split("\0")[:-1]:
         if item.endswith(token):

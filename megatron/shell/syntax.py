@@ -3,7 +3,7 @@
 The parser follows bash's grammar for commands. Words stay as they are written, because their value
 depends on the variables (`megatron/shell/values.py`). Nothing is executed.
 
-Invariant: a construct that the parser does not know is an error. It is never passed over.
+Invariant: a construct that the parser does not know is an error. It is never ignored.
 """
 
 import re
@@ -24,9 +24,10 @@ SEPARATORS = frozenset([";", "&", "\n"])
 CASE_ENDS = frozenset([";;", ";&", ";;&"])
 DESCRIPTOR = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})(?=[<>])", re.ASCII)
 END_OF_TEST = re.compile(r"\s\]\](?=[\s;)&|]|$)")
-# Ordinary characters, which may be taken at once in every context.
+# Characters without a special meaning in any context. A sequence of them is read in one step.
 PLAIN = re.compile(r"[\w./:,=+@%-]+", re.ASCII)
-# `NAME=<Specify path>` in a published script. bash refuses it, because `>` has no target.
+# `NAME=<Specify path>`, as in published scripts, where the user must write a path. bash itself
+# refuses it, because `>` has no target.
 PLACEHOLDER = re.compile(r"<[^<>\n]*>(?=[ \t]*(?:#[^\n]*)?(?:\n|$))")
 # These characters end a word unless they are quoted.
 WORD_ENDS = frozenset(" \t\n;&|<>()")
@@ -45,7 +46,7 @@ class Redirection:
 
     @property
     def is_literal(self) -> bool:
-        """Whether the here-document's delimiter is quoted, so that nothing in it is expanded."""
+        """Whether the here-document's delimiter is quoted. If so, its body is not expanded."""
         return any(quote in self.target for quote in "'\"\\")
 
 
@@ -69,7 +70,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class AndOr:
-    """A pipeline, and those that follow it with their operator, `&&` or `||`."""
+    """A list of pipelines. `rest` has the operator (`&&` or `||`) before each further pipeline."""
 
     first: "Node"
     rest: "tuple[tuple[str, Node], ...]"
@@ -135,14 +136,14 @@ class Function:
 
 @dataclass(frozen=True)
 class Test:
-    """A condition `[[ ... ]]`. `text` is what stands between the brackets."""
+    """A condition `[[ ... ]]`. `text` is the text between the brackets."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A command `(( ... ))`. `text` is what stands between the parentheses."""
+    """A command `(( ... ))`. `text` is the text between the parentheses."""
 
     text: str
 
@@ -192,7 +193,7 @@ def find_end_of_substitution(text: str, start: int, source: str) -> int:
 def find_end_of_arithmetic(text: str, start: int) -> int:
     """Return the index of the `))` that closes the `((` whose content begins at `start`.
 
-    Return -1 if the parentheses are two nested ones, as in `$((a; b) | c)`.
+    Return -1 if it is not arithmetic but a subshell within parentheses, as in `$((a; b) | c)`.
     """
     depth = 0
     for index in range(start, len(text)):
@@ -256,12 +257,12 @@ class _Parser:
         """Here-documents whose bodies follow the current line."""
         self._in_double_quotes = False
         self._words: dict[int, tuple[str, int]] = {}
-        """The words read so far by their start, each with its end. A word is looked at often."""
+        """Start of a word -> the word and its end. A cache, as a word is read several times."""
 
     # ---- characters ----
 
     def is_at_end(self) -> bool:
-        """Return whether only blanks and comments remain on the current line, and no line after."""
+        """Return whether only blanks and a comment remain before the end of the text."""
         self._skip_blanks()
         return self.position >= len(self._text)
 
@@ -278,7 +279,7 @@ class _Parser:
         return self._text.count("\n", 0, position) + 1
 
     def _skip_blanks(self) -> None:
-        """Pass over blanks, continued lines and a comment. A comment ends with its line."""
+        """Skip blanks, line continuations and a comment. A comment ends with its line."""
         while True:
             if self._text.startswith("\\\n", self.position):
                 self.position += 2
@@ -311,7 +312,7 @@ class _Parser:
         return operator
 
     def expect_operator(self, operator: str) -> None:
-        """Pass over `operator`, which must come next."""
+        """Read `operator`, which must come next."""
         if self._peek_operator() != operator:
             self.fail(f"stands where {operator!r} is expected")
         self._take_operator()
@@ -343,9 +344,9 @@ class _Parser:
         return word
 
     def _take_word(self) -> str:
-        """Return the next word as it is written, or nothing before an operator.
+        """Read the next word as it is written. Return an empty string before an operator.
 
-        Continued lines are joined.
+        A word that continues on the next line is joined.
         """
         self._skip_blanks()
         start = self.position
@@ -385,7 +386,7 @@ class _Parser:
         return taken
 
     def _take_array(self) -> str:
-        """Return an array's values in parentheses, one blank between two, without comments."""
+        """Return an array's values in parentheses, separated by one blank, without comments."""
         self.position += 1
         words: list[str] = []
         self._skip_newlines()
@@ -479,7 +480,7 @@ class _Parser:
     # ---- commands ----
 
     def parse_block(self, ends: Collection[str]) -> Block:
-        """Parse commands up to a word or an operator in `ends`, which is not taken."""
+        """Parse commands up to a word or an operator in `ends`. The end itself is not read."""
         block: list[Node] = []
         while True:
             while self._peek_operator() in SEPARATORS:
@@ -490,7 +491,7 @@ class _Parser:
             block.append(self._parse_and_or())
 
     def _peek_keyword(self) -> str:
-        """Return the next word if a reserved word may stand here. It is never an empty string."""
+        """Return the next word where a reserved word is possible. It is never an empty string."""
         if self._peek_operator():
             return "an operator"
         return self._peek_word() or "the end"
@@ -601,7 +602,7 @@ class _Parser:
             return ArithmeticFor(self._text[start:end], self._parse_loop_body())
         name = self._take_word()
         if not NAME.fullmatch(name):
-            self.fail("follows a name that is no variable")
+            self.fail("follows a name that is not a variable name")
         words: tuple[str, ...] | None = None
         self._skip_newlines()
         if self._peek_keyword() == "in":
@@ -738,6 +739,6 @@ class _Parser:
 
 
 def split_words(text: str, source: str) -> list[str]:
-    """Return the written words of `text`, which has no operators."""
+    """Return the words of `text` as they are written. `text` has no operators."""
     parser = _Parser(text, source)
     return list(parser.take_words())

@@ -1,8 +1,8 @@
-"""The values of a script's words, as bash expands them, as far as they follow from assignments.
+"""Expands a script's words as bash does, as far as their values follow from assignments.
 
-Invariant: what is not known without execution stays in the words as it is written. Until the words
-are final, a mark of private characters stands for it. So it is never split, and what a word still
-needs is known exactly.
+Invariant: a part whose value is known only at run time stays in the words as it is written. Until
+the words are final, a mark stands for such a part. The mark consists of private characters, so it
+is never split, and `Values.find_unknown` finds every part of a word that has no value.
 """
 
 import fnmatch
@@ -33,11 +33,13 @@ C_CHARACTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b",
 
 @dataclass(frozen=True)
 class Unknown:
-    """A part of a word without a value here.
+    """A part of a word whose value is not known.
 
     `kind` is `variable`, `argument` (of the script) or `command`. `name` is the variable's name, or
-    the text. `is_alone` is true for an unquoted variable, which bash drops if it is a whole word.
-    `needs` are the parts that an expression needs. They are named instead of it.
+    the text of a command. `text` is the part as it is written. `is_alone` is true for an unquoted
+    variable. If such a variable is a whole word and is unset, bash removes the word. For an
+    arithmetic expression, `needs` has the unknown parts in it. Messages name those parts instead of
+    the expression.
     """
 
     kind: str
@@ -51,9 +53,10 @@ class Unknown:
 class Values:
     """The variables of a script at one point of it.
 
-    Values are strings, or lists for arrays. `exported` are the names that a started shell has.
-    `parameters` are the script's arguments, or None if they are not known. `read` collects the
-    names of the variables that were used.
+    The values of `variables` are strings, or lists for arrays. `exported` has the names of the
+    variables that a child process inherits. `parameters` are the script's arguments, or None if
+    they are not known. `unknown` has the parts that marks stand for. `read` collects the names of
+    the variables that were used.
     """
 
     source: str
@@ -71,7 +74,7 @@ class Values:
         return cls(source, dict(environment), set(environment), parameters)
 
     def get(self, name: str) -> str | None:
-        """Return the variable's value, the first one of an array, or None if it is unset."""
+        """Return the value of a variable, or the first one of an array. None if it is unset."""
         self.read.add(name)
         value = self.variables.get(name)
         if isinstance(value, list):
@@ -87,12 +90,12 @@ class Values:
         is_alone: bool = False,
         needs: Sequence[Unknown] = (),
     ) -> str:
-        """Return the mark that stands for a part without a value."""
+        """Return the mark that stands for a part whose value is not known. See `Unknown`."""
         self.unknown.append(Unknown(kind, name, text, is_alone, tuple(needs)))
         return f"\ue000{len(self.unknown) - 1}\ue001"
 
     def find_unknown(self, text: str) -> list[Unknown]:
-        """Return what `text` needs that has no value here."""
+        """Return the parts of `text` whose values are not known."""
         found = [self.unknown[int(number)] for number in MARK.findall(text)]
         return [part for unknown in found for part in unknown.needs or (unknown,)]
 
@@ -102,7 +105,7 @@ class Values:
         return match is not None and self.unknown[int(match[1])].is_alone
 
     def render(self, text: str) -> str:
-        """Return `text` with the parts without a value as they are written."""
+        """Return `text` with each mark replaced by the part that it stands for, as written."""
         while found := MARK.search(text):
             # The text of one part may have the mark of another part.
             text = text[: found.start()] + self.unknown[int(found[1])].text + text[found.end() :]
@@ -139,7 +142,7 @@ class Values:
         self.variables[name] = elements
 
     def get_index(self, subscript: str, length: int) -> int | None:
-        """Return the index of an array's element, or None if it is not known (or a text)."""
+        """Return the index of an array's element, or None if it is unknown or not a number."""
         try:
             index = self.evaluate(self.expand_to_text(subscript))
         except NotStaticError:
@@ -147,7 +150,7 @@ class Values:
         return index + length if index < 0 else index
 
     def _split_array(self, text: str) -> list[str]:
-        """Return the values of an array. `text` has its words as the parser left them."""
+        """Return the values of an array. `text` has its words as the parser returned them."""
         words: list[str] = []
         for raw in split_words(text, self.source):
             element = re.match(r"\[[^]]*\]=", raw)
@@ -198,7 +201,7 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _expand_braces(raw: str) -> Iterator[str]:
-    """Yield the words of a{b,c} and a{1..3}. Braces that are quoted or of ${ } stay."""
+    """Yield the words of a{b,c} and a{1..3}. Quoted braces, and those of ${ }, are not expanded."""
     match = next((m for m in BRACES.finditer(raw) if _is_unquoted(raw, m.start())), None)
     if match is None:
         yield raw
@@ -206,7 +209,7 @@ def _expand_braces(raw: str) -> Iterator[str]:
     if match[3] is None:
         first, last = int(match[1]), int(match[2])
         step = 1 if last >= first else -1
-        # A script may name more than any memory holds.
+        # A range may have more numbers than fit into memory.
         choices = [str(n) for n in range(first, last + step, step)[:10_000]]
     else:
         choices = match[3].split(",")
@@ -259,7 +262,7 @@ class _Expansion:
         self._word = (self._word or "") + text
 
     def _add_value(self, text: str, quoted: bool) -> None:
-        """Add the value of an expansion. Without quotes it is split at the characters of IFS."""
+        """Add the value of an expansion. Without quotes it is split at the characters of $IFS."""
         if quoted or not self._split:
             self._add(text)
             return
@@ -278,7 +281,7 @@ class _Expansion:
                 self._add(piece)
 
     def _add_list(self, items: list[str], *, quoted: bool, joined: bool) -> None:
-        """Add an array's values. In quotes each one is a word, or all are one if `joined`."""
+        """Add an array's values. In quotes, each value is one word. With `joined`, all are one."""
         if (joined and quoted) or not self._split:
             separator = self._values.variables.get("IFS", " ")
             self._add("".join(separator[:1]).join(items))
@@ -327,7 +330,7 @@ class _Expansion:
                 position += 1
 
     def _keep_empty_word(self, inside: str, before: tuple[int, str | None]) -> None:
-        """Begin a word for "" and for the quoted empty variable, but not for an empty "$@"."""
+        """Begin an empty word for "" and for a quoted empty variable, but not for an empty "$@"."""
         unchanged = before == (len(self._words), self._word)
         if unchanged and not re.fullmatch(r"\$@|\$\{@\}|\$\{\w+\[@\]\}", inside):
             self._add("")
@@ -341,7 +344,7 @@ class _Expansion:
         return found.end()
 
     def _add_quoted(self, raw: str, start: int, end: int, escapes: str) -> None:
-        """Add text between double quotes. A backslash is special before `escapes` only."""
+        """Add text between double quotes. A backslash is special only before one of `escapes`."""
         position = start
         while position < end:
             char = raw[position]

@@ -71,7 +71,7 @@ def compute_padded_vocab_size(
 def list_missing_files(config: TokenizerConfig) -> list[str]:
     """Return an error for each file that a run needs and that is not on this machine.
 
-    A run must not guess the size of its vocabulary. Only a plan may do that (`find_vocab_size`).
+    A run must not guess the size of its vocabulary. Only a plan may guess it (`find_vocab_size`).
     """
     stated = config.vocab_size is not None
     without = "or leave it out and give --vocab-size N, if no tokenizer is needed"
@@ -88,8 +88,8 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
             )
         return absent
     name = config.tokenizer_name_or_path
-    # A name without its files may be one on the Hugging Face Hub. It is enough if the size is
-    # stated and no text is tokenized.
+    # A name without files may be a name on the Hugging Face Hub. If the size is given, no text is
+    # tokenized, and the name alone is enough.
     is_name = name is None or not name.startswith((".", "/", "~"))
     if (stated and is_name) or (name is not None and Path(name).exists()):
         return []

@@ -1,8 +1,8 @@
-"""The end of a run's files and threads, in a limited time.
+"""Closes a run's files and threads within a time limit.
 
-A file system that hangs also hangs what closes files on it, and nothing can interrupt that. So it
-is done in a thread, after the error that ended the run was printed. The process ends without that
-thread if it does not return.
+If a file system does not respond, closing a file on it blocks, and nothing can interrupt that. So a
+thread closes the files, after the error that ended the run was printed. If the thread does not
+return in time, the process ends without it.
 """
 
 import sys
@@ -17,8 +17,8 @@ def close_within_limit(closing: ExitStack) -> bool:
     """Close everything that was registered in `closing`.
 
     Returns:
-        Whether it was closed within CLOSING_SECONDS. Otherwise a warning was printed, and the
-        process must be ended with `os._exit`, because Python waits for threads at its exit.
+        Whether everything was closed within CLOSING_SECONDS. If not, a warning was printed, and the
+        caller must end the process with `os._exit`, because a normal exit would wait for threads.
 
     Raises:
         Exception: Whatever the closing raised.
@@ -37,7 +37,7 @@ def close_within_limit(closing: ExitStack) -> bool:
     if thread.is_alive():
         print(
             f"warning: the files of this run could not be closed in {CLOSING_SECONDS:g} s. The "
-            "process ends without that. Check the file systems of --save, --data-path and "
+            "process ends without closing them. Check the file systems of --save, --data-path and "
             "--tensorboard-dir",
             file=sys.stderr,
             flush=True,

@@ -1,13 +1,11 @@
-"""The warning about a run whose loss stays far above the loss that it started with."""
+"""Warns about a run whose loss stays far above the loss that it started with."""
 
 _ITERATIONS = 50
-"""Iterations in a row that must be far above. A spike that recovers is shorter."""
+"""The warning needs this many high losses in a row. A spike that recovers is shorter."""
 _FACTOR = 0.2
+"""A loss is high if it exceeds the first loss by this fraction of it, and by at least _MARGIN."""
 _MARGIN = 1.0
-"""Far above means by this share of the loss at the start, and by at least this much.
-
-Without the margin, a model that knows its data by heart would be reported for noise.
-"""
+"""Without this margin, noise would cause a warning if the first loss is very small."""
 
 
 class DivergenceWatch:
@@ -37,8 +35,8 @@ class DivergenceWatch:
             return None
         self._warned = True
         return (
-            f"warning: the loss was above {limit:.3f} in the last {_ITERATIONS} iterations, up to "
-            f"iteration {iteration}, and it was {self._first:.3f} in the first one of this launch. "
-            "The run has probably diverged. Roll back to an earlier checkpoint with "
-            "tools/rollback.py, and lower --lr or skip the data"
+            f"warning: the loss was above {limit:.3f} in the {_ITERATIONS} iterations up to "
+            f"{iteration}. In the first iteration of this launch it was {self._first:.3f}. The run "
+            "has probably diverged. Roll back to an earlier checkpoint with tools/rollback.py, and "
+            "lower --lr or skip the data"
         )

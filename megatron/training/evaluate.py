@@ -29,8 +29,8 @@ def evaluate_test(run: Run) -> None:
 def evaluate_only(run: Run) -> None:
     """Evaluate every validation and test set without training.
 
-    The samples are always the first ones of each set, so that the same checkpoint gives the same
-    loss, and losses of several checkpoints can be compared.
+    The samples are always the first ones of each set. The same checkpoint therefore gives the same
+    loss, and the losses of several checkpoints can be compared.
 
     Raises:
         ConfigError: There is nothing to evaluate.

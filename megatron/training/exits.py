@@ -31,10 +31,10 @@ _REPEATED_SECONDS = 10.0
 Slurm sends a signal to a job's tasks and to srun, and srun passes it on to the tasks again.
 """
 _REPEATED_KEY_SECONDS = 1.0
-"""As `_REPEATED_SECONDS`, for SIGINT.
+"""The same for SIGINT.
 
-A terminal sends it to the launcher and its processes, and the launcher passes it on immediately. A
-person who presses Ctrl-C again does not want to wait for long.
+A terminal sends it to the launcher and to its processes, and the launcher passes it on immediately.
+The limit is short, so that a second Ctrl-C of the user takes effect soon.
 """
 
 
@@ -49,7 +49,7 @@ class StopReason(IntEnum):
 
 
 class Exits:
-    """The decision to stop, and the handlers of signals that ask for it."""
+    """Decides when the run stops, and handles the signals that stop it."""
 
     def __init__(
         self, config: BatchConfig, mesh: Mesh, say: Callable[[str], None], *, saves: bool
@@ -60,7 +60,7 @@ class Exits:
             config: The flags that stop a run.
             mesh: The ranks of the run.
             say: Prints a warning.
-            saves: Whether the run has a folder to save to, for messages.
+            saves: Whether the run has a folder to save to. Only messages depend on it.
         """
         self._config = config
         self._mesh = mesh
@@ -70,13 +70,13 @@ class Exits:
         self._signal = 0
         self._signalled_at = 0.0
         self._switch_error: str | None = None
-        """Why the last look for the kill switch failed. None if it did not fail."""
+        """Why the last search for the kill switch failed. None if it did not fail."""
 
     def catch_signals(self) -> None:
-        """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the run after an iteration."""
+        """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the run after the current iteration."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            # A shell starts jobs in the background with SIGINT ignored, because the Ctrl-C of its
-            # terminal is for another program.
+            # A shell starts background jobs with SIGINT ignored, because Ctrl-C in the terminal is
+            # meant for the program in the foreground.
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             signal.signal(number, self._handle_signal)
@@ -101,7 +101,7 @@ class Exits:
                 self._confirm_key()
 
     def _confirm_key(self) -> None:
-        """Print what follows from Ctrl-C. The iteration in progress may take long."""
+        """Confirm Ctrl-C with a message, because the current iteration may take long."""
         if self._saves:
             what = "saves after this iteration and ends"
         else:
@@ -145,16 +145,16 @@ class Exits:
         return StopReason.NONE
 
     def _find_kill_switch(self, path: Path) -> bool:
-        """Return whether the kill switch exists. False if that cannot be known at present.
+        """Return whether the kill switch exists. Return False if the file system fails.
 
-        A file system may fail for a moment. Without its kill switch a run can still be stopped by a
-        signal, so the error must not end it.
+        Such a failure may be temporary, and a signal can still stop the run. So it must not end the
+        run.
         """
         try:
             found = path.exists()
         except OSError as error:
             reason = error.strerror or str(error)
-            # One warning for each new reason. A warning at each iteration would fill the log.
+            # Warn once for each new reason. A warning in each iteration would fill the log.
             if reason != self._switch_error:
                 self._say(
                     f"warning: --kill-switch-path {path} cannot be looked for ({reason}); the run "

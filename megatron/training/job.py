@@ -219,7 +219,7 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
 def _warn_if_nothing_is_kept(config: Config) -> list[str]:
     """Return a warning if a run that trains has no folder for its checkpoints.
 
-    It is not a warning of the plan, because a planned command line need not have its paths yet.
+    The plan does not give this warning, because a command line can be planned without its paths.
     """
     if config.checkpoint.save is not None or config.batch.eval_only:
         return []

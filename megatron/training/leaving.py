@@ -1,6 +1,6 @@
-"""The ways to end the process after an error.
+"""Ends the process after an error.
 
-The module imports no torch, because errors of the configuration come before torch is imported.
+This module does not import torch, because it also reports errors from before torch is imported.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
 
     Args:
         error: The error.
-        closing: What must be closed, if there is a run already. It may be on a file system that
-            hangs, so the error comes first.
+        closing: What must be closed, if there is a run already. Closing may hang with the file
+            system, so the error is printed first.
     """
     if isinstance(error, LostRanksError):
         leave_after_lost_ranks(error, closing)
@@ -105,7 +105,7 @@ def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:
 
 
 def _close_after_error(closing: ExitStack | None) -> None:
-    """Close the run's files. An error of that is not printed, because another one is the cause."""
+    """Close the run's files. An error in closing is not printed, because it is not the cause."""
     if closing is not None:
         with contextlib.suppress(Exception):
             close_within_limit(closing)

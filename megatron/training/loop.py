@@ -47,8 +47,9 @@ def train(run: Run) -> StopReason:
             save_at_end(run)
     except TrainingError as error:
         if run.saver is not None and run.saver.in_flight:
-            # The state of a save in progress was checked when it began, before this error, so it is
-            # completed. The error is printed first, because a file system may be slow or hang.
+            # A save in progress has a good state, which was checked when the save began. So the
+            # save is completed. The error is printed first, because a file system may be slow or
+            # hang.
             run.reporter.say(f"{error}\nthe run ends when the save in progress is complete")
             run.saver.complete()
         raise

@@ -45,7 +45,8 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
 
     Args:
         loaded: The configuration of this rank.
-        closing: Gets what must be closed at the end of the run. By default it is closed here.
+        closing: Receives what must be closed at the end of the run. The caller closes it. If None,
+            everything is closed before this function returns.
     """
     if closing is None:
         with ExitStack() as own:

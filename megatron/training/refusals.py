@@ -1,6 +1,6 @@
-"""What is refused before a run starts, as far as it needs no torch.
+"""Refuses wrong configurations before a run starts, without torch.
 
-Importing torch takes seconds. A wrong command line is therefore refused before that where possible.
+Importing torch takes seconds. Where possible, a wrong command line is therefore refused before it.
 """
 
 from pathlib import Path
@@ -16,17 +16,17 @@ _UNKNOWN_VOCABULARY = 1
 
 
 def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
-    """Refuse a configuration that is wrong whatever a checkpoint contains.
+    """Refuse a configuration with errors that no checkpoint could correct.
 
-    Every rank calls it alone. Rank 0 checks everything again in `resolve_job`, where it also knows
-    the checkpoint.
+    Each rank calls this without communication. In `resolve_job`, rank 0 checks everything again
+    together with the checkpoint.
 
     Args:
         loaded: The configuration as this rank loaded it.
         world_size: Number of processes.
 
     Raises:
-        ConfigError: As `check_plan`.
+        ConfigError: See `check_plan`.
     """
     config = loaded.config
     # The checkpoint's curriculum may replace the one that is wrong here.
@@ -59,8 +59,8 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
 
     Raises:
         ConfigError: The configuration is wrong, a file of the tokenizer does not exist, the engine
-            cannot run the plan, or a setting is missing that a plan does without. The message lists
-            everything that is wrong.
+            cannot run the plan, or a setting is missing that only training needs. The message lists
+            all such errors of one kind.
     """
     errors = list(plan.errors)
     if read_files:

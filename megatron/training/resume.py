@@ -16,7 +16,7 @@ from megatron.tokenizer import tokenizer_digests, tokenizer_files
 from megatron.training.state import TrainState
 
 _LISTED_GROUPS = ("batch", "optimizer", "precision", "data", "tokenizer")
-"""Groups of settings that can change what is trained. The layout of the ranks cannot."""
+"""Groups of settings that can change what is trained. The layout of the ranks is not among them."""
 _LISTED = {
     "model.hidden_dropout",
     "model.attention_dropout",
@@ -25,22 +25,22 @@ _LISTED = {
 }
 """Settings of the model that may change. For all others, `Checkpoint.load_into` raises an error."""
 _NOT_LISTED = {
-    # They decide when a run stops.
+    # These only determine when a run stops.
     "batch.eval_only",
     "batch.exit_interval",
     "batch.exit_duration_in_mins",
     "batch.kill_switch_path",
-    # They are compared below, with their own messages.
+    # Functions below compare these, with messages of their own.
     "batch.skip_train_iteration_range",
     "optimizer.lr",
     "optimizer.min_lr",
     "optimizer.override_lr_scheduler",
     "optimizer.use_checkpoint_lr_scheduler",
-    # The content of these files is compared, and they may be moved.
+    # The contents of these files are compared. Their paths may change.
     "tokenizer.vocab_file",
     "tokenizer.merge_file",
     "tokenizer.tokenizer_name_or_path",
-    # They do not change the order of the samples.
+    # These do not change the order of the samples.
     "data.data_cache_path",
     "data.num_workers",
     "data.valid_num_workers",
@@ -48,10 +48,10 @@ _NOT_LISTED = {
 
 
 def list_changes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
-    """List the settings that are not those of the run that saved the checkpoint.
+    """List the settings that have changed since the checkpoint was saved.
 
-    Only those are listed that can change what is trained, and that no other function of this module
-    compares. All of them may change on resume.
+    The list has only settings that can change what is trained, and that no other function of this
+    module compares. All of them may change on resume.
 
     Args:
         config: The resolved configuration of this run.
@@ -244,9 +244,10 @@ def choose_skip_ranges(plan: Plan, state: TrainState) -> tuple[Plan, list[str]]:
 def _describe_trained(
     plan: Plan, state: TrainState, saved: tuple[tuple[int, int], ...]
 ) -> list[str]:
-    """Describe the part of a range to skip that an earlier launch has trained.
+    """Return a warning if an earlier launch has trained a part of the range to skip.
 
-    Iterations in the checkpoint's own ranges were skipped, if the run ended inside such a range.
+    If the run ended inside a range that the checkpoint also has, that part was skipped and not
+    trained.
     """
     here = find_range(plan.skip_ranges, state.iteration + 1)
     if here is None:

@@ -1,4 +1,4 @@
-"""Construction of a `Run` from the configuration, and the end of the process group."""
+"""Builds a `Run` from the configuration, and ends the process group after training."""
 
 import contextlib
 import gc
@@ -296,7 +296,7 @@ def build_run(
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
-    # An evaluation does not train.
+    # With --eval-only there are no training data.
     uses = []
     if sources.train is not None:
         uses = measure_training_data(config.data, plan.train_tokens, sources.registry.open)
@@ -377,7 +377,7 @@ def open_data(
     """
     config = plan.config
     batch = plan.config.batch
-    # An evaluation only reads a window whose place does not depend on the run.
+    # --eval-only reads no training data, and the first samples of the other sets.
     train_samples = 0 if batch.eval_only else plan.train_samples
     valid_samples, test_samples = count_evaluation_samples(
         0 if batch.eval_only else plan.train_iters,
@@ -408,8 +408,8 @@ def open_data(
 
     ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
-    # With the position in the checkpoint, --eval-only would evaluate other samples after each
-    # evaluation of the run. It always starts at the first sample.
+    # --eval-only always starts at the first sample. From a checkpoint's position, it would
+    # evaluate other samples for each checkpoint, and the losses could not be compared.
     if state.data and not batch.eval_only:
         sources.load(state.data)
         # The position is stored twice, in the counters and in the source's state. Going on with two

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
 START = "python pretrain_gpt.py --seed 1\n"
 TRAINING = r"pretrain_gpt\.py"
 
-# F is a file that does not exist, and G one that does. Plain bash changes one of them with each.
+# F does not exist, and G exists. In plain bash, each of these scripts changes F or G.
 ATTACKS = [
     "echo > F",
     "/bin/touch F",
@@ -183,7 +183,7 @@ def test_attack_changes_nothing_without_the_rewriting(attack, folder):
 
 
 def test_attack_changes_nothing_without_the_trap(folder, monkeypatch):
-    """The system itself refuses descriptors and processes."""
+    """The system refuses descriptors and processes, without the trap and without the rewriting."""
     bare = sandbox._PROLOGUE.replace("trap '__plan_allow \"$BASH_COMMAND\"' DEBUG", "")
     assert "DEBUG" not in bare
     monkeypatch.setattr(sandbox, "_PROLOGUE", bare)

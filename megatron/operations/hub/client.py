@@ -321,7 +321,7 @@ class Hub:
             reason = f"{status}: {self._clean(error.server_message)}"
         else:
             reason = f"{status}"
-        # The Hub does not tell a private repository from a missing one to those without a token.
+        # Without a token, the Hub gives the same answer for a private and for a missing repository.
         if status in (401, 403) and not self.has_token:
             return UnknownRepositoryError(
                 f"there is no repository {self.repo} on {self.host} that can be read without a "

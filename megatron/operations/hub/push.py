@@ -171,11 +171,11 @@ def create_missing_repository(
 
 
 def goes_on_without_hub(request: SyncRequest, hub: Hub, trouble: OperationsError) -> bool:
-    """Return whether a dry run compares with the state of the last sync, because of `trouble`.
+    """Return whether `trouble` makes a dry run compare with the state of the last sync instead.
 
-    The Hub does not answer, or it shows nothing of the repository without a token.
+    That is so if the Hub does not answer, or if it needs a token to show the repository.
     """
-    # A branch that has changed is listed again, which needs no waiting.
+    # If a branch has changed in the meantime, the caller lists it again immediately.
     if not request.dry_run or isinstance(trouble, HubMovedError):
         return False
     return isinstance(trouble, HubUnavailableError) or not hub.has_token

@@ -41,7 +41,10 @@ from megatron.file_lock import LockResult, try_lock
 _TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of a mail server or webhook."""
 _MESSAGE_SECONDS = 60.0
-"""Time limit for a message. A server that sends a byte now and then meets every other limit."""
+"""Time limit for a complete message.
+
+A server that sends single bytes slowly never exceeds the limit for an answer.
+"""
 _LOCK_SECONDS = 60.0
 """Longest wait for another tool that holds the lock of the memory file."""
 _SUBJECT_CHARACTERS = 150
@@ -438,8 +441,8 @@ def _send_within_limit(name: str, channel: _Channel, lines: Sequence[str]) -> st
         except Exception as error:
             errors.append(error)
 
-    # Neither urllib nor smtplib can limit a complete exchange. A daemon thread is abandoned when
-    # the tool ends.
+    # Neither urllib nor smtplib can limit the time of a complete exchange. The tool does not wait
+    # for a daemon thread when it ends.
     thread = threading.Thread(target=send, name=f"alert by {name}", daemon=True)
     thread.start()
     thread.join(_MESSAGE_SECONDS)

@@ -112,8 +112,8 @@ class LogTail:
     complete: bool
     """The log has the line `training is complete`, and no training line after it."""
     kill_switch: str | None
-    """Path of the kill switch that stopped the run. None: there is a training line after the stop,
-    or there was no stop."""
+    """Path of the kill switch that stopped the run. None if there was no such stop, or if a
+    training line follows it."""
     output_at: float | None
     """Time at which training last wrote, in seconds since the epoch.
 
@@ -281,7 +281,7 @@ def _check_queue(
     # A run that is complete has no jobs, which is no problem.
     if problem is not None and tail is not None and tail.complete:
         return f"{run.job_name} is finished: {format_training_complete_line()}"
-    # Somebody stopped it on purpose. The pending tasks of its array are cancelled then.
+    # A person stopped the run on purpose. That also cancels the pending tasks of its job array.
     if not jobs and tail is not None and tail.kill_switch is not None:
         return (
             f"{run.job_name} was stopped by its kill switch; to continue, remove "
