@@ -161,8 +161,8 @@ class IndexedDataset:
             found = mapped.size()
             if found < len(mapped):
                 raise DataError(
-                    f"{path} was truncated while it is in use: it had {len(mapped)} bytes, and now "
-                    f"has {found}. Copy the file again, and start again from the last checkpoint."
+                    f"{path} was truncated while it is in use: it had {len(mapped)} bytes and has "
+                    f"{found} now. Copy the file again, and start again from the last checkpoint."
                 )
 
     def compute_fingerprint(self) -> str:
