@@ -13,7 +13,6 @@ from megatron.config.compat import find_rows as compat_rows
 from megatron.config.compat_row import Row
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
-from megatron.config.ranges import RANGES
 
 INTRODUCTION = """# Command-line flags
 
@@ -99,8 +98,8 @@ def _format_value(field: Field) -> str:
     if field.is_bool:
         return ""
     looks = format_help_line(field)[0].replace("|{", " or ").strip("{}").replace(",", ", ")
-    if field.dotted in RANGES:
-        return f"{looks} in {RANGES[field.dotted]}"
+    if field.declared_range is not None:
+        return f"{looks} in {field.declared_range.interval}"
     return looks
 
 

@@ -1,15 +1,18 @@
 """How much is trained, with which batch sizes, and when to stop."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.config.interval import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Settings of the batch size, the length of training, evaluation and stopping."""
 
-    micro_batch_size: int
+    micro_batch_size: Annotated[int, Range("[1, 1e9]")]
     """Samples that one rank passes through the model at once."""
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, Range("[1, 1e9]")] = None
     """Samples of one iteration over all ranks. Default: micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: start with START and add INCREMENT at even steps over SAMPLES
@@ -19,18 +22,19 @@ class BatchConfig:
     M, B or T, rounded down to samples. 61035156250tokens and 30_000_000samples name their unit. A
     bare threshold above 0 is an error: it means tokens in Megatron-LM, and meant samples in earlier
     versions."""
-    train_iters: int | None = None
+    train_iters: Annotated[int | None, COUNT] = None
     """Iterations to train. Give this or --train-samples."""
-    train_samples: int | None = None
+    train_samples: Annotated[int | None, COUNT] = None
     """Samples to train. Give this or --train-iters."""
     train_tokens: int | None = None
     """Stop after this many tokens. Give it together with --train-iters or --train-samples."""
     skip_train_iteration_range: tuple[str, ...] = ()
     """FIRST-LAST ... (inclusive): drop the batches of these iterations without training on them, to
     skip bad data."""
-    seed: int = 1234
+    # `numpy.random.RandomState` takes seeds of 32 bits.
+    seed: Annotated[int, Range("[0, 4294967295]")] = 1234
     """Seed of weights, dropout and the order of samples."""
-    eval_iters: int = 100
+    eval_iters: Annotated[int, NOT_NEGATIVE] = 100
     """Batches of one evaluation. 0 turns evaluation off."""
     eval_interval: int = 1000
     """Iterations between evaluations."""
@@ -39,7 +43,7 @@ class BatchConfig:
     and exit. It needs no learning-rate schedule."""
     exit_interval: int | None = None
     """Save and exit at iterations divisible by this."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Annotated[float | None, POSITIVE] = None
     """Save and exit this many minutes after the start of this process."""
     kill_switch_path: str | None = None
     """Save and exit as soon as this file exists. The run does not start while it exists."""

@@ -2,6 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.config.interval import Range
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class CheckpointConfig:
     """Folder that the run resumes from. It is usually the same as --save."""
     save_interval: int | None = None
     """Iterations between saves."""
-    save_at: tuple[int, ...] = ()
+    save_at: Annotated[tuple[int, ...], Range("[1, inf)")] = ()
     """Save after these iterations as well, and keep those checkpoints permanently."""
     async_save: bool = False
     """Continue training while a checkpoint is written. This needs host memory for a copy of this
@@ -35,7 +38,7 @@ class CheckpointConfig:
     save_optim: bool = True
     """Save the optimizer's state. Without it (--no-save-optim) a resumed run starts with new
     moments."""
-    load_iteration: int | None = None
+    load_iteration: Annotated[int | None, Range("[1, inf)")] = None
     """Load this iteration's checkpoint and no other, whatever the pointers name. Use it for one
     launch only, because a script that is started again with it would go back again. To roll back
     permanently, edit the pointers."""

@@ -1,7 +1,9 @@
 """The corpus with its splits and mixtures, and the tokenizer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.config.interval import WORKERS, Range
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class DataConfig:
     data_cache_path: str | None = None
     """Folder for index caches. Default: the folder of the data. It is needed where that folder is
     read-only."""
-    num_workers: int = 2
+    num_workers: Annotated[int, WORKERS] = 2
     """Threads that read training samples ahead. 0 reads in the training thread."""
-    valid_num_workers: int = 2
+    valid_num_workers: Annotated[int, WORKERS] = 2
     """Threads that read validation samples ahead."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end-of-document token."""
@@ -61,11 +63,11 @@ class TokenizerConfig:
     """merges.txt of GPT2BPETokenizer."""
     tokenizer_name_or_path: str | None = None
     """Folder or name of the Hugging Face tokenizer."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Number of token ids, if the tokenizer's files are not available: for planning, or for data
     that is tokenised already."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this x tensor-parallel size."""
-    pad_vocab_size_to: int | None = None
+    pad_vocab_size_to: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Pad the vocabulary to exactly this size. It must be a multiple of
     --make-vocab-size-divisible-by and of the tensor-parallel size."""

@@ -21,6 +21,7 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
+from megatron.config.interval import AT_LEAST_ONE, FINITE, Range
 from megatron.config.tree import Config
 
 Arity = int | typing.Literal["*"]
@@ -45,6 +46,8 @@ class Field:
     default: typing.Any
     """The default, or `dataclasses.MISSING` for a required field."""
     doc: str
+    declared_range: Range | None
+    """The range beside the type, if there is one."""
     spec: PrimitiveConstructorSpec[typing.Any] = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -76,6 +79,15 @@ class Field:
     def required(self) -> bool:
         """Whether the field has no default."""
         return self.default is dataclasses.MISSING
+
+    @property
+    def range(self) -> Range:
+        """The values that a number of this field may have."""
+        if self.declared_range is not None:
+            return self.declared_range
+        if self.annotation is int:
+            return AT_LEAST_ONE
+        return FINITE
 
     @property
     def arity(self) -> Arity:
@@ -135,7 +147,7 @@ def all_fields() -> dict[str, Field]:
     table = {}
     for group, cls in list_groups().items():
         docs = _read_attribute_docs(cls)
-        types_ = typing.get_type_hints(cls)
+        types_ = typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             table[f"{group}.{item.name}"] = _make_field(
                 f"{group}.{item.name}", types_[item.name], item, docs.get(item.name, "")
@@ -204,6 +216,9 @@ def _make_field(
     dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.Any]", doc: str
 ) -> Field:
     """Build the `Field` of one dataclass field from its type hint."""
+    declared_range = None
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, declared_range = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         options = typing.get_args(hint)
     else:
@@ -223,7 +238,7 @@ def _make_field(
     # A field has a default or a factory for it, never both.
     if item.default_factory is not dataclasses.MISSING:
         default = item.default_factory()
-    return Field(dotted, annotation, optional, default, doc, spec)
+    return Field(dotted, annotation, optional, default, doc, declared_range, spec)
 
 
 def _read_attribute_docs(cls: type) -> dict[str, str]:

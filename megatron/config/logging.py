@@ -1,7 +1,9 @@
 """What a run logs, and where."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.config.interval import POSITIVE
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LoggingConfig:
     """Folder for codecarbon's emissions. Default: off."""
     codecarbon_country_iso_code: str = "FRA"
     """Country whose energy mix codecarbon uses. It makes no network requests."""
-    peak_tflops_per_device: float | None = None
+    peak_tflops_per_device: Annotated[float | None, POSITIVE] = None
     """The device's peak in TFLOPs, for MFU. Default: known for some GPUs by name. For others MFU is
     not printed."""
     show_progress: bool = False

@@ -1,7 +1,9 @@
 """The architecture of the network: all settings that change what a checkpoint's weights mean."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.config.interval import POSITIVE, PROBABILITY, Range
 
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -18,7 +20,7 @@ class ModelConfig:
     """Width h of the residual stream."""
     num_attention_heads: int
     """Number of attention (query) heads."""
-    seq_length: int
+    seq_length: Annotated[int, Range("[1, 1e9]")]
     """Tokens in a training sample, s."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP. Default: 4 x hidden size, also with a GLU. With a GLU, set it
@@ -34,14 +36,14 @@ class ModelConfig:
     position_embedding_type: PositionEmbedding = "absolute"
     """absolute: learned table (GPT-2). rotary: RoPE (https://arxiv.org/abs/2104.09864). alibi:
     linear biases (https://arxiv.org/abs/2108.12409)."""
-    rotary_base: float = 10000.0
+    rotary_base: Annotated[float, POSITIVE] = 10000.0
     """Base of the rotary frequencies."""
-    rotary_percent: float = 1.0
+    rotary_percent: Annotated[float, Range("(0, 1]")] = 1.0
     """Fraction of each head's channels that is rotated, 0 < p <= 1."""
     normalization: Normalization = "LayerNorm"
     """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Both compute their statistics in
     fp32."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: Annotated[float, POSITIVE] = 1e-5
     """Added to the variance in every norm."""
     glu_activation: GLU | None = None
     """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear).
@@ -56,12 +58,12 @@ class ModelConfig:
     embed_layernorm: bool = False
     """Normalise the word embedding's output, which gives fewer loss spikes at 100B scale. It has
     weights, so it can be used only from the first iteration on."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
-    attention_dropout: float = 0.1
+    attention_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the attention weights. 0 turns it off and lets SDPA use its fast
     kernels."""
-    init_method_std: float | Literal["small", "megatron"] = 0.02
+    init_method_std: Annotated[float | Literal["small", "megatron"], POSITIVE] = 0.02
     """Standard deviation of the normal initialisation. small = sqrt(2/(5h))
     (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)) (530B, 176B). Output projections of
     attention and MLP use std / sqrt(2 x layers)."""

@@ -1,7 +1,9 @@
 """AdamW and the schedule of the learning rate."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.config.interval import NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
 
 
 @dataclass(frozen=True)
@@ -10,9 +12,9 @@ class OptimizerConfig:
 
     optimizer: Literal["adam"] = "adam"
     """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
-    lr: float | None = None
+    lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "linear"
     """Shape after warm-up. WSD: constant, then a decay over the last --lr-wsd-decay-*
@@ -23,13 +25,13 @@ class OptimizerConfig:
     """End of the decay in samples. Default: --train-samples."""
     lr_decay_tokens: int | None = None
     """End of the decay in tokens (curriculum learning). Warm-up stays in samples."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Annotated[float | None, Range("[0, 1]")] = None
     """Warm-up as a fraction of the decay span, 0 to 1."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: Annotated[int, NOT_NEGATIVE] = 0
     """Linear warm-up in iterations."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: Annotated[int, NOT_NEGATIVE] = 0
     """Linear warm-up in samples."""
-    lr_warmup_tokens: int | None = None
+    lr_warmup_tokens: Annotated[int | None, NOT_NEGATIVE] = None
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_wsd_decay_iters: int | None = None
@@ -44,13 +46,13 @@ class OptimizerConfig:
     use_checkpoint_lr_scheduler: bool = False
     """On resume, take the schedules of learning rate and curriculum from the checkpoint, and ignore
     this command line's."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     """Decoupled weight decay. It is not applied to biases and norms."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, PROBABILITY] = 0.9
     """Decay rate of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, PROBABILITY] = 0.999
     """Decay rate of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, POSITIVE] = 1e-8
     """Added to the denominator."""
     cpu_optimizer: bool = False
     """Keep master weights and moments in host memory, and update them there
@@ -59,5 +61,5 @@ class OptimizerConfig:
     """Keep the moments of the layers' matrices in 8 bits, with bitsandbytes
     (https://arxiv.org/abs/2110.02861). Needs --deepspeed. This also turns --embed-layernorm on,
     unless that is given."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this. 0 turns clipping off."""

@@ -4,7 +4,9 @@ Data parallelism uses the ranks that tensor and pipeline parallelism leave.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.config.interval import NOT_NEGATIVE, POSITIVE, Range
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ParallelConfig:
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What data-parallel ranks shard (https://arxiv.org/abs/1910.02054): optimizer states (1), also
     gradients (2), also parameters (3)."""
-    check_invariants_interval: int = 1000
+    check_invariants_interval: Annotated[int, NOT_NEGATIVE] = 1000
     """Check that copies of a parameter are equal on all ranks every this many iterations, at each
     start, and before each save. 0 turns all of these checks off."""
     sync_tp_duplicated_parameters: bool = False
@@ -37,12 +39,13 @@ class ParallelConfig:
     kept."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: nccl with GPUs, gloo without."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, POSITIVE] = 10.0
     """Minutes after which ranks that wait for an unresponsive rank end the run and name that rank
     (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer."""
     deepspeed: bool = False
     """Use DeepSpeed as the engine."""
     deepspeed_config: str | None = None
     """Path of DeepSpeed's JSON configuration."""
-    local_rank: int | None = None
+    # Some launchers pass -1 for "none".
+    local_rank: Annotated[int | None, Range("[-1, inf)")] = None
     """Appended by old launchers. The environment's LOCAL_RANK is used if it is set."""

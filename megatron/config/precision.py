@@ -4,6 +4,9 @@ Master weights, moments and gradient accumulation over microbatches are always f
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.config.interval import POSITIVE
 
 
 @dataclass(frozen=True)
@@ -16,11 +19,11 @@ class PrecisionConfig:
     """Compute in bf16. Without --fp16 and --bf16, compute in fp32."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32 with --fp16 or --bf16."""
-    loss_scale: float | None = None
+    loss_scale: Annotated[float | None, POSITIVE] = None
     """Static loss scale for fp16. Default: dynamic."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: Annotated[float, POSITIVE] = 2.0**32
     """First value of the dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, POSITIVE] = 1.0
     """Lowest value of the dynamic loss scale."""
     loss_scale_window: int = 1000
     """Iterations without overflow after which the dynamic scale doubles."""

@@ -1,5 +1,6 @@
 """Each rule reports its mistake with the value that was given, and nothing otherwise."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from config.minimal import PUBLISHED_RUNS, TRAINABLE, config_with, published_arg
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
-from megatron.config.ranges import RANGES
+from megatron.config.ranges import check_ranges
 from megatron.config.rules import ERRORS, WARNINGS, check_rules
 
 FAILURES: list[tuple[dict[str, object], str]] = [
@@ -351,9 +352,30 @@ def test_every_rule_has_a_case_above():
         assert any(list(rule(case)) for case in cases), rule.__name__
 
 
-def test_ranges_belong_to_fields_with_numbers():
-    for dotted in RANGES:
-        assert all_fields()[dotted].annotation is not str
+RANGED = [dotted for dotted, field in all_fields().items() if field.declared_range is not None]
+
+
+@pytest.mark.parametrize("dotted", RANGED)
+def test_each_declared_range_is_enforced(dotted: str):
+    """The bounds themselves are valid if they belong to the range, and nothing beyond them is."""
+    field = all_fields()[dotted]
+    kind = int if field.annotation is int else float
+    tuples = field.arity == "*"
+
+    def is_refused(number: float) -> bool:
+        value = (kind(number),) if tuples else kind(number)
+        settings = ConfigWithOrigin(config_with(**{field.name: value}), {})
+        return any(field.flag in message for message in check_ranges(settings))
+
+    low, high = field.range.parse_bounds()
+    if math.isfinite(low):
+        assert is_refused(low - 1)
+        assert is_refused(low) == field.range.interval.startswith("(")
+    if math.isfinite(high):
+        assert is_refused(high + 1)
+        assert is_refused(high) == field.range.interval.endswith(")")
+    if kind is float:
+        assert is_refused(math.nan)
 
 
 def test_all_errors_are_reported_together_with_their_origin(tmp_path):
