@@ -41,7 +41,10 @@ def evaluate_arithmetic(
     Raises:
         NotStaticError: The expression is invalid, or not a plain one.
     """
-    return _Expression(text, read, assign, depth=0).evaluate()
+    try:
+        return _Expression(text, read, assign, depth=0).evaluate()
+    except RecursionError:
+        raise NotStaticError(f"{text[:40]!r} is nested too deeply") from None
 
 
 class _Expression:
