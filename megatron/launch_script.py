@@ -13,7 +13,7 @@ A value that is known only at run time stays as it is written, and the result na
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from megatron.shell.syntax import (
     While,
     parse_script,
 )
-from megatron.shell.values import Unknown, Values
+from megatron.shell.values import MARK_CHARACTERS, Unknown, Values
 
 # The programs of Megatron, of trainers that derive from it, and of fms-fsdp. `main.py` is the
 # program of llm-baselines.
@@ -112,8 +112,9 @@ def read_launch_script(
     inherited = build_environment(text, environment or {})
     values = Values.build(str(path), inherited, None if parameters is None else list(parameters))
     reader = _Reader(values)
-    reader.read(parse_script(text, str(path)))
-    return add_slurm_request(reader.build(), text)
+    with _refuse_deep_nesting(path):
+        reader.read(parse_script(text, str(path)))
+        return add_slurm_request(reader.build(), text)
 
 
 def expand_launch_script(
@@ -138,10 +139,12 @@ def expand_launch_script(
     source = str(path)
     inherited = build_environment(text, environment or {})
     marks = Values(source)
-    trace = trace_script(
-        rewrite_script(
+    with _refuse_deep_nesting(path):
+        rewritten = rewrite_script(
             parse_script(text, source), source, lambda part: marks.mark("command", part, part)
-        ),
+        )
+    trace = trace_script(
+        rewritten,
         source,
         parameters=parameters,
         environment=inherited,
@@ -163,6 +166,15 @@ def expand_launch_script(
     raise ConfigError(f"{path} starts no training script: {EXPECTED_COMMAND}")
 
 
+@contextmanager
+def _refuse_deep_nesting(path: Path) -> Iterator[None]:
+    """Turn Python's error about too many nested calls into one about the script."""
+    try:
+        yield
+    except RecursionError:
+        raise ConfigError(f"{path}: its commands or expansions are nested too deeply.") from None
+
+
 def _find_unset_variables(
     path: Path, parameters: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
@@ -179,12 +191,19 @@ def read_text(path: Path) -> str:
     """Return the text of the script at `path`.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, or has characters with a meaning of their own here.
     """
     try:
-        return path.read_text()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as failure:
         raise ConfigError(f"{path} cannot be read as a script: {failure}.") from None
+    for character in MARK_CHARACTERS:
+        if character in text:
+            raise ConfigError(
+                f"{path} has the private character U+{ord(character):X}, which stands for unknown "
+                "parts here; remove it."
+            )
+    return text
 
 
 def build_environment(text: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -458,7 +477,7 @@ class _Reader:
         elif words[0] == "set":
             self._set_parameters(words)
         elif words[0] == "shift":
-            count = int(words[1]) if words[1:] and words[1].isdigit() else 1
+            count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             self._values.parameters = (self._values.parameters or [])[count:] or None
         elif words[0] == "unset":
             for name in words[1:]:

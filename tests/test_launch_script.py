@@ -314,3 +314,34 @@ def test_invalid_scripts_are_errors(tmp_path):
         read(tmp_path, "A='1\npython pretrain_gpt.py\n")
     with pytest.raises(ConfigError, match="cannot be read as a script"):
         read_launch_script(tmp_path / "absent.slurm")
+
+
+def test_deep_nesting_is_an_error(tmp_path):
+    nested = "${a:-" * 250 + "x" + "}" * 250
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
+
+
+def test_shell_follows_deep_nesting(tmp_path):
+    nested = "${a:-" * 150 + "x" + "}" * 150
+    script = expand(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
+    assert script.arguments == ("--seed", "x")
+
+
+def test_deep_arithmetic_stays_as_written(tmp_path):
+    nested = "$((" + "(" * 200 + "1" + ")" * 200 + "))"
+    script = read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
+    assert script.arguments == ("--seed", nested)
+    assert script.commands == (nested,)
+
+
+def test_braces_that_name_too_many_words_are_cut(tmp_path):
+    script = read(tmp_path, "python pretrain_gpt.py --data-path {1..99999}{1..99999}\n")
+    assert 1 < len(script.arguments) <= 10_001
+    assert script.arguments[1:3] == ("11", "12")
+
+
+@pytest.mark.parametrize("follow", [read, expand])
+def test_private_characters_are_refused(tmp_path, follow):
+    with pytest.raises(ConfigError, match=r"U\+E000"):
+        follow(tmp_path, "python pretrain_gpt.py --seed \ue0005\ue001\n")

@@ -157,10 +157,11 @@ def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
         paths: dict[str, str] = {}
         for number, (name, text) in enumerate(source.documents.items()):
             # Two documents may have one name in two folders.
-            path = Path(folder) / str(number) / (Path(name).name or "document")
+            safe = re.sub(r"[^\w.-]|^\.+$", "_", Path(name).name)[-100:]
+            path = Path(folder) / str(number) / (safe or "document")
             if any(name in (word, word.partition("=")[2]) for word in source.arguments):
                 path.parent.mkdir()
-                path.write_text(text)
+                path.write_text(text, errors="surrogateescape")
                 paths[name] = str(path)
         yield tuple(_rename_document(word, paths) for word in source.arguments)
 
@@ -225,7 +226,7 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
         return []
     try:
         return measure_training_data(plan.config.data, plan.train_tokens)
-    except MegatronError:
+    except (MegatronError, OSError):
         # The plan warns of data that are missing here. Training reports those that are damaged.
         return []
 

@@ -8,6 +8,7 @@ with one exception: Megatron's NullTokenizer adds an id to --vocab-size.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,30 +32,51 @@ _IDENTIFY_FMS = (
 )
 
 
+_REPLACED_BY = {
+    "--dtype": ("precision.fp16",),
+    "--mixed-precision": ("precision.fp16",),
+    "--iterations": ("batch.train_samples",),
+    "--num-steps": ("batch.train_samples",),
+    "--warmup-steps": (
+        "optimizer.lr_warmup_fraction",
+        "optimizer.lr_warmup_samples",
+        "optimizer.lr_warmup_tokens",
+    ),
+}
+"""Flag with a default -> fields that answer the same question. Only one of both may be given."""
+
+
 def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
     """Return the name of the system whose defaults apply, and these defaults as flags. Or None.
 
     They apply only if no flag of this trainer gives the shape of the model. If the flags of both
     are mixed, this trainer's defaults apply.
+    The default of a flag that is given is left out, because a value may set other fields than the
+    default does (`--model`), or none.
     """
     if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
         given, ("--n-layer", "--n-embd", "--n-head")
     ):
-        defaults = LLM_BASELINES_DEFAULTS.split()
-        if "--warmup-percent" in typed:
-            # --warmup-steps has another unit, and only one of the two may be given.
-            index = defaults.index("--warmup-steps")
-            del defaults[index : index + 2]
-        return "llm-baselines", defaults
-    # A complete command line needs no defaults, and may mix --model_variant with this trainer's
-    # flags.
+        return "llm-baselines", _select_defaults(LLM_BASELINES_DEFAULTS, typed, given)
+    # A complete command line with --model_variant may have other flags of this trainer.
     if (
         typed.keys() & set(_IDENTIFY_FMS)
         and find_missing(given)
         and not _is_model_described_otherwise(given, ("--model-variant",))
     ):
-        return "fms-fsdp", FMS_DEFAULTS.split()
+        return "fms-fsdp", _select_defaults(FMS_DEFAULTS, typed, given)
     return None
+
+
+def _select_defaults(defaults: str, typed: Typed, given: Given) -> list[str]:
+    """Return the defaults of the flags that nothing on the command line replaces."""
+    kept: list[str] = []
+    for flag, *values in (part.split() for part in re.split(r" (?=--)", defaults)):
+        others = (given[dotted].value for dotted in _REPLACED_BY.get(flag, ()) if dotted in given)
+        # A warm-up of 0 is a choice, and a switch that is off is none.
+        if flag not in typed and all(value is None or value is False for value in others):
+            kept += [flag, *values]
+    return kept
 
 
 def _is_model_described_otherwise(given: Given, flags: tuple[str, ...]) -> bool:

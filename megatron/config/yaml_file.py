@@ -100,10 +100,15 @@ def read_flat_flags(path: str) -> list[str] | None:
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode):
             return None
+        # A file of flags cannot name another file, so this is an ordinary file with an error.
+        if key.value == "config":
+            return None
         if isinstance(value, yaml.ScalarNode):
             # A key without a value leaves the flag out.
             texts = [] if _is_null(value) else [f"--{key.value}={value.value}"]
-        elif isinstance(value, yaml.SequenceNode):
+        elif isinstance(value, yaml.SequenceNode) and all(
+            isinstance(item, yaml.ScalarNode) for item in value.value
+        ):
             texts = [f"--{key.value}", *(str(item.value) for item in value.value)]
         else:
             return None

@@ -39,7 +39,7 @@ def measure_training_data(
 ) -> list[DatasetUse]:
     """Return the training data sets of a run that reads `tokens` tokens.
 
-    Data sets whose split has no document for training are left out.
+    Data sets whose split has no document for training are left out. Synthetic data are no data set.
 
     Args:
         data: The data section of the configuration.
@@ -50,6 +50,8 @@ def measure_training_data(
         ConfigError: The values of the flags cannot be parsed.
         DataError: A data set is missing or damaged.
     """
+    if data.mock_data:
+        return []
     mixture = find_train_mixture(data)
     if mixture is None:
         return []

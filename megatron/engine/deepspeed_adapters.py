@@ -79,19 +79,12 @@ class FixedLossScaler:
     `LossScale` determines the scale of each step.
     """
 
-    # Part of the interface of DeepSpeed's loss scalers.
-    dynamic = True
-
     def __init__(self, scale: float) -> None:
-        self.cur_scale = self.loss_scale = scale
+        self.cur_scale = scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
-        return loss * self.loss_scale
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss."""
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
+        return loss * self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
         """Do nothing, because `LossScale` updates the scale."""

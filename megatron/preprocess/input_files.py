@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, DataError
 from megatron.plural import format_count
@@ -50,6 +50,11 @@ def has_record_suffix(path: str) -> bool:
     return _get_suffix(path) in (*_TABLES, *_JSON)
 
 
+def is_compressed(path: str) -> bool:
+    """Return whether the suffix says that a file is compressed."""
+    return path.lower().endswith(_COMPRESSED)
+
+
 def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Return the files that --input names. The files of a glob or a folder are sorted by name.
 
@@ -68,6 +73,9 @@ def expand_inputs(patterns: Sequence[str], say: Callable[[str], None]) -> list[s
             found = [pattern]
         else:
             found = sorted(glob.glob(pattern, recursive=True))
+            # Such a glob also matches the files in these folders, which would be used twice.
+            if "**" in pattern:
+                found = [path for path in found if not Path(path).is_dir()]
         if not found:
             if glob.has_magic(pattern):
                 what = "matches no file"
@@ -106,10 +114,11 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
     # an Arrow file is read only if --input names it.
     used = list[str]()
     others = list[str]()
-    for parent, _, names in os.walk(folder):
-        relative = Path(parent).relative_to(folder)
+    for parent, subfolders, names in os.walk(folder, onerror=_fail_for_folder):
+        # `os.walk` does not enter what is removed from its list.
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
-            if any(part.startswith(".") for part in (*relative.parts, name)):
+            if name.startswith("."):
                 continue
             path = str(Path(parent, name))
             if _get_suffix(path) in (".parquet", *_JSON, *_TEXTS):
@@ -133,6 +142,13 @@ def _list_folder(folder: str, say: Callable[[str], None]) -> list[str]:
             f"{min(others)}; the suffix is not known"
         )
     return sorted(used)
+
+
+def _fail_for_folder(error: OSError) -> NoReturn:
+    """Raise the error for a subfolder, whose texts would otherwise be missing silently."""
+    raise DataError(
+        f"--input: a folder cannot be read: {error}. Fix its permissions, or name the files to use."
+    ) from error
 
 
 def _list_saved_dataset(folder: str) -> list[str]:

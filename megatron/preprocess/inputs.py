@@ -15,7 +15,7 @@ from typing import BinaryIO
 from megatron.byte_size import format_bytes
 from megatron.errors import DataError
 from megatron.preprocess.blocks import BLOCK_BYTES, InputBlock, PlainText, Position
-from megatron.preprocess.input_files import InputFormat, find_format
+from megatron.preprocess.input_files import InputFormat, find_format, is_compressed
 from megatron.preprocess.json_array import is_array, read_array_blocks
 from megatron.preprocess.tables import read_arrow_blocks, read_parquet_blocks
 
@@ -75,8 +75,8 @@ def open_lines(
     """
     try:
         with open(path, "rb") as raw:
-            if path.endswith((".gz", ".zst")):
-                if path.endswith(".gz"):
+            if is_compressed(path):
+                if path.lower().endswith(".gz"):
                     pieces = _read_gzip_pieces(raw, piece_bytes)
                 else:
                     pieces = _read_zstd_pieces(raw, path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.preprocess.blocks import InputBlock, Position
-from megatron.preprocess.input_files import InputFormat, find_format
+from megatron.preprocess.input_files import InputFormat, find_format, is_compressed
 from megatron.preprocess.inputs import is_array_file, open_lines, read_blocks
 from megatron.preprocess.tables import count_rows
 from megatron.preprocess.texts import extract_texts
@@ -67,7 +67,7 @@ def _read_texts_at(
 
 def _read_passage_at(path: str, place: int) -> str:
     """Return some text of a file of plain text, which begins near a byte."""
-    if path.endswith((".gz", ".zst")):
+    if is_compressed(path):
         place = 0
     piece, _ = next(open_lines(path, place, _BLOCK_BYTES), (b"", 0))
     # The byte may be inside a character. The incomplete character is left out.
@@ -82,7 +82,7 @@ def _read_block_at(path: str, place: int, size: int, keys: Sequence[str]) -> Ite
         yield from read_blocks([path], keys, Position(0, row, row), _BLOCK_BYTES)
         return
     # These can only be entered at their beginning. Each spot takes another line of the first block.
-    if path.endswith((".gz", ".zst")) or is_array_file(path):
+    if is_compressed(path) or is_array_file(path):
         yield from read_blocks([path], keys, block_bytes=_BLOCK_BYTES)
         return
     content = b""

@@ -132,8 +132,9 @@ def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
                 "--json-keys."
             )
         kind = schema.field(key).type
-        # A dictionary-encoded column holds the type of its values.
-        kind = getattr(kind, "value_type", kind)
+        # A dictionary-encoded column holds texts. A list has a value type as well, and holds none.
+        if str(kind).startswith("dictionary"):
+            kind = kind.value_type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(
                 f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."

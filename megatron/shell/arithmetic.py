@@ -42,7 +42,10 @@ def evaluate_arithmetic(
     Raises:
         NotStaticError: The expression is invalid, or its value is known only at run time.
     """
-    return _Expression(text, read, assign, depth=0).evaluate()
+    try:
+        return _Expression(text, read, assign, depth=0).evaluate()
+    except RecursionError:
+        raise NotStaticError(f"{text[:40]!r} is nested too deeply") from None
 
 
 class _Expression:

@@ -19,7 +19,6 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -38,13 +37,16 @@ OWN_VARIABLES = frozenset(
     ["PATH", "UID", "EUID", "PPID", "SHELLOPTS", "IFS", "ENV", "OPTIND", "SHLVL", "_", "PS4"],
 )
 
-# `ulimit` comes first, so that even a mistake in the lines after it cannot change a file. bash
-# needs no further descriptor to read the rest, because its input is open already.
-_PROLOGUE = r"""
+# The limits come first, so that nothing below them can change a file. Even an assignment can: bash
+# truncates the file HISTFILE when HISTFILESIZE is set. The shell has read its input by then, or
+# reads it from the descriptor that it has.
+_LIMITS = r"""
 ulimit -c 0 && ulimit -f 0 && ulimit -t 5 && ulimit -v 1000000 && ulimit -u 0 && ulimit -n 0 ||
     exit 97
 if (( EUID == 0 )); then exit 97; fi
 if : < /dev/null; then exit 97; fi
+"""
+_PROLOGUE = r"""
 __plan_allow() {
     case ${FUNCNAME[1]-} in __plan_command | __plan_document | __plan_exit) return 0 ;; esac
     [[ $1 =~ $__plan_allowed ]]
@@ -136,7 +138,7 @@ def trace_script(
     ]
     output, code = _run(
         [bash, "--noprofile", "--norc", "-p", "-s", "--", *parameters],
-        "\n".join([*head, _PROLOGUE, script, ""]),
+        "\n".join([_LIMITS, *head, _PROLOGUE, script, ""]),
         seconds,
     )
     records = list(_split_records(output, token))
@@ -192,7 +194,8 @@ def _read_output(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[by
 
     def end() -> None:
         expired.set()
-        os.killpg(process.pid, signal.SIGKILL)
+        # It has no other process. `kill` does nothing if it has ended meanwhile.
+        process.kill()
 
     timer = threading.Timer(seconds, end)
     timer.start()
@@ -240,6 +243,7 @@ def _build_trace(records: list[list[str]]) -> Trace:
             trace.commands[-1] = (trace.commands[-1][0], "".join(items))
         elif kind == "document" and len(items) == 2:
             trace.documents[items[0]] = items[1]
-        elif kind == "exit" and items:
+        # The script knows the token, so it can print any record.
+        elif kind == "exit" and items and items[0].isdecimal():
             trace.exit_line = int(items[0])
     return trace

@@ -7,8 +7,9 @@ is never split, and `Values.find_unknown` finds every part of a word that has no
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from megatron.shell.arithmetic import NotStaticError, evaluate_arithmetic
 from megatron.shell.syntax import (
@@ -21,9 +22,12 @@ from megatron.shell.syntax import (
 )
 
 MARK = re.compile("\ue000(\\d+)\ue001")
+MARK_CHARACTERS = ("\ue000", "\ue001")
+WORDS_LIMIT = 10_000
+"""Words that are made of one written word."""
 PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]", re.ASCII)
 SUBSCRIPT = re.compile(r"\[([^][]*(?:\[[^]]*\])?[^][]*)\]")
-BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)\}|\{([^{},\s'\"$]*(?:,[^{},\s'\"$]*)+)\}")
+BRACES = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})\}|\{([^{},\s'\"$]*(?:,[^{},\s'\"$]*)+)\}")
 # The pattern of ${X/pattern/replacement}, up to a slash that is not escaped or quoted.
 REPLACED = re.compile(r"(?:\\.|'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|[^/])*", re.DOTALL)
 C_STRING = re.compile(r"((?:[^\\']|\\.)*)'", re.DOTALL)
@@ -175,7 +179,8 @@ class Values:
     def expand(self, raw: str) -> list[str]:
         """Return the words that bash makes of one written word."""
         words: list[str] = []
-        for part in _expand_braces(raw):
+        # A script may name more than any memory holds.
+        for part in islice(_expand_braces(raw), WORDS_LIMIT):
             expansion = _Expansion(self, split=True)
             expansion.add_text(part)
             words += expansion.finish()
@@ -206,11 +211,11 @@ def _expand_braces(raw: str) -> Iterator[str]:
     if match is None:
         yield raw
         return
+    choices: Iterable[str]
     if match[3] is None:
         first, last = int(match[1]), int(match[2])
         step = 1 if last >= first else -1
-        # A range may have more numbers than fit into memory.
-        choices = [str(n) for n in range(first, last + step, step)[:10_000]]
+        choices = (str(n) for n in range(first, last + step, step))
     else:
         choices = match[3].split(",")
     for choice in choices:

@@ -7,6 +7,7 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 """
 
 import math
+import os
 from pathlib import Path
 
 from megatron.config.data import TokenizerConfig
@@ -80,7 +81,7 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
         absent = [
             f"{flag} {name} does not exist. Correct the path, {without}."
             for flag, name in given.items()
-            if name is not None and not Path(name).is_file()
+            if name is not None and not os.path.isfile(name)
         ]
         if config.vocab_file is None and not stated:
             absent.append(
@@ -91,7 +92,7 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
     # A name without files may be a name on the Hugging Face Hub. If the size is given, no text is
     # tokenized, and the name alone is enough.
     is_name = name is None or not name.startswith((".", "/", "~"))
-    if (stated and is_name) or (name is not None and Path(name).exists()):
+    if (stated and is_name) or (name is not None and os.path.exists(name)):
         return []
     if find_tokenizer_json(name) is not None:
         return []

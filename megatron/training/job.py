@@ -246,6 +246,7 @@ def _refuse_kill_switch(batch: BatchConfig) -> None:
         ) from error
     if found:
         raise ConfigError(
-            f"{format_kill_switch_line(switch)}: the run does not start. Remove the file to run "
-            "again"
+            "the run does not start while its kill switch exists. Remove the file to run again. "
+            # tools/slurm_status.py reads the path up to the end of the line.
+            f"{format_kill_switch_line(switch)}"
         )

@@ -44,7 +44,7 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
         # same here, the launcher ends this process during the wait and it is printed only once.
         time.sleep(3)
     print(message, file=sys.stderr, flush=True)
-    _close_after_error(closing)
+    close_after_error(closing)
     if rank == 0 and FOLDER_VARIABLE in os.environ:
         # srun ends all ranks when this one ends. The others need the time to write their reports.
         time.sleep(1)
@@ -85,7 +85,7 @@ def leave_after_lost_ranks(error: LostRanksError, closing: ExitStack | None) -> 
     The exit code is 1, because no flag is wrong and the same command may succeed.
     """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    _close_after_error(closing)
+    close_after_error(closing)
     # Nothing is reported to the launcher. A report means an error that a person must correct.
     os._exit(LOST_EXIT_CODE)
 
@@ -100,11 +100,11 @@ def leave_after_crash(error: Exception, closing: ExitStack) -> NoReturn:
         report_error(error, f"{type(error).__name__}: {error}")
     # PyTorch's hook begins each line with the rank.
     sys.excepthook(type(error), error, error.__traceback__)
-    _close_after_error(closing)
+    close_after_error(closing)
     os._exit(1)
 
 
-def _close_after_error(closing: ExitStack | None) -> None:
+def close_after_error(closing: ExitStack | None) -> None:
     """Close the run's files. An error in closing is not printed, because it is not the cause."""
     if closing is not None:
         with contextlib.suppress(Exception):

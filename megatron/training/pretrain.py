@@ -6,11 +6,10 @@ from megatron.config.cli import LoadedConfig
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
-from megatron.training.closing import close_within_limit
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
-from megatron.training.leaving import leave_after_crash, leave_with_error
+from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
     build_roll_call,
@@ -30,14 +29,14 @@ def run_loaded(loaded: LoadedConfig) -> None:
     closing = ExitStack()
     try:
         pretrain(loaded, closing)
+        leave(closing)
     except MegatronError as error:
         leave_with_error(error, closing)
     except Exception as error:
         leave_after_crash(error, closing)
     except KeyboardInterrupt:
-        close_within_limit(closing)
+        close_after_error(closing)
         raise
-    leave(closing)
 
 
 def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:

@@ -3,7 +3,7 @@
 Importing torch takes seconds. Where possible, a wrong command line is therefore refused before it.
 """
 
-from pathlib import Path
+import os
 
 from megatron.config.cli import LoadedConfig, combine_errors
 from megatron.config.rules import check_rules, list_missing_for_training
@@ -33,7 +33,8 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
     if config.optimizer.use_checkpoint_lr_scheduler:
         return
     load = config.checkpoint.load
-    if load is not None and Path(load).exists():
+    # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
+    if load is not None and os.path.exists(load):
         # The position in the data is unknown, so only rules that do not depend on it apply.
         errors, _ = check_rules(config, loaded.origin)
         if errors:

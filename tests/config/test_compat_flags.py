@@ -589,6 +589,9 @@ LLM_BASELINES_RUN = """
 """
 
 
+LLM_BASELINES_RUN_WITHOUT_LENGTH = "--n_layer 2 --n_head 2 --n_embd 64 --data_path data"
+
+
 def test_command_line_of_llm_baselines():
     loaded = load_config(shlex.split(LLM_BASELINES_RUN))
     config = loaded.config
@@ -607,6 +610,46 @@ def test_command_line_of_llm_baselines():
     # The batch is that of all ranks, so more ranks than it has samples for are an error.
     assert resolve(config, 4, loaded.origin).errors == ()
     assert "--global-batch-size 256" in resolve(config, 8, loaded.origin).errors[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("", (False, True)),
+        ("--dtype float16", (True, False)),
+        ("--dtype float32", (False, False)),
+        ("--fp16", (True, False)),
+        ("--no-fp16", (False, True)),
+    ],
+)
+def test_default_of_llm_baselines_replaces_no_precision(dtype, expected):
+    words = f"--n_layer 2 --n_head 2 --n_embd 64 {dtype}"
+    precision = load_config(words.split()).config.precision
+    assert (precision.fp16, precision.bf16) == expected
+
+
+def test_base_model_of_llm_baselines_is_no_llama():
+    words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --model base")
+    model = load_config(words).config.model
+    assert (model.normalization, model.glu_activation) == ("LayerNorm", None)
+    assert model.position_embedding_type == "absolute"
+    assert model.ffn_hidden_size is None
+    assert not model.add_bias_linear
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-warmup-fraction 0.1",
+        "--lr-warmup-fraction 0",
+        "--lr-warmup-tokens 1024",
+        "--train-samples 5000 --lr-warmup-samples 500",
+    ],
+)
+def test_default_length_of_llm_baselines_yields_to_another_unit(flags):
+    loaded = load_config(shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} {flags}"))
+    assert check_rules(loaded.config, loaded.origin)[0] == []
+    assert loaded.config.optimizer.lr_warmup_iters == 0
 
 
 def test_flags_of_llm_baselines_beside_those_of_this_trainer_bring_no_defaults():
@@ -637,6 +680,14 @@ def test_file_of_flags_of_llm_baselines(tmp_path: Path):
     assert config.optimizer.lr == 1e-3
     assert config.kernels.use_torch_compile
     assert config.checkpoint.load is None
+
+
+@pytest.mark.parametrize("line", ["config: other.yaml", "data_path: [[1, 2]]"])
+def test_file_of_flags_with_what_is_no_flag_is_an_error(line: str, tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"n_layer: 2\nn_head: 2\nn_embd: 64\n{line}\n")
+    with pytest.raises(ConfigError, match=line.split(":")[0]):
+        load_config(["--config", str(path)])
 
 
 def test_file_without_groups_and_foreign_flags_is_still_an_error(tmp_path: Path):

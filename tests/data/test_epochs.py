@@ -41,3 +41,8 @@ def test_each_data_set_of_a_mixture_has_its_own_epochs(corpus: str) -> None:
 def test_missing_data_set_is_an_error() -> None:
     with pytest.raises(DataError):
         measure_training_data(DataConfig(data_path=("/nowhere/corpus",)), 100)
+
+
+def test_synthetic_data_are_no_data_set() -> None:
+    """--mock-data opens nothing, so --data-path need not exist."""
+    assert measure_training_data(DataConfig(mock_data=True, data_path=("/nowhere",)), 100) == []

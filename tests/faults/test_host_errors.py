@@ -1,6 +1,9 @@
 """Reports of real ranks about an I/O error of their host, and about an error of every rank."""
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,8 @@ from faults.launches import Job
 from faults.test_disk import Disk, disk, new_disk  # noqa: F401
 
 from megatron.error_report import FOLDER_VARIABLE, ErrorReport, hosts_at_fault, read_reports
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -49,3 +54,25 @@ def test_wrong_flag_is_not_attributed_to_a_host(full_cache: Job, errors: Path) -
     reports = launch_and_read_reports(full_cache, errors, "--micro-batch-size 3")
     assert {(report.kind, report.io_error) for report in reports} == {("ConfigError", None)}
     assert hosts_at_fault(reports, hosts=2) == {}
+
+
+def test_error_at_the_end_of_a_run_is_reported(errors: Path) -> None:
+    """The files of a run are closed after its last iteration, which may fail too."""
+    code = """
+import errno
+from megatron.training import pretrain
+def train(loaded, closing):
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+    closing.callback(fail)
+pretrain.pretrain = train
+pretrain.run_loaded(None)
+"""
+    environment = {**os.environ, FOLDER_VARIABLE: str(errors), "SLURMD_NODENAME": "n1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "Input/output error" in ended.stderr
+    reports, _ = read_reports(errors)
+    assert [(report.host, report.io_error) for report in reports] == [("n1", errno.EIO)]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.blocks import Position
 from megatron.preprocess.bpe_training import train_bpe
+from megatron.preprocess.input_files import expand_inputs
 from megatron.preprocess.inputs import read_blocks
 from megatron.preprocess.sampling import sample_texts
 from megatron.preprocess.texts import extract_texts
@@ -180,6 +182,52 @@ def test_a_folder_stands_for_its_files(tmp_path: Path) -> None:
     assert "1 other file left out, such as" in messages[1]
     made = train_bpe([str(folder)], 300, str(tmp_path / "tokenizer"))
     assert made.size > 257
+
+
+def test_a_recursive_glob_uses_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for path in (tmp_path / "a.txt", tmp_path / "deep" / "b.txt"):
+        path.write_text("text")
+    messages: list[str] = []
+    found = expand_inputs([f"{tmp_path}/**"], messages.append)
+    assert found == [f"{tmp_path}/a.txt", f"{tmp_path}/deep/b.txt"]
+    assert messages == []
+
+
+def test_a_subfolder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="closed"):
+        expand_inputs([str(tmp_path)], print)
+
+
+def test_suffixes_in_capitals_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "CORPUS.JSONL.GZ"
+    path.write_bytes(gzip.compress(b'{"text": "one"}\n'))
+    assert read_texts(path) == ["one"]
+    assert sample_texts([str(path)], ["text"]) == ["one"]
+
+
+def test_a_column_of_lists_holds_no_texts(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lists = pa.array([["a", "b"], ["c"]])
+    parquet.write_table(pa.table({"text": lists}), tmp_path / "lists.parquet")
+    with pytest.raises(DataError, match="not strings"):
+        read_texts(tmp_path / "lists.parquet")
+    codes = pa.array(["a", "b", "a"]).dictionary_encode()
+    parquet.write_table(pa.table({"text": codes}), tmp_path / "codes.parquet")
+    assert read_texts(tmp_path / "codes.parquet") == ["a", "b", "a"]
 
 
 def test_a_folder_of_save_to_disk_gives_the_bytes_of_the_reference(tmp_path: Path) -> None:

@@ -212,9 +212,7 @@ def test_plain_bash_carries_out_the_attacks(folder):
 
 
 def test_what_is_not_contained_is_not_run(folder, monkeypatch):
-    monkeypatch.setattr(
-        sandbox, "_PROLOGUE", sandbox._PROLOGUE.replace("ulimit -n 0", "ulimit -n 99")
-    )
+    monkeypatch.setattr(sandbox, "_LIMITS", sandbox._LIMITS.replace("ulimit -n 0", "ulimit -n 99"))
     with pytest.raises(ConfigError, match="does not let the shell be contained"):
         trace_script("__plan_command x", "run.sh", parameters=[], environment={}, training=TRAINING)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
@@ -265,3 +263,23 @@ def test_environment_of_the_shell_is_not_inherited(folder, monkeypatch):
     (folder / "G").write_text("test 1\n" + START)
     assert expand_launch_script(folder / "G", environment=os.environ).arguments == ("--seed", "1")
     assert not (folder / "F").exists()
+
+
+def test_environment_changes_no_file(folder):
+    """bash truncates the history file when HISTFILESIZE is set."""
+    environment = {"HISTFILE": str(folder / "G"), "HISTFILESIZE": "0", "SEED": "7"}
+    trace = trace_script(
+        '__plan_command python pretrain_gpt.py --seed "$SEED"\n',
+        "run.sh",
+        parameters=[],
+        environment=environment,
+        training=TRAINING,
+    )
+    assert trace.commands[-1][0][-1] == "7"
+    assert is_unchanged(folder)
+
+
+def test_forged_records_are_no_crash(folder):
+    script = folder / "run.sh"
+    script.write_text('nothing "$__plan_token" exit soon\n' + START)
+    assert expand_launch_script(script).arguments == ("--seed", "1")

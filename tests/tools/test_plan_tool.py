@@ -418,3 +418,21 @@ def test_document_of_a_script_is_the_deepspeed_configuration(capsys, script):
 def test_expand_needs_a_script(capsys):
     assert plan.main(["--expand", *SMALL]) == 2
     assert "--expand needs a script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["..", "ds/..", "$'a\\xff'.json", "x" * 300])
+def test_document_may_have_any_name(capsys, tmp_path, name):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f'cat > {name} <<E\n{{"gradient_clipping": 0.5}}\nE\n'
+        f"python pretrain_gpt.py {shlex.join(SMALL)} --deepspeed --deepspeed_config {name}\n"
+    )
+    assert as_json(capsys, str(script))["errors"] == []
+
+
+def test_data_that_cannot_be_read_are_no_error(capsys, monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(plan, "measure_training_data", refuse)
+    assert as_json(capsys, "--", *SMALL, "--data-path", "corpus")["errors"] == []

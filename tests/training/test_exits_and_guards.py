@@ -15,7 +15,7 @@ from training.runs import Runner
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.errors import TrainingError
-from megatron.observe.log_line import parse_validation_log_line
+from megatron.observe.log_line import parse_kill_switch_line, parse_validation_log_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +40,8 @@ def test_kill_switch(run: Runner, tmp_path: Path) -> None:
     switch.touch()
     error = run.error(f"--kill-switch-path {switch}")
     assert f"Detected kill switch at {switch}" in error
+    # tools/slurm_status.py names the file to remove.
+    assert parse_kill_switch_line(error) == str(switch)
     assert sorted(run.losses()) == [1, 2]
 
 

@@ -29,3 +29,8 @@ def test_flags_without_effect_are_one_list_at_the_start(run: Runner) -> None:
     listed = [line.split()[0] for line in lines[start + 1 :] if line.startswith("  --")]
     assert {"--manual-gc", "--wandb-project", "--ckpt-format", "--data-path"} <= set(listed)
     assert not any(line.startswith("warning: --manual-gc") for line in lines)
+
+
+def test_no_data_set_need_exist(run: Runner) -> None:
+    run(f"{MOCK} --train-iters 2 --data-path /nowhere/corpus")
+    assert sorted(run.losses()) == [1, 2]

@@ -11,6 +11,7 @@ from training.runs import SIZES, Runner
 from megatron.checkpoint.start import find_start
 from megatron.config.cli import load_config
 from megatron.training.job import Job, resolve_job, select_checkpoint_config
+from megatron.training.refusals import check_before_torch
 
 ARGV = [*SIZES.split(), "--data-path", "/nowhere/corpus"]
 
@@ -181,3 +182,8 @@ def test_rank_that_is_lost_during_the_start_is_named(run: Runner, pool: ProcessP
     assert outcomes[1].kind == "LostRanksError"
     assert "the ranks cannot continue together" in str(outcomes[1].error)
     assert "rank 0 on " in str(outcomes[1].error)
+
+
+def test_folder_that_cannot_be_looked_for_is_left_to_rank_0() -> None:
+    # A name of 300 characters is an error of the file system, as a folder without permission is.
+    check_before_torch(load_config([*ARGV, "--load", f"/nowhere/{'x' * 300}"]), 2)
