@@ -168,8 +168,9 @@ def check(given: HubSync) -> None:
     pauses_are_valid = given.watch is None or 0 < given.watch < math.inf
     if not (0 < given.timeout < math.inf and given.patience >= 0 and pauses_are_valid):
         raise ConfigError(
-            f"--timeout {given.timeout:g} and --watch {given.watch} must be more than 0 seconds, "
-            f"and finite; --patience {given.patience:g} must be at least 0 seconds"
+            "--timeout and --watch must be more than 0 seconds and finite, and --patience at least "
+            f"0 seconds; given are --timeout {given.timeout:g}, --watch {given.watch} and "
+            f"--patience {given.patience:g}"
         )
 
 

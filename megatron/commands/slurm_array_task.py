@@ -66,7 +66,6 @@ class ArrayTaskArguments:
         Raises:
             OperationsError: With this value, the array would never start or its nodes never pass.
         """
-        Outlets(self.main_log).check()
         self.limits.check()
         if self.max_failed_starts < 1:
             raise OperationsError(f"--max-failed-starts {self.max_failed_starts} must be 1 or more")

@@ -83,12 +83,8 @@ class Outlets:
         """Check the values, before anything is written.
 
         Raises:
-            OperationsError: The log is a folder, or the time between two messages makes no sense.
+            OperationsError: The time between two messages makes no sense.
         """
-        if self.main_log.is_dir():
-            raise OperationsError(
-                f"--main-log {self.main_log} is a folder; give the name of a file"
-            )
         # NaN fails this comparison as well.
         if not self.repeat_hours > 0:
             raise OperationsError(f"--repeat-hours {self.repeat_hours:g} must be above 0")
