@@ -72,14 +72,24 @@ def build_report(error: BaseException, environment: Mapping[str, str] = os.envir
         error: The error.
         environment: The environment variables of the process.
     """
-    # torchrun sets RANK. A rank that srun starts without it has Slurm's number.
     return ErrorReport(
-        rank=int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0),
+        # torchrun sets RANK. A rank that srun starts without it has Slurm's number.
+        rank=parse_rank(environment.get("RANK") or environment.get("SLURM_PROCID")),
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         kind=type(error).__name__,
         message=str(error),
         io_error=host_io_error(error),
     )
+
+
+def parse_rank(text: str | None) -> int:
+    """Return the rank in a variable of the environment. Anything but a number counts as 0.
+
+    The error that is reported may be about that value.
+    """
+    if text is not None and text.isdecimal():
+        return int(text)
+    return 0
 
 
 def host_io_error(error: BaseException) -> int | None:

@@ -4,6 +4,8 @@ Raise one of these for anything that a user can cause. Use `assert` with a messa
 this package.
 """
 
+import os
+
 LOST_EXIT_CODE = 1
 """The exit code of a rank that cannot continue without another one.
 
@@ -51,6 +53,13 @@ class TrainingError(MegatronError):
 
 class OperationsError(MegatronError):
     """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return the file of an error and what is wrong with it."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
 def make_error(kind: str, message: str) -> MegatronError:

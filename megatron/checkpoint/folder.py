@@ -25,6 +25,18 @@ UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DELETING = ".deleting"
 DAMAGED = ".damaged"
+_FOREIGN_FILES = {
+    "DeepSpeed": ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt"),
+    "Megatron-LM": ("iter_*/mp_rank_*", "iter_*/.metadata", "release/mp_rank_*"),
+    "Hugging Face": (
+        "model*.safetensors",
+        "pytorch_model*.bin",
+        "checkpoint-*/model*.safetensors",
+        "checkpoint-*/pytorch_model*.bin",
+    ),
+    "PyTorch": ("*.distcp", "*/*.distcp"),
+}
+"""Program -> files that show that it wrote a checkpoint, as patterns."""
 STARTED_MARKER = "no_checkpoint_yet"
 """File that exists while a run has started in the folder and has no checkpoint yet.
 
@@ -179,9 +191,12 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
         iteration: The iteration to choose. Default: the one that `path` or the pointers name.
 
     Raises:
-        CheckpointError: If neither the path nor a pointer names an iteration, or the folder has no
-            checkpoint of `iteration`.
+        CheckpointError: If there is no such folder, neither the path nor a pointer names an
+            iteration, or the folder has no checkpoint of `iteration`.
     """
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give a run's folder (--save) or a checkpoint in it")
     named = parse_iteration(path.name)
     if named is not None and iteration is None:
         return path.parent, named
@@ -199,6 +214,17 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
             f"{path} has no pointer {LATEST} to a checkpoint; give an iteration; there are: {saved}"
         )
     return path, iteration
+
+
+def find_foreign_maker(root: Path) -> str | None:
+    """Return the program whose checkpoints a folder holds, or None if none is recognised.
+
+    Only names are looked at, because such files are often pickles.
+    """
+    for maker, patterns in _FOREIGN_FILES.items():
+        if any(any(root.glob(pattern)) for pattern in patterns):
+            return maker
+    return None
 
 
 def has_no_checkpoint_yet(root: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.checkpoint.folder import (
     LATEST,
     Pointer,
+    find_foreign_maker,
     find_stored_folder,
     has_no_checkpoint_yet,
     list_run_leftovers,
@@ -89,6 +90,8 @@ def find_start(
             taken is damaged. Also if the folder has traces of a run but no pointer.
     """
     try:
+        # Before the pointers are read, because Megatron-LM's have the same names.
+        _refuse_foreign_checkpoint(config)
         # Another run may be alive in the folder. It may remove a checkpoint while we read it, which
         # looks like damage. If the pointers have moved since, we look again. The last attempt,
         # after the loop, is taken as it is.
@@ -155,6 +158,22 @@ def _refuse_single_checkpoint(root: Path) -> None:
         raise CheckpointError(
             f"--load {root} is a single checkpoint; give the folder of its run, and "
             "--load-iteration to choose a checkpoint"
+        )
+
+
+def _refuse_foreign_checkpoint(config: CheckpointConfig) -> None:
+    """Raise if `--load` has a checkpoint of another program. Training would start from scratch.
+
+    Raises:
+        CheckpointError: If it has.
+    """
+    if config.load is None or list_saved_iterations(Path(config.load)):
+        return
+    maker = find_foreign_maker(Path(config.load))
+    if maker is not None:
+        raise CheckpointError(
+            f"--load {config.load} holds a checkpoint of {maker}, which cannot be read here; give "
+            "the --save folder of a run of this program, or leave out --load to start from scratch"
         )
 
 

@@ -11,6 +11,7 @@ public repository needs no token. Others need HF_TOKEN or `hf auth login`.
 Exit code 0 means that standard output was closed. Exit code 2 means an error, and 130 means Ctrl-C.
 """
 
+import math
 import os
 import sys
 import time
@@ -82,9 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     """Follow the log that `argv` names and return the exit code."""
     given = tyro.cli(FollowLog, args=argv, description=__doc__)
     try:
-        if given.lines < 0 or given.every <= 0 or given.timeout <= 0:
+        if given.lines < 0 or not (0 < given.every < math.inf and 0 < given.timeout < math.inf):
             raise ConfigError(
-                "--lines must be 0 or more, and --every and --timeout more than 0 seconds"
+                f"--lines {given.lines} must be 0 or more, and --every {given.every:g} and "
+                f"--timeout {given.timeout:g} more than 0 seconds, and finite"
             )
         hub = Hub(given.repo, timeout_seconds=given.timeout, say=warn, must_write=False)
         follow(Follower(hub, given.path, given.lines), given.every, sys.stdout.buffer)

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import tyro
 
-from megatron.errors import MegatronError, OperationsError
+from megatron.commands.run_tool import run_tool
+from megatron.errors import OperationsError
 from megatron.operations.monitor.alerts import Outlets, deliver
 from megatron.operations.monitor.disk_watch import check_disks, parse_watch
 
@@ -45,18 +46,22 @@ class WatchdogArguments:
 def main(argv: list[str] | None = None) -> int:
     """Check all disks, deliver the alerts, and return the exit code."""
     given = tyro.cli(WatchdogArguments, args=argv, description=__doc__)
-    try:
-        if not given.watch and not given.run:
-            raise OperationsError(
-                "nothing to watch: give --watch PATH=90%, --watch PATH=2TB,500k-inodes, or "
-                "--run with a --save folder"
-            )
-        # A typing error in a limit ends the tool before anything is checked. Otherwise cron would
-        # watch only some of the paths.
-        watches = [parse_watch(text) for text in given.watch]
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(lambda: _watch(given))
+
+
+def _watch(given: WatchdogArguments) -> int:
+    if not given.watch and not given.run:
+        raise OperationsError(
+            "nothing to watch: give --watch PATH=90%, --watch PATH=2TB,500k-inodes, or --run with "
+            "a --save folder"
+        )
+    given.outlets.check()
+    # NaN fails this comparison as well.
+    if not given.days_left >= 0:
+        raise OperationsError(f"--days-left {given.days_left:g} must be at least 0")
+    # A typing error in a limit ends the tool before anything is checked. Otherwise cron would watch
+    # only some of the paths.
+    watches = [parse_watch(text) for text in given.watch]
     found = check_disks(
         watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left
     )

@@ -3,6 +3,7 @@
 python tools/generate.py --load DIR --prompt "Once upon a time"
 """
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,14 @@ from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.checkpoint.verification import ensure_undisturbed
-from megatron.errors import ConfigError, MegatronError
+from megatron.commands.run_tool import run_tool
+from megatron.errors import ConfigError
 from megatron.tokenizer import build_tokenizer
+from megatron.training.resume import check_tokenizer
+from megatron.training.state import TrainState
+
+_BOUND = 2**63
+"""Torch stores seeds and sizes in 64 bits, one of them for the sign."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,10 @@ def generate(arguments: GenerateArguments) -> str:
 
     Raises:
         CheckpointError: There is no checkpoint to load.
-        ConfigError: The prompt is empty.
+        ConfigError: A value is out of range, the prompt is empty, or the tokenizer is not the one
+            of the training.
     """
+    check_arguments(arguments)
     root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
     # The run may be active and remove this checkpoint while it is loaded.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
@@ -60,7 +69,12 @@ def generate(arguments: GenerateArguments) -> str:
         for name in ("vocab_file", "merge_file")
         if getattr(arguments, name)
     }
-    tokenizer = build_tokenizer(replace(config.tokenizer, **files))
+    tokenizer_config = replace(config.tokenizer, **files)
+    tokenizer = build_tokenizer(tokenizer_config)
+    # Other ids than those of the training would give a meaningless text without an error.
+    check_tokenizer(
+        replace(config, tokenizer=tokenizer_config), TrainState.from_json(checkpoint.state)
+    )
     ids = tokenizer.encode(arguments.prompt)
     if not ids:
         raise ConfigError("--prompt is empty; give some text to continue")
@@ -83,6 +97,24 @@ def generate(arguments: GenerateArguments) -> str:
     return tokenizer.decode(ids)
 
 
+def check_arguments(arguments: GenerateArguments) -> None:
+    """Check the numbers of the command line.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+    # NaN fails this comparison as well.
+    if not 0 <= arguments.temperature < math.inf:
+        raise ConfigError(f"--temperature {arguments.temperature} must be at least 0, and finite.")
+    for flag, value in (
+        ("--max-new-tokens", arguments.max_new_tokens),
+        ("--top-k", arguments.top_k),
+        ("--seed", arguments.seed),
+    ):
+        if not 0 <= value < _BOUND:
+            raise ConfigError(f"{flag} {value} must be at least 0 and below {_BOUND}.")
+
+
 def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Sample one token id from logits [v]."""
     # Division by 0 would make every probability NaN.
@@ -97,12 +129,12 @@ def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.
 def main(argv: list[str] | None = None) -> int:
     """Print the continuation that `argv` asks for and return the exit code."""
     arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
-    try:
+
+    def work() -> int:
         print(generate(arguments))
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return run_tool(work)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ Hub.
 - Exit code 3: the Hub did not answer in time. Nothing is lost, and the next sync continues.
 """
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -164,9 +165,13 @@ def check(given: HubSync) -> None:
         raise ConfigError("nothing to sync; give --patterns, --checkpoints, or both")
     if given.every < 1:
         raise ConfigError(f"--every {given.every} must be 1 or more")
-    if given.timeout <= 0 or given.patience < 0 or (given.watch is not None and given.watch <= 0):
+    # A comparison with NaN is false, so NaN is refused as well.
+    pauses_are_valid = given.watch is None or 0 < given.watch < math.inf
+    if not (0 < given.timeout < math.inf and given.patience >= 0 and pauses_are_valid):
         raise ConfigError(
-            "--timeout and --watch must be more than 0 seconds, and --patience at least 0 seconds"
+            "--timeout and --watch must be more than 0 seconds and finite, and --patience at least "
+            f"0 seconds; given are --timeout {given.timeout:g}, --watch {given.watch} and "
+            f"--patience {given.patience:g}"
         )
 
 

@@ -195,12 +195,8 @@ def find_checkpoint(path: Path, iteration: int | None) -> tuple[Path, Path | Non
         CheckpointError: There is no such checkpoint.
         ConfigError: The iteration is given twice.
     """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} does not exist; give a run's folder (--save) or one of its checkpoints"
-        )
     # A copy of a checkpoint may have any name. Its manifest identifies it then.
-    itself = path.name.startswith("global_step") or (path / MANIFEST).is_file()
+    itself = path.is_dir() and (path.name.startswith("global_step") or (path / MANIFEST).is_file())
     if itself and iteration is not None:
         raise ConfigError(
             f"--iteration {iteration} selects a checkpoint in a run's folder, but {path} is a "

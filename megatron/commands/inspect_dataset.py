@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from megatron.errors import MegatronError
+from megatron.commands.run_tool import run_tool
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.inspection import inspect_dataset, plot_lengths, report
 from megatron.tokenizer import build_tokenizer, list_special_token_ids
@@ -39,24 +39,24 @@ class InspectDatasetArguments:
 def main(argv: list[str] | None = None) -> int:
     """Print the report that `argv` asks for and return the exit code."""
     given = tyro.cli(InspectDatasetArguments, args=argv, description=__doc__)
-    try:
-        # Without tokenizer flags the tool checks only what the files themselves show.
-        named = given.tokenizer != TokenizerFlags()
-        if named:
-            tokenizer = build_tokenizer(given.tokenizer.make_config())
-        else:
-            tokenizer = None
-        found = inspect_dataset(
-            given.prefix,
-            tokenizer.vocab_size if tokenizer else None,
-            tokenizer.eod if tokenizer else None,
-            list_special_token_ids(tokenizer) if tokenizer else (),
-        )
-        if given.plot is not None:
-            plot_lengths(found, given.plot)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(lambda: _inspect(given))
+
+
+def _inspect(given: InspectDatasetArguments) -> int:
+    # Without tokenizer flags the tool checks only what the files themselves show.
+    named = given.tokenizer != TokenizerFlags()
+    if named:
+        tokenizer = build_tokenizer(given.tokenizer.make_config())
+    else:
+        tokenizer = None
+    found = inspect_dataset(
+        given.prefix,
+        tokenizer.vocab_size if tokenizer else None,
+        tokenizer.eod if tokenizer else None,
+        list_special_token_ids(tokenizer) if tokenizer else (),
+    )
+    if given.plot is not None:
+        plot_lengths(found, given.plot)
     print(json.dumps(asdict(found), indent=1) if given.json else report(found))
     # A suspicion that may be harmless must not stop a pipeline of scripts.
     if given.strict and any(problem.sure for problem in found.problems):

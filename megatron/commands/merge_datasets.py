@@ -10,29 +10,26 @@ import sys
 
 import tyro
 
-from megatron.errors import MegatronError
+from megatron.commands.run_tool import run_tool
 from megatron.preprocess.merge import merge_datasets
 
 
-def merge(input: tuple[str, ...], output_prefix: str) -> int:
+def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -> int:
     """Concatenate several indexed data sets.
 
     Args:
         input: Data sets in the order of the output, each by its path without .bin and .idx.
         output_prefix: Path of the result without .bin and .idx.
+        overwrite: Replace a data set that has this path already.
     """
-    try:
-        documents, tokens = merge_datasets(input, output_prefix)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    documents, tokens = merge_datasets(input, output_prefix, overwrite=overwrite)
     print(f"{output_prefix}: {documents} documents, {tokens} tokens of {len(input)} data sets")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Merge the data sets that `argv` names and return the exit code."""
-    return tyro.cli(merge, args=argv)
+    return run_tool(lambda: tyro.cli(merge, args=argv))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ class NodeCheckArguments(NodeLimits):
 def main(argv: list[str] | None = None) -> int:
     """Check this rank's node and return the exit code."""
     options = tyro.cli(NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__)
+    try:
+        options.check()
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     last: list[NodeReport] = []
 
     # Findings are kept as they arrive. A check that hangs later still reports what it measured

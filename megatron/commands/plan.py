@@ -31,6 +31,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.data.epochs import (
@@ -101,10 +102,14 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
     options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
-    try:
-        return _plan(options, training)
-    except MegatronError as failure:
-        return _report_failure(failure, options, ())
+
+    def work() -> int:
+        try:
+            return _plan(options, training)
+        except MegatronError as failure:
+            return _report_failure(failure, options, ())
+
+    return run_tool(work)
 
 
 def _report_failure(
@@ -137,6 +142,8 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
         raise ConfigError(
             f"--at {' '.join(map(str, negative))}: an iteration must be at least 0, the start."
         )
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     source = read_source(training, expand=options.expand)
     with _write_documents(source) as arguments:
         try:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from megatron.errors import DataError, MegatronError
+from megatron.commands.run_tool import run_tool
+from megatron.errors import DataError
+from megatron.figure import make_figure, save_figure
 from megatron.observe.log_line import parse_log_line, parse_validation_log_line
 from megatron.observe.metrics import read_metrics
 
@@ -89,12 +91,13 @@ def read_curves(source: Path) -> Curves:
 
 
 def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | None = None) -> None:
-    """Write the picture, with the losses at the top and the learning rate at the bottom."""
-    # matplotlib is an optional dependency. `Figure` without pyplot needs no display and keeps no
-    # global state.
-    from matplotlib.figure import Figure
+    """Write the picture, with the losses at the top and the learning rate at the bottom.
 
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write files of this suffix.
+        OSError: The picture cannot be written.
+    """
+    figure = make_figure(8, 5.5)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     _draw_losses(loss, curves, unigram_entropy)
     loss.set_title(title, fontsize=11)
@@ -105,8 +108,7 @@ def draw(curves: Curves, output: Path, *, title: str, unigram_entropy: float | N
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    save_figure(figure, output)
 
 
 def insert_gaps(iterations: list[int], values: list[float]) -> Points:
@@ -195,18 +197,18 @@ def _read_log_curves(source: Path) -> Curves:
 def main(argv: list[str] | None = None) -> int:
     """Write the picture that `argv` asks for and return the exit code."""
     options = tyro.cli(PlotLoss, args=argv)
-    try:
+
+    def work() -> int:
         draw(
             read_curves(options.source),
             options.output,
             title=options.title or str(options.source),
             unigram_entropy=options.unigram_entropy,
         )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {options.output}")
-    return 0
+        print(f"wrote {options.output}")
+        return 0
+
+    return run_tool(work)
 
 
 if __name__ == "__main__":

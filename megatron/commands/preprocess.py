@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatron.errors import MegatronError
+from megatron.commands.run_tool import run_tool
 from megatron.plural import format_count
 from megatron.preprocess.flags import TokenizerFlags
 from megatron.preprocess.pipeline import PreprocessJob, count_default_workers, preprocess
@@ -63,11 +63,12 @@ def main(argv: list[str] | None = None) -> int:
         on_bad_line=given.on_bad_line,
         overwrite=given.overwrite,
     )
+    return run_tool(lambda: _preprocess(job))
+
+
+def _preprocess(job: PreprocessJob) -> int:
     try:
         done = preprocess(job)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         # The journal on disk makes the same command continue, so a traceback would be noise.
         print(

@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 
-from megatron.config.cli import load_config
-from megatron.errors import MegatronError
+from megatron.config.cli import LoadedConfig, load_config
+from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
 from megatron.standard_streams import protect_standard_streams
 from megatron.training.leaving import leave_with_error
@@ -41,9 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.enable()
     try:
-        loaded = load_config(sys.argv[1:] if argv is None else argv, prog="pretrain_gpt.py")
-        world = read_launcher_world(loaded.config.parallel.local_rank)
-        check_before_torch(loaded, world.size)
+        loaded = _load(sys.argv[1:] if argv is None else argv)
         # This imports torch, which takes seconds. Neither --help nor an error above needs it.
         from megatron.training.pretrain import run_loaded
 
@@ -56,6 +54,23 @@ def main(argv: list[str] | None = None) -> None:
         print("interrupted before training started; nothing was saved", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
+
+
+def _load(argv: list[str]) -> LoadedConfig:
+    """Return the configuration, after all checks that need no torch.
+
+    Raises:
+        MegatronError: The configuration is wrong, or a file that it names cannot be read.
+    """
+    try:
+        loaded = load_config(argv, prog="pretrain_gpt.py")
+        world = read_launcher_world(loaded.config.parallel.local_rank)
+        check_before_torch(loaded, world.size)
+    except OSError as error:
+        raise ConfigError(
+            f"a file of the command line cannot be read: {describe_os_error(error)}"
+        ) from error
+    return loaded
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice, build_sources
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import find_range
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -64,13 +65,13 @@ def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(
         SampleArguments, args=own, prog="sample_idxs_to_text.py", description=__doc__
     )
-    try:
+
+    def work() -> int:
         for line in format_samples(options, training or []):
             print(line)
-    except MegatronError as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return run_tool(work)
 
 
 def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[str]:
@@ -151,10 +152,16 @@ def find_samples_of_iterations(
     """Return the samples of iterations, computed from the plan's batch sizes.
 
     Raises:
+        ConfigError: The run has fewer iterations.
         DataError: The run used other batch sizes.
     """
     if not ranges:
         return []
+    latest = max(last for _, last in ranges)
+    if latest > plan.train_iters:
+        raise ConfigError(
+            f"--iterations: {latest} is after the last iteration of this run, {plan.train_iters}."
+        )
     forecast = plan.forecast()
     if checkpoint is not None:
         # A change of batch size during the run shifts all later samples. Then the arithmetic here

@@ -35,7 +35,7 @@ from pathlib import Path
 import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
-from megatron.errors import MegatronError
+from megatron.errors import MegatronError, OperationsError
 from megatron.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.operations.slurm.array_task import EXIT_CODES, ArrayTask, run_array_task
 from megatron.operations.slurm.node_report import NodeLimits
@@ -60,6 +60,16 @@ class ArrayTaskArguments:
     srun: tuple[str, ...] = ()
     """More options of srun, as in --srun=--cpu-bind=none."""
 
+    def check(self) -> None:
+        """Check the values, before anything is recorded.
+
+        Raises:
+            OperationsError: With this value, the array would never start or its nodes never pass.
+        """
+        self.limits.check()
+        if self.max_failed_starts < 1:
+            raise OperationsError(f"--max-failed-starts {self.max_failed_starts} must be 1 or more")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the array task and return the exit code."""
@@ -72,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
             "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options",
             file=sys.stderr,
         )
+        return 2
+
+    try:
+        options.check()
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.

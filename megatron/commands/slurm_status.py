@@ -23,7 +23,7 @@ from pathlib import Path
 
 import tyro
 
-from megatron.errors import MegatronError
+from megatron.commands.run_tool import run_tool
 from megatron.operations.monitor.alerts import Outlets, deliver
 from megatron.operations.monitor.status import StatusLimits, WatchedRun, check_run
 
@@ -45,13 +45,14 @@ class SlurmStatusArguments:
 def main(argv: list[str] | None = None) -> int:
     """Check the run, deliver the alerts, and return the exit code."""
     given = tyro.cli(SlurmStatusArguments, args=argv, description=__doc__)
-    try:
-        found = check_run(
-            WatchedRun(given.job_name, given.outlets.main_log, given.run, given.user, given.limits)
-        )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_tool(lambda: _report_status(given))
+
+
+def _report_status(given: SlurmStatusArguments) -> int:
+    given.outlets.check()
+    found = check_run(
+        WatchedRun(given.job_name, given.outlets.main_log, given.run, given.user, given.limits)
+    )
     # Slurm may not answer. Then there is nothing to report about the jobs, only the trouble.
     if found.pulse is None:
         pulses = []

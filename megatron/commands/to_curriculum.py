@@ -33,11 +33,12 @@ from typing import Any
 import tyro
 
 from megatron.commands.double_dash import split_at_double_dash
+from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config
 from megatron.config.tree import Config
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError
 from megatron.launch_script import parse_command, read_launch_script
 from megatron.plan import Plan, resolve
 
@@ -88,17 +89,17 @@ def main(argv: list[str] | None = None) -> int:
         old = own[end:]
         own = own[:end]
     options = tyro.cli(CurriculumArguments, args=own, prog="to_curriculum.py", description=__doc__)
-    try:
-        plan, origin = read_old(old)
-        change = convert_to_curriculum(plan, origin, options)
-        # Errors of the new plan name the origin of a field. Fields with a new value have no origin
-        # in the old command line any more.
-        kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
-        new = resolve(change.new, plan.world_size, kept)
-        new.raise_on_errors()
-    except MegatronError as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+    return run_tool(lambda: _translate(old, options))
+
+
+def _translate(old: list[str], options: CurriculumArguments) -> int:
+    plan, origin = read_old(old)
+    change = convert_to_curriculum(plan, origin, options)
+    # Errors of the new plan name the origin of a field. Fields with a new value have no origin in
+    # the old command line any more.
+    kept = {dotted: where for dotted, where in origin.items() if dotted not in change.values}
+    new = resolve(change.new, plan.world_size, kept)
+    new.raise_on_errors()
     print(
         "\n".join(
             [

@@ -12,7 +12,7 @@ import sys
 
 import tyro
 
-from megatron.errors import MegatronError
+from megatron.commands.run_tool import run_tool
 from megatron.preprocess.bpe_training import train_bpe
 
 
@@ -27,17 +27,13 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
         output_dir: Folder for the three files.
         json_key: Key (column) that holds the text.
     """
-    try:
-        made = train_bpe(
-            input,
-            vocab_size,
-            output_dir,
-            json_key,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = train_bpe(
+        input,
+        vocab_size,
+        output_dir,
+        json_key,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if made.size == vocab_size:
         short = ""
     else:
@@ -48,7 +44,7 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
 
 def main(argv: list[str] | None = None) -> int:
     """Train the tokenizer that `argv` asks for and return the exit code."""
-    return tyro.cli(train, args=argv)
+    return run_tool(lambda: tyro.cli(train, args=argv))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
         return {}, [f"{name}:{line} is not YAML: {error.problem}."]
     except yaml.YAMLError as error:
         return {}, [f"{name}:1 is not YAML: {str(error).splitlines()[0]}."]
+    except RecursionError:
+        return {}, [f"{name} is nested too deeply; a configuration has groups and their keys."]
     given: dict[str, ValueWithOrigin] = {}
     errors: list[str] = []
     for group, value in _read_items(root, name, "the file", errors):
@@ -90,7 +92,7 @@ def read_flat_flags(path: str) -> list[str] | None:
     """
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
         # `read_file` reports it.
         return None
     if not isinstance(root, yaml.MappingNode):

@@ -16,12 +16,13 @@ Layout of .idx, little endian (Megatron's mmap format):
     document offsets      int64[d], the sequence at which each document begins, then n
 """
 
+import contextlib
 import glob
 import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.durable import sync_folder
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -71,6 +72,20 @@ def get_idx_path(prefix: str | os.PathLike) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
+def refuse_existing(prefix: str) -> None:
+    """Refuse to write over a data set.
+
+    Raises:
+        ConfigError: One of its files exists.
+    """
+    for path in (get_idx_path(prefix), get_bin_path(prefix)):
+        if path.exists():
+            raise ConfigError(
+                f"{path} exists already. Use it as it is with --data-path {prefix}, give another "
+                "--output-prefix, or replace it with --overwrite."
+            )
+
+
 class IndexedDataset:
     """Read-only, memory-mapped view of PREFIX.bin and PREFIX.idx.
 
@@ -93,7 +108,9 @@ class IndexedDataset:
         self._idx = get_idx_path(prefix)
         self._bin = get_bin_path(prefix)
         for path in (self._idx, self._bin):
-            if not path.is_file():
+            with _explain_os_errors(path):
+                exists = path.is_file()
+            if not exists:
                 raise DataError(f"{path} does not exist; {_suggest_prefix(self.prefix)}.")
         self._maps: dict[Path, mmap.mmap] = {}
         """The mapped files. A map keeps its file open even if another file replaces the path."""
@@ -190,7 +207,7 @@ class IndexedDataset:
 
     def _map(self, path: Path) -> mmap.mmap:
         """Return a file that is not empty as mapped, read-only memory."""
-        with open(path, "rb") as file:
+        with _explain_os_errors(path), open(path, "rb") as file:
             self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[path]
 
@@ -487,6 +504,18 @@ def _read_blocks(path: Path) -> Iterable[bytes]:
     with open(path, "rb") as file:
         while block := file.read(4 * _CHUNK):
             yield block
+
+
+@contextlib.contextmanager
+def _explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into a `DataError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); correct the path, the permissions or the "
+            "file system."
+        ) from error
 
 
 def _suggest_prefix(prefix: str) -> str:

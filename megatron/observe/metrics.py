@@ -196,12 +196,25 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line, or None if it is not a complete record of a known kind."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         # The line is torn, or not text.
         return None
     if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
         return None
-    return {
+    record = {
         key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in record.items()
     }
+    if _has_valid_numbers(record):
+        return record
+    return None
+
+
+def _has_valid_numbers(record: dict[str, Any]) -> bool:
+    """Return whether a record has what the reader needs. Another program may have written it."""
+    numbers = [record.get("lm_loss", 0.0), record.get("learning_rate", 0.0)]
+    if record["kind"] == "validation" and not {"name", "lm_loss"} <= record.keys():
+        return False
+    # The loss of a dropped step is None.
+    valid = all(number is None or isinstance(number, int | float) for number in numbers)
+    return valid and isinstance(record.get("iteration"), int)

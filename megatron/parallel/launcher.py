@@ -7,7 +7,7 @@ reads those.
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from megatron.errors import LayoutError
@@ -41,27 +41,64 @@ def read_launcher_world(
 
     Raises:
         LayoutError: Slurm's world and WORLD_SIZE differ. Or an MPI launcher has started several
-            processes, each of which would train alone.
+            processes, each of which would train alone. Or a variable is not a valid number.
     """
     # A launcher that sets RANK takes precedence, because torchrun may itself run under srun.
     if "RANK" not in environment:
-        if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        if _read_number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             _translate_slurm_variables(environment)
-        elif int(environment.get("WORLD_SIZE", "1")) > 1:
+        elif _read_number(environment, "WORLD_SIZE", 1) > 1:
             raise LayoutError(
                 f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: "
                 "start with torchrun, or with srun and one task per device, which set both"
             )
-        elif sizes := [name for name in _MPI_SIZES if int(environment.get(name, "1")) > 1]:
+        elif sizes := [name for name in _MPI_SIZES if _read_number(environment, name, 1) > 1]:
             raise LayoutError(
                 f"{sizes[0]} is {environment[sizes[0]]}, but an MPI launcher does not set the "
                 "address at which the processes meet: "
                 "start with torchrun, or with srun and one task per device"
             )
-    local_rank = environment.get("LOCAL_RANK", local_rank_flag)
-    return LaunchedWorld(
-        int(environment.get("WORLD_SIZE", "1")), int(local_rank) if local_rank is not None else 0
-    )
+    size = _read_number(environment, "WORLD_SIZE", 1)
+    rank = _read_number(environment, "RANK", 0)
+    if not 0 <= rank < size:
+        raise LayoutError(
+            f"RANK is {rank} and WORLD_SIZE is {size}: ranks have the numbers from 0 to WORLD_SIZE "
+            "- 1. Correct the launcher's options, or unset both to start one process"
+        )
+    return LaunchedWorld(size, _read_number(environment, "LOCAL_RANK", local_rank_flag or 0))
+
+
+def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number in a variable.
+
+    Raises:
+        LayoutError: It is not a whole number.
+    """
+    try:
+        return int(environment.get(name, default))
+    except ValueError:
+        raise LayoutError(
+            f"{name} is {environment[name]!r} and must be a whole number: start with torchrun or "
+            "srun, which set it, or correct it"
+        ) from None
+
+
+def read_meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return the host and the port at which the processes meet.
+
+    Raises:
+        LayoutError: The launcher has not set them, or the port is invalid.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise LayoutError(
+            f"{' and '.join(missing)} must be set, because several processes meet there: start "
+            "with torchrun or srun, which set both"
+        )
+    port = _read_number(environment, "MASTER_PORT", 0)
+    if not 0 < port < 1 << 16:
+        raise LayoutError(f"MASTER_PORT is {port} and must be from 1 to 65535")
+    return environment["MASTER_ADDR"], port
 
 
 def _translate_slurm_variables(environment: MutableMapping[str, str]) -> None:

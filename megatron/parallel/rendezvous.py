@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LayoutError
+from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.roll_call import TimeLimit, store_is_rank_zeros
 
 _NAMED = 16
@@ -61,8 +62,7 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     Raises:
         LayoutError: Some ranks have not arrived within the limit. The message names them.
     """
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    host, port = read_meeting_point()
     keeps_it = rank == 0 and store_is_rank_zeros()
     # `wait_for_workers` would wait inside torch, and its error does not name missing ranks. The
     # ranks are awaited below instead. With `multi_tenant`, stores of one process at the same port
@@ -72,6 +72,12 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> dist.Store:
             host, port, is_master=keeps_it, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
     except dist.DistError as error:
+        if keeps_it:
+            raise LayoutError(
+                f"rank 0 on {os.uname().nodename} cannot listen at {host}:{port}, where the "
+                f"processes meet: {error}; if another program uses the port, give another "
+                "MASTER_PORT (torchrun: --master-port)"
+            ) from error
         raise LayoutError(
             f"rank {rank} on {os.uname().nodename} cannot reach the store at {host}:{port} within "
             f"--distributed-timeout-minutes {limit / timedelta(minutes=1):g}: {error}; "

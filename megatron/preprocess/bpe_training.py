@@ -64,7 +64,7 @@ def train_bpe(
         say: Receives a line for each folder, which describes the files that are used.
 
     Raises:
-        ConfigError: `vocab_size` is below 257.
+        ConfigError: `vocab_size` is below 257, or the folder is a file.
         DataError: a line is bad, or the inputs have no text.
     """
     if vocab_size < _SMALLEST:
@@ -72,6 +72,10 @@ def train_bpe(
             f"--vocab-size {vocab_size} must be at least {_SMALLEST}: 256 bytes and the end of a "
             "document."
         )
+    folder = Path(output_folder)
+    # A wrong folder must not be found after hours of training.
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output-dir {folder} is a file; give a folder.")
     paths = expand_inputs(patterns, say)
     backend = tokenizers.Tokenizer(models.BPE())
     # One id is left for the end of a document, which `_write` adds. As a special token of the
@@ -101,7 +105,7 @@ def train_bpe(
         backend.train_from_iterator(count_texts(), trainer)
     if not texts:
         raise DataError(f"--input {' '.join(patterns)} holds no text to train on.")
-    return _write(backend, Path(output_folder))
+    return _write(backend, folder)
 
 
 def _read_texts(paths: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ which two programs each added once. Because of it, a 7B run lost its first 1.5T 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import ConfigError
+from megatron.figure import make_figure, save_figure
 
 # Documents handled at once.
 _DOCUMENTS = 1 << 18
@@ -241,13 +242,10 @@ def plot_lengths(inspection: Inspection, path: str) -> None:
     """Draw the histogram of document lengths to an image file.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or does not know the format of the file.
+        OSError: The file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs the package matplotlib: pip install matplotlib.") from error
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = make_figure(8, 4)
     axes = figure.subplots()
     axes.bar(
         [str(low) for low, _, _ in inspection.histogram],
@@ -257,7 +255,7 @@ def plot_lengths(inspection: Inspection, path: str) -> None:
     axes.set_xlabel("tokens in a document (lower bound of each bar)")
     axes.set_ylabel("documents")
     axes.set_title(inspection.prefix)
-    figure.savefig(path)
+    save_figure(figure, Path(path))
 
 
 class _CommonToken:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,26 @@ def compute_run_fingerprint(
 
 @contextmanager
 def lock_output(prefix: str) -> Iterator[None]:
-    """Hold PREFIX.lock inside the context.
+    """Hold PREFIX.lock inside the context. The folder is created if it does not exist.
 
-    The kernel releases the lock when the process ends.
+    The kernel releases the lock when the process ends. A folder that was created and is empty at
+    the end is removed, so that a run that failed at its first line leaves nothing.
 
     Raises:
         ConfigError: another run writes the same output, or the folder cannot be written.
     """
     path = Path(f"{prefix}.lock")
+    created: list[Path] = []
     try:
+        created += [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
         # A link in the place of the lock is refused: opening it would empty the file it leads to.
         file = open(path, "w", opener=without_links)  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise ConfigError(f"--output-prefix {prefix} cannot be written: {error}.") from error
+        raise ConfigError(
+            f"--output-prefix {prefix} cannot be written: {error}. Give a prefix in a folder that "
+            "can be written."
+        ) from error
     with file:
         if try_lock(file.fileno(), path) is not LockResult.HELD:
             raise ConfigError(
@@ -176,6 +183,10 @@ def lock_output(prefix: str) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            for folder in created:
+                # It holds the output, unless the run failed.
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def _list_tokenizer_files(tokenizer: TokenizerConfig) -> list[Path]:

@@ -9,22 +9,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
 from megatron.errors import ConfigError, DataError
 
 
-def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int]:
+def merge_datasets(
+    prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False
+) -> tuple[int, int]:
     """Write several data sets to `output_prefix`. Memory does not grow with the data.
 
     Args:
         prefixes: Paths of the data sets, without .bin and .idx.
         output_prefix: Path of the result, without .bin and .idx.
+        overwrite: Replace a data set that has this path already.
 
     Returns:
         The number of documents and of tokens.
 
     Raises:
-        ConfigError: no input is given, or the output is also an input.
+        ConfigError: no input is given, or the output is also an input or exists already.
         DataError: a data set is damaged, or has another dtype than the first one.
     """
     if not prefixes:
@@ -37,6 +40,8 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> tuple[int, in
             f"--output-prefix {output_prefix} is also an --input, which would be lost. Choose "
             "another name."
         )
+    if not overwrite:
+        refuse_existing(output_prefix)
     # All inputs are opened and checked before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]

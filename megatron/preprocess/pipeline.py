@@ -17,7 +17,7 @@ from typing import Literal, NoReturn
 from tqdm import tqdm
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import choose_dtype, get_bin_path, get_idx_path
+from megatron.data.indexed import choose_dtype, refuse_existing
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.blocks import BLOCK_BYTES
 from megatron.preprocess.encoders import EncoderMismatchError, choose_encoder
@@ -108,7 +108,6 @@ def preprocess(
         # Not an error, since a repetition may be intended.
         say(f"warning: {path} is given more than once, so its documents are repeated")
     tokenizer = build_tokenizer(job.tokenizer)
-    Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     # Two runs that append to the same partial files would destroy both outputs.
     with lock_output(job.output_prefix):
         journal = Journal(
@@ -159,12 +158,7 @@ def _check_outputs(job: PreprocessJob) -> None:
     if job.overwrite:
         return
     for prefix in job.prefixes.values():
-        for path in (get_idx_path(prefix), get_bin_path(prefix)):
-            if path.exists():
-                raise ConfigError(
-                    f"{path} exists already. Use it as it is with --data-path {prefix}, give "
-                    "another --output-prefix, or replace it with --overwrite."
-                )
+        refuse_existing(prefix)
 
 
 def _run(

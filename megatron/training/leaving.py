@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.durable import replace_file
-from megatron.error_report import FOLDER_VARIABLE, build_report, host_io_error, write_report
+from megatron.error_report import (
+    FOLDER_VARIABLE,
+    build_report,
+    host_io_error,
+    parse_rank,
+    write_report,
+)
 from megatron.errors import LOST_EXIT_CODE, LostRanksError, MegatronError
 from megatron.training.closing import close_within_limit
 
@@ -31,7 +37,7 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
     """
     if isinstance(error, LostRanksError):
         leave_after_lost_ranks(error, closing)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = parse_rank(os.environ.get("RANK"))
     if rank > 0:
         prefix = f"rank {rank} on {platform.node()}: "
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.byte_size import format_bytes
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
@@ -32,7 +33,7 @@ from megatron.data.epochs import (
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
 from megatron.engine.base import Engine, skip_waiting
-from megatron.errors import CheckpointError, DamagedError
+from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import (
     format_from_scratch_line,
     format_loaded_checkpoint_line,
@@ -58,6 +59,9 @@ from megatron.training.report import Reporter
 from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
 from megatron.training.state import TrainState
+
+_BYTES_OF_PARAMETER = 4
+"""Size of an fp32 number."""
 
 
 def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers) -> Mesh:
@@ -211,7 +215,8 @@ def build_engine(
         before_update: Called before weights or moments change.
 
     Raises:
-        ConfigError: The configuration asks for DeepSpeed, and it is not installed.
+        ConfigError: The configuration asks for DeepSpeed, and it is not installed. Or the memory of
+            a host without GPUs is too small.
     """
 
     def load() -> Callable[[Plan, Mesh, Timers, Callable[[], None]], Engine]:
@@ -227,7 +232,18 @@ def build_engine(
     # The import takes seconds, and minutes if many ranks read from a slow file system. `work` keeps
     # the ranks that are done from running into the time limit of a collective.
     make = build_ranks(mesh).work(load, "importing the engine", make_printer(mesh.rank))
-    return make(plan, mesh, timers, before_update)
+    try:
+        return make(plan, mesh, timers, before_update)
+    except RuntimeError as error:
+        # torch has no class of its own for this error on a CPU.
+        if "can't allocate memory" not in str(error):
+            raise
+        size = format_bytes(plan.parameters * _BYTES_OF_PARAMETER)
+        raise ConfigError(
+            f"the model does not fit into the memory of this host: its {plan.parameters:,} "
+            f"parameters alone need {size}; make it smaller, or divide it over more processes "
+            f"(tools/plan.py shows what each needs): {error}"
+        ) from error
 
 
 def load_engine(

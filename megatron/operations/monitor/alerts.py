@@ -82,6 +82,16 @@ class Outlets:
     repeat_hours: float = 24.0
     """An alert that lasts is sent again after this many hours. The log has it at each check."""
 
+    def check(self) -> None:
+        """Check the values, before anything is written.
+
+        Raises:
+            OperationsError: The time between two messages makes no sense.
+        """
+        # NaN fails this comparison as well.
+        if not self.repeat_hours > 0:
+            raise OperationsError(f"--repeat-hours {self.repeat_hours:g} must be above 0")
+
     @property
     def memory(self) -> Path:
         """File of what was sent and what is still to be sent.

@@ -7,11 +7,15 @@ A failure of all ranks together, such as of the all-reduce, is attributed to no 
 """
 
 import json
+import math
 import re
 import statistics
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron.errors import OperationsError
 
 OWN_PARTS = ("memory", "product", "disk")
 """Parts of the probe that involve no other host. A rank that hangs in one has a bad host."""
@@ -31,6 +35,22 @@ class NodeLimits:
     name."""
     seconds: float = 180.0
     """Time limit of the complete probe in seconds. A rank that has not answered by then is bad."""
+
+    def check(self) -> None:
+        """Check that a node can meet the limits.
+
+        Raises:
+            OperationsError: No node can.
+        """
+        # NaN fails these comparisons as well.
+        if not 0 <= self.slower_than <= 1:
+            raise OperationsError(f"--slower-than {self.slower_than:g} must be from 0 to 1")
+        if not 0 <= self.memory_gib < math.inf:
+            raise OperationsError(
+                f"--memory-gib {self.memory_gib:g} must be at least 0, and finite"
+            )
+        if not 0 < self.seconds <= threading.TIMEOUT_MAX:
+            raise OperationsError(f"--seconds {self.seconds:g} must be above 0, and finite")
 
     def format_flags(self) -> list[str]:
         """Return the limits as flags of tools/node_check.py."""

@@ -1,0 +1,42 @@
+"""The end of a tool: its exit code, and the message of an error."""
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from megatron.errors import MegatronError, describe_os_error
+
+
+def run_tool(work: Callable[[], int]) -> int:
+    """Do the work of a tool and return its exit code.
+
+    An error that a user can fix is printed without a traceback and gives 2. That includes every
+    `OSError`, such as a wrong path, a missing permission or a full disk. Ctrl-C gives 130, and an
+    output that nobody reads any more gives 141, as in a shell.
+
+    Args:
+        work: Does the work and returns the exit code.
+    """
+    # A file name or a text may have characters that the terminal's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = work()
+        # Otherwise an error of the last lines would appear only when the interpreter exits.
+        sys.stdout.flush()
+        return code
+    except MegatronError as error:
+        message = str(error)
+    except BrokenPipeError:
+        # The interpreter flushes standard output at its exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        message = describe_os_error(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    print(f"error: {message}", file=sys.stderr)
+    return 2
