@@ -5,7 +5,9 @@ its console script would: with its own working folder, environment, arguments an
 of one command reaches the next.
 """
 
+import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -26,6 +28,20 @@ _LIMIT_SECONDS = 60
 _CAPABILITIES_VERSION = 0x20080522
 # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: the rights of root to open files of any mode.
 _IGNORE_MODES = 1 << 1 | 1 << 2
+
+_LATE_IMPORTS = (
+    "gigatoken",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "megatron.operations.slurm.node_probe",
+    "megatron.training.pretrain",
+    "orjson",
+    "pyarrow.parquet",
+    "tiktoken",
+    "torch.utils.tensorboard",
+    "zstandard",
+)
+"""Modules that commands import when they need them. Here they are imported once."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,12 @@ def _serve(pipe: Connection, streams: Path) -> None:
     entry_points = list_entry_points()
     for target in entry_points.values():
         importlib.import_module(target.partition(":")[0])
+    for module in _LATE_IMPORTS:
+        # Without one of them, its rows fail with a clear message.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    # The collections of the forks skip these objects, so that their memory stays shared.
+    gc.freeze()
     while (line := pipe.recv()) is not None:
         child = os.fork()
         if child == 0:
