@@ -32,16 +32,17 @@ _IDENTIFY_FMS = (
 )
 
 
+_OTHER_WARMUPS = (
+    "optimizer.lr_warmup_fraction",
+    "optimizer.lr_warmup_samples",
+    "optimizer.lr_warmup_tokens",
+)
 _REPLACED_BY = {
     "--dtype": ("precision.fp16",),
     "--mixed-precision": ("precision.fp16",),
     "--iterations": ("batch.train_samples",),
     "--num-steps": ("batch.train_samples",),
-    "--warmup-steps": (
-        "optimizer.lr_warmup_fraction",
-        "optimizer.lr_warmup_samples",
-        "optimizer.lr_warmup_tokens",
-    ),
+    "--warmup-steps": _OTHER_WARMUPS,
 }
 """Flag with a default -> fields that answer the same question. Only one of both may be given."""
 
@@ -187,6 +188,8 @@ def _compute_fms_floor(values: _Values) -> _Computed:
 
 def _compute_fms_warmup(values: _Values) -> _Computed:
     steps = values.get_field("batch.train_iters")
+    if any(values.get_field(dotted) is not None for dotted in _OTHER_WARMUPS):
+        return None, ""
     if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
         return None, ""
     return min(2000, steps // 20), (

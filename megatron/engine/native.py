@@ -100,9 +100,6 @@ class NativeEngine(EngineBase):
                 # Sums over many microbatches would lose small gradients in 16 bits.
                 parameter.grad_dtype = torch.float32
                 local = torch.zeros_like(local, dtype=torch.float32)
-            # `initialise` fills only the rows of real ids. Those of the vocabulary padding stay
-            # zero permanently, because their gradients are zero too.
-            local.zero_()
             # A DTensor has the shape of the parameter before FSDP2 sharded it, which is the
             # tensor-parallel shard.
             offset = self._compute_offset(spec, tuple(parameter.shape))

@@ -36,7 +36,7 @@ class RankStage:
 def build_stages(
     plan: Plan, mesh: Mesh, execution: Execution, *, use_fsdp: bool
 ) -> list[RankStage]:
-    """Build this rank's stages, in the order of the layers. Their weights are not initialised.
+    """Build this rank's stages, in the order of the layers. Their weights are zero.
 
     Args:
         plan: The plan of the run.
@@ -101,8 +101,7 @@ def build_stages(
             # FSDP2 would cast its fp32 shards when it gathers them. Without it, the parameters are
             # copies of the engine's fp32 masters.
             model.to(dtype)
-        else:
-            _fill_with_zeros(model)
+        _fill_with_zeros(model)
         stages.append(RankStage(model, specs, sharded))
     # 7. The engine puts its pipeline around the finished stages: `build_runner`, or DeepSpeed's
     #    PipelineModule.
@@ -134,8 +133,9 @@ def compile_blocks(model: GPT, execution: Execution) -> None:
 def _fill_with_zeros(model: GPT) -> None:
     # Initialisation fills only the rows of real ids. Vocabulary padding stays zero permanently,
     # because its gradient is zero too.
-    for parameter in model.parameters():
-        parameter.data.zero_()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
 
 
 def shard_offset(rows: int, rank: int, ranks: int) -> int:

@@ -652,6 +652,12 @@ def test_default_length_of_llm_baselines_yields_to_another_unit(flags):
     assert loaded.config.optimizer.lr_warmup_iters == 0
 
 
+def test_warmup_of_fms_fsdp_yields_to_another_unit():
+    loaded = load_config(["--num_steps=100", "--data-path", "data", "--lr-warmup-fraction", "0.1"])
+    assert check_rules(loaded.config, loaded.origin)[0] == []
+    assert loaded.config.optimizer.lr_warmup_iters == 0
+
+
 def test_flags_of_llm_baselines_beside_those_of_this_trainer_bring_no_defaults():
     assert (
         load("--beta2", "0.95", "--seed", "7").config
