@@ -466,6 +466,7 @@ def _build_lr_schedule(
             optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters
         ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
+        warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
     )
     schedule.check_decay_after_warmup()
     return schedule

@@ -221,6 +221,9 @@ def test_wsd_and_token_schedules_reach_the_plan():
     assert plan.lr_schedule.wsd_decay_steps == 320
     assert plan.lr_schedule.wsd_decay_style == "linear"
     assert plan.forecast().predict([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
+    rising = resolve(with_changes(optimizer={"lr_warmup_init": 1e-5}), 1)
+    assert rising.lr_schedule.get_lr(0) == 1e-5
+    assert "--lr-warmup-init 0.01 must be" in errors_of(1, optimizer={"lr_warmup_init": 0.01})
     too_long = errors_of(1, optimizer=wsd | {"lr_wsd_decay_iters": 91})
     assert "final decay of 1456 samples" in too_long
     assert "must not reach into the warm-up of 160 samples; use at most 1440" in too_long

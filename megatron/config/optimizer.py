@@ -1,4 +1,4 @@
-"""AdamW and the schedule of the learning rate."""
+"""The optimizer and the schedule of the learning rate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of AdamW, the learning rate and gradient clipping."""
+    """Settings of the optimizer, the learning rate and gradient clipping."""
 
-    optimizer: Literal["adam"] = "adam"
-    """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
+    optimizer: Literal["adam", "ademamix"] = "adam"
+    """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101). ademamix: AdamW
+    with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137)."""
     lr: float | None = None
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay, and its floor."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "linear"
-    """Shape after warm-up. WSD: constant, then a decay over the last --lr-wsd-decay-*
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape after warm-up. inverse-square-root: --lr x root(warm-up / samples), and --min-lr after
+    the end of the decay. WSD: constant, then a decay over the last --lr-wsd-decay-*
     (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
@@ -32,12 +34,14 @@ class OptimizerConfig:
     lr_warmup_tokens: int | None = None
     """Linear warm-up in tokens. It is converted to samples of the full sequence length, so it is
     inexact with a curriculum."""
+    lr_warmup_init: float = 0.0
+    """Learning rate that the warm-up starts from, up to --lr."""
     lr_wsd_decay_iters: int | None = None
     """Length of WSD's final decay in iterations."""
     lr_wsd_decay_samples: int | None = None
     """Length of WSD's final decay in samples."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of WSD's final decay."""
+    """Shape of WSD's final decay. minus_sqrt: 1 - root(part of the decay that is done)."""
     override_lr_scheduler: bool = False
     """On resume, take the schedules of learning rate and curriculum from this command line, even if
     the checkpoint's differ."""
@@ -52,6 +56,16 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     adam_eps: float = 1e-8
     """Added to the denominator."""
+    ademamix_beta3: float = 0.9999
+    """AdEMAMix: decay rate of the slow average."""
+    ademamix_alpha: float = 5.0
+    """AdEMAMix: weight of the slow average in an update. The fast one has the weight 1."""
+    ademamix_beta3_warmup: int | None = None
+    """AdEMAMix: number of steps in which the slow decay rate rises from --adam-beta1. Default: it
+    does not rise. The paper takes the length of training."""
+    ademamix_alpha_warmup: int | None = None
+    """AdEMAMix: number of steps in which the weight of the slow average rises from 0. Default: it
+    does not rise. The paper takes the length of training."""
     cpu_optimizer: bool = False
     """Keep master weights and moments in host memory, and update them there
     (https://arxiv.org/abs/2101.06840). Needs --deepspeed."""

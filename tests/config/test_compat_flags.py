@@ -201,7 +201,6 @@ REFUSED_CHOICES = {
             "GPTSentencePieceTokenizer",
             "NullTokenizer",
         ],
-        "--lr-decay-style": ["inverse-square-root"],
         "--weight-decay-incr-style": ["linear", "cosine"],
         "--distributed-backend": ["ccl", "hccl"],
         "--DDP-impl": ["FSDP"],
@@ -223,7 +222,6 @@ REFUSED_CHOICES = {
         "--weight-decay-incr-style": ["linear", "cosine"],
         "--optimizer": ["sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
         "--dataloader-type": ["cyclic", "external"],
-        "--lr-decay-style": ["inverse-square-root"],
         "--tokenizer-type": [
             *_BERT,
             *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
