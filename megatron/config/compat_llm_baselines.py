@@ -121,6 +121,12 @@ LLM_BASELINES: tuple[Row, ...] = (
         arity=1,
         only=("ademamix",),
     ),
+    refuse_flag(
+        "--opt",
+        "use --optimizer muon and --muon-*, whose defaults and scales differ",
+        arity=1,
+        only=("muon", "d-muon", "muon-pytorch"),
+    ),
     refuse_flag("--opt", "there is no such optimizer: use adamw", arity=1),
     rename_flag("--beta1", "--adam-beta1", arity=1),
     rename_flag("--beta2", "--adam-beta2", arity=1),

@@ -139,6 +139,21 @@ _OPTIMIZER_AND_LOSS = (
         "--decoupled-lr --decoupled-min-lr",
         arity=1,
     ),
+    rename_flag("--optimizer", "--optimizer", "muon", arity=1, only=("dist_muon",)),
+    ignore_flag(
+        "--muon-tp-mode",
+        "whole matrices are orthogonalised",
+        arity=1,
+        only=("duplicated", "distributed"),
+    ),
+    refuse_flag(
+        "--muon-tp-mode", "whole matrices are orthogonalised, so a layout changes no number", 1
+    ),
+    refuse_flag("--muon-no-split-qkv", "queries, keys and values are three matrices"),
+    ignore_flag("--muon-split-qkv", "queries, keys and values are three matrices"),
+    ignore_flag("--muon-use-syrk", _KERNELS),
+    ignore_flag("--muon-scalar-optimizer", "it is AdamW", arity=1, only=("adam",)),
+    refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
     # The next three are of swiss-ai's Megatron-LM, which trained Apertus.
     *(
         ignore_flag(flag, "-1 turns the warm-up off", arity=1, only=("-1",))

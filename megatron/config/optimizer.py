@@ -8,9 +8,11 @@ from typing import Literal
 class OptimizerConfig:
     """Settings of the optimizer, the learning rate and gradient clipping."""
 
-    optimizer: Literal["adam", "ademamix"] = "adam"
+    optimizer: Literal["adam", "ademamix", "muon"] = "adam"
     """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101). ademamix: AdamW
-    with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137)."""
+    with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137). muon: an
+    orthogonalised momentum for the matrices of the layers, and AdamW for the rest, at the same
+    --lr (https://arxiv.org/abs/2502.16982)."""
     lr: float | None = None
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -66,6 +68,22 @@ class OptimizerConfig:
     ademamix_alpha_warmup: int | None = None
     """AdEMAMix: number of steps in which the weight of the slow average rises from 0. Default: it
     does not rise. The paper takes the length of training."""
+    muon_momentum: float = 0.9
+    """Muon: decay rate of the momentum."""
+    muon_nesterov: bool = False
+    """Muon: use Nesterov's momentum."""
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Muon: factor on the update of a matrix of m rows and n columns. spectral: root(max(m, n)).
+    shape_scaling: root(max(1, m / n)). unit_rms_norm: root(m / n)."""
+    muon_extra_scale_factor: float = 1.0
+    """Muon: further factor on the update. With spectral, 0.2 gives updates the size of AdamW's."""
+    muon_num_ns_steps: int = 5
+    """Muon: number of Newton-Schulz steps."""
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Muon: coefficients of the Newton-Schulz steps. quintic: another three in each of 5 steps.
+    simple: the same three in all steps."""
+    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32."""
     cpu_optimizer: bool = False
     """Keep master weights and moments in host memory, and update them there
     (https://arxiv.org/abs/2101.06840). Needs --deepspeed."""

@@ -45,6 +45,10 @@ RANGES = {
     "optimizer.adam_eps": _POSITIVE,
     "optimizer.ademamix_beta3": _PROBABILITY,
     "optimizer.ademamix_alpha": _NOT_NEGATIVE,
+    "optimizer.muon_momentum": _PROBABILITY,
+    "optimizer.muon_extra_scale_factor": _POSITIVE,
+    # torch has this limit, too. It finds steps that were given in place of a learning rate.
+    "optimizer.muon_num_ns_steps": "[1, 99]",
     "optimizer.clip_grad": _NOT_NEGATIVE,
     "precision.loss_scale": _POSITIVE,
     "precision.initial_loss_scale": _POSITIVE,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 
-_OWN_SETTINGS = ("ademamix",)
+_OWN_SETTINGS = ("ademamix", "muon")
 """Optimizers whose settings have names that begin with theirs."""
 
 

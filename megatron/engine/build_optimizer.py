@@ -1,6 +1,7 @@
 """The choice of the optimizer that the configuration names."""
 
 from megatron.engine.ademamix import AdEMAMix
+from megatron.engine.muon import Muon
 from megatron.engine.optimizer import AdamW, MasterParameter, Optimizer
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
@@ -17,4 +18,6 @@ def build_optimizer(masters: list[MasterParameter], plan: Plan, mesh: Mesh) -> O
     config = plan.config.optimizer
     if config.optimizer == "ademamix":
         return AdEMAMix(masters, config)
+    if config.optimizer == "muon":
+        return Muon(masters, config, plan.shape, mesh)
     return AdamW(masters, config)

@@ -220,7 +220,7 @@ REFUSED_CHOICES = {
         "--bert-embedder-type": ["megatron", "huggingface"],
         "--position-embedding-type": ["yarn", "mrope", "relative", "none"],
         "--weight-decay-incr-style": ["linear", "cosine"],
-        "--optimizer": ["sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
+        "--optimizer": ["sgd", "lion", "soap", "adaptive_muon"],
         "--dataloader-type": ["cyclic", "external"],
         "--tokenizer-type": [
             *_BERT,

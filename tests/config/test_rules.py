@@ -151,6 +151,9 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"ademamix_beta3": 1.0}, "--ademamix-beta3 1.0 must be at least 0 and below 1."),
     ({"ademamix_alpha": -1.0}, "--ademamix-alpha -1.0 must be at least 0."),
     ({"ademamix_beta3_warmup": 0}, "--ademamix-beta3-warmup 0 must be at least 1."),
+    ({"muon_momentum": 1.0}, "--muon-momentum 1.0 must be at least 0 and below 1."),
+    ({"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100 must be at least 1 and at most 99."),
+    ({"muon_extra_scale_factor": 0.0}, "--muon-extra-scale-factor 0.0 must be above 0"),
     ({"clip_grad": -1.0}, "--clip-grad -1.0 must be at least 0."),
     ({"lr": float("nan")}, "--lr nan must be above 0, and finite."),
     ({"lr": float("inf")}, "--lr inf must be above 0, and finite."),
@@ -232,6 +235,7 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         {"ademamix_alpha": 8.0},
         "--ademamix-alpha 8.0 has no effect without --optimizer ademamix.",
     ),
+    ({"muon_nesterov": True}, "--muon-nesterov has no effect without --optimizer muon."),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
     ({"hysteresis": 3}, "--hysteresis 3 has no effect without --fp16."),
     (
