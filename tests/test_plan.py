@@ -117,6 +117,16 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
     assert grouped == "--tensor-model-parallel-size 4 must divide --num-query-groups 2; use 1 or 2."
 
 
+def test_muon_needs_a_query_group_for_each_rank() -> None:
+    few = {"num_query_groups": 2}
+    parallel = {"tensor_model_parallel_size": 4}
+    message = "--optimizer muon needs a query group for each tensor-parallel rank"
+    muon = {"optimizer": "muon"}
+    assert message in errors_of(4, model=few, parallel=parallel, optimizer=muon)
+    assert message not in errors_of(4, model=few, parallel=parallel)
+    assert message not in errors_of(2, model=few, optimizer=muon)
+
+
 def test_sequence_parallel():
     parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 4}
     assert "--tensor-model-parallel-size 4 must divide --seq-length 126" in errors_of(

@@ -1,8 +1,9 @@
-"""Muon: a matrix's momentum, orthogonalised, is its update (https://kellerjordan.github.io/posts/muon/).
+"""Muon: a matrix's momentum, orthogonalised, is its update.
 
 It updates the matrices of the layers. Embeddings, the output matrix, biases and norms are AdamW's.
 The fused projection to queries, keys and values counts as three matrices. The formulas are those of
 `torch.optim.Muon`. The choices of scale and coefficients are Megatron-LM's.
+Source: https://kellerjordan.github.io/posts/muon/.
 
 Orthogonalisation needs a whole matrix, but tensor parallelism and ZeRO leave a part of it on each
 rank. So each matrix has an owner among the ranks of its pipeline stage. In a step, the ranks send
