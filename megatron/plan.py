@@ -20,6 +20,7 @@ from megatron.plan_rules import (
     check_batch_sizes,
     check_curriculum,
     check_grid,
+    check_muon,
     check_tensor_parallel,
     clamp_sizes,
     warn_of_files,
@@ -217,6 +218,7 @@ def resolve(
         padded = 0
     shape = ModelShape(config.model, tokens, padded)
     check_tensor_parallel(shape, report)
+    check_muon(shape, report)
     # If the model cannot be partitioned, one stage with all layers is the placeholder.
     uncut: tuple[Stage, ...] = (make_single_stage(shape),)
     stages = report.attempt(lambda: partition(shape, config.parallel), uncut)
@@ -466,6 +468,7 @@ def _build_lr_schedule(
             optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters
         ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
+        warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
     )
     schedule.check_decay_after_warmup()
     return schedule

@@ -172,6 +172,20 @@ def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
         )
 
 
+def check_muon(shape: ModelShape, report: PlanReport) -> None:
+    """Check that each tensor-parallel rank has its own rows of the fused projections.
+
+    Muon's owners put whole matrices together from such rows.
+    """
+    tensor = report.config.parallel.tensor_model_parallel_size
+    if report.config.optimizer.optimizer == "muon" and shape.query_groups < tensor:
+        report.errors.append(
+            f"{report.describe('optimizer.optimizer')} needs a query group for each "
+            f"tensor-parallel rank, but there are {shape.query_groups} groups and {tensor} ranks; "
+            "use a smaller --tensor-model-parallel-size, or --optimizer adam."
+        )
+
+
 def check_batch_sizes(
     schedule: BatchSizeSchedule,
     data_parallel_size: int,

@@ -117,6 +117,16 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
     assert grouped == "--tensor-model-parallel-size 4 must divide --num-query-groups 2; use 1 or 2."
 
 
+def test_muon_needs_a_query_group_for_each_rank() -> None:
+    few = {"num_query_groups": 2}
+    parallel = {"tensor_model_parallel_size": 4}
+    message = "--optimizer muon needs a query group for each tensor-parallel rank"
+    muon = {"optimizer": "muon"}
+    assert message in errors_of(4, model=few, parallel=parallel, optimizer=muon)
+    assert message not in errors_of(4, model=few, parallel=parallel)
+    assert message not in errors_of(2, model=few, optimizer=muon)
+
+
 def test_sequence_parallel():
     parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 4}
     assert "--tensor-model-parallel-size 4 must divide --seq-length 126" in errors_of(
@@ -221,6 +231,9 @@ def test_wsd_and_token_schedules_reach_the_plan():
     assert plan.lr_schedule.wsd_decay_steps == 320
     assert plan.lr_schedule.wsd_decay_style == "linear"
     assert plan.forecast().predict([80, 90, 100])[1].lr == pytest.approx(5.5e-4)
+    rising = resolve(with_changes(optimizer={"lr_warmup_init": 1e-5}), 1)
+    assert rising.lr_schedule.get_lr(0) == 1e-5
+    assert "--lr-warmup-init 0.01 must be" in errors_of(1, optimizer={"lr_warmup_init": 0.01})
     too_long = errors_of(1, optimizer=wsd | {"lr_wsd_decay_iters": 91})
     assert "final decay of 1456 samples" in too_long
     assert "must not reach into the warm-up of 160 samples; use at most 1440" in too_long

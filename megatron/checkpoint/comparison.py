@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.compare import list_config_differences
 from megatron.errors import DamagedError
+from megatron.parallel.shard import Kind
 
 _ITEM = 4
 """Bytes of an fp32."""
 _PIECE = 1 << 20
 """Elements that are processed at a time. Their conversion to float64 needs twice their memory."""
-_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,13 @@ def sort_by_parameter(keys: Iterable[str]) -> list[str]:
 
     The kinds of one parameter are together, with the weight first. Layers are sorted by number.
     """
+    kinds = get_args(Kind)
 
     def sort_key(key: str) -> tuple[list[str | int], int]:
         kind, _, name = key.partition("/")
         # Splitting at a group puts the numbers at the odd positions. As integers, 2 precedes 10.
         words = [int(word) if at % 2 else word for at, word in enumerate(re.split(r"(\d+)", name))]
-        return words, _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+        return words, kinds.index(kind) if kind in kinds else len(kinds)
 
     return sorted(keys, key=sort_key)
 

@@ -410,21 +410,23 @@ def _count_uneven_elements(slices: list[TensorSlice], shape: tuple[int, ...]) ->
 
 
 def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
-    """Check that each parameter has its weight and its moments, all with the same shape.
+    """Check that each parameter has its weight and its states, all with the same shape.
 
-    The kinds are `weight` and the moments `exp_avg` and `exp_avg_sq`. The moments are needed only
-    if the optimizer's state was saved.
+    The states are those of Adam, of AdEMAMix if any parameter has its slow average, or Muon's
+    momentum. They are needed only if the optimizer's state was saved.
     """
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in index.tensors.items():
         kind, _, name = key.partition("/")
         shapes.setdefault(name, {})[kind] = tensor["shape"]
-    # With the fp32 weight, Adam's two moments make up the optimizer's state.
-    if manifest.optimizer is None:
-        wanted = {"weight"}
-    else:
-        wanted = {"weight", "exp_avg", "exp_avg_sq"}
+    averages = {"exp_avg", "exp_avg_sq"}
+    if any("exp_avg_slow" in kinds for kinds in shapes.values()):
+        averages.add("exp_avg_slow")
     for name, kinds in shapes.items():
+        wanted = {"weight"}
+        # Muon updates the matrices of the layers, and AdamW everything else.
+        if manifest.optimizer is not None and "momentum" not in kinds:
+            wanted |= averages
         for kind in sorted(wanted - kinds.keys()):
             yield Damage(INDEX, f"{kind}/{name} is not in the checkpoint")
         if len(set(map(tuple, kinds.values()))) > 1:

@@ -52,6 +52,7 @@ from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
+from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
 
@@ -673,19 +674,22 @@ def _format_training(plan: Plan) -> list[str]:
                 f"{batch.train_tokens:,} tokens or all samples, at iteration {last:,}",
             )
         )
-    lr = plan.lr_schedule
+    lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
+    return lines
+
+
+def _describe_schedule(lr: LRSchedule) -> str:
+    warmup = f"warm-up {lr.warmup_steps:,.0f} samples"
+    if lr.warmup_init > 0:
+        warmup += f" from {lr.warmup_init:g}"
     if lr.decay_tokens is None:
         end = f"{lr.decay_steps:,} samples"
     else:
         end = f"{lr.decay_tokens:,} tokens"
-    lines.append(
-        _format_row(
-            "learning rate",
-            f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, warm-up {lr.warmup_steps:,.0f} "
-            f"samples, decay to {end}",
-        )
-    )
-    return lines
+    text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
+    if lr.style == "WSD":
+        text += f", {lr.wsd_decay_style} over the last {lr.wsd_decay_steps:,}"
+    return text
 
 
 def _format_memory(plan: Plan) -> list[str]:

@@ -179,10 +179,10 @@ def convert_to_curriculum(
     batch = plan.config.batch
     optimizer = plan.config.optimizer
     seq_length = plan.config.model.seq_length
-    if optimizer.lr_decay_style == "WSD":
+    if optimizer.lr_decay_style in ("WSD", "inverse-square-root"):
         raise ConfigError(
-            "--lr-decay-style WSD counts samples, and a curriculum needs a decay by tokens; use "
-            "cosine or linear."
+            f"--lr-decay-style {optimizer.lr_decay_style} counts samples, and a curriculum needs a "
+            "decay by tokens; use cosine or linear."
         )
     if plan.train_samples < 1:
         raise ConfigError(

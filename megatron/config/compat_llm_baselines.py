@@ -19,7 +19,7 @@ _DATA = (
     "data set"
 )
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
-_OTHER_OPTIMIZER = "it is for another optimizer, and AdamW is the only one"
+_OTHER_OPTIMIZER = "it is for another optimizer than adamw"
 _AVERAGES = "weights are not averaged over steps"
 _MOE = "there are no mixtures of experts"
 _NO_MOE = "it is for mixtures of experts, which are not supported"
@@ -117,7 +117,19 @@ LLM_BASELINES: tuple[Row, ...] = (
     ignore_flag("--data-rd-seed", "the order of samples follows from --seed", arity=1),
     # The optimizer and the learning rate.
     ignore_flag("--opt", "AdamW is the optimizer", arity=1, only=("adamw",)),
-    refuse_flag("--opt", "AdamW is the only optimizer: use adamw", arity=1),
+    refuse_flag(
+        "--opt",
+        "use --optimizer ademamix and --ademamix-*, whose defaults differ",
+        arity=1,
+        only=("ademamix",),
+    ),
+    refuse_flag(
+        "--opt",
+        "use --optimizer muon and --muon-*, whose defaults and scales differ",
+        arity=1,
+        only=("muon", "d-muon", "muon-pytorch"),
+    ),
+    refuse_flag("--opt", "there is no such optimizer: use adamw", arity=1),
     rename_flag("--beta1", "--adam-beta1", arity=1),
     rename_flag("--beta2", "--adam-beta2", arity=1),
     rename_flag("--eps", "--adam-eps", arity=1),

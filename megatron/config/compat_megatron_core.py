@@ -143,8 +143,29 @@ _OPTIMIZER_AND_LOSS = (
         "--decoupled-lr --decoupled-min-lr",
         arity=1,
     ),
-    ignore_flag("--lr-warmup-init", "warm-up starts at 0", arity=1, only=("0", "0.0")),
-    refuse_flag("--lr-warmup-init", "warm-up starts at 0", arity=1),
+    rename_flag("--optimizer", "--optimizer", "muon", arity=1, only=("dist_muon",)),
+    ignore_flag(
+        "--muon-tp-mode",
+        "whole matrices are orthogonalised",
+        arity=1,
+        only=("duplicated", "distributed"),
+    ),
+    refuse_flag(
+        "--muon-tp-mode", "whole matrices are orthogonalised, so a layout changes no number", 1
+    ),
+    refuse_flag("--muon-no-split-qkv", "queries, keys and values are three matrices"),
+    ignore_flag("--muon-split-qkv", "queries, keys and values are three matrices"),
+    ignore_flag("--muon-use-syrk", _KERNELS),
+    ignore_flag("--muon-scalar-optimizer", "it is AdamW", arity=1, only=("adam",)),
+    refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
+    # The next three are of swiss-ai's Megatron-LM, which trained Apertus.
+    *(
+        ignore_flag(flag, "-1 turns the warm-up off", arity=1, only=("-1",))
+        for flag in ("--ademamix-beta3-warmup", "--ademamix-alpha-warmup")
+    ),
+    rename_flag(
+        "--lr-wsd-decay-style", "--lr-wsd-decay-style", "minus_sqrt", arity=1, only=("1-sqrt",)
+    ),
     ignore_flag(
         "--calculate-per-token-loss",
         "every microbatch has the same number of tokens, unless the loss of some is masked",

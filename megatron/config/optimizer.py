@@ -1,4 +1,4 @@
-"""AdamW and the schedule of the learning rate."""
+"""The optimizer and the schedule of the learning rate."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,16 +8,20 @@ from megatron.config.interval import NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of AdamW, the learning rate and gradient clipping."""
+    """Settings of the optimizer, the learning rate and gradient clipping."""
 
-    optimizer: Literal["adam"] = "adam"
-    """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
+    optimizer: Literal["adam", "ademamix", "muon"] = "adam"
+    """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101). ademamix: AdamW
+    with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137). muon: an
+    orthogonalised momentum for the matrices of the layers, and AdamW for the rest, at the same
+    --lr (https://arxiv.org/abs/2502.16982)."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate."""
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "linear"
-    """Shape after warm-up. WSD: constant, then a decay over the last --lr-wsd-decay-*
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape after warm-up. inverse-square-root: --lr x root(warm-up / samples), and --min-lr after
+    the end of the decay. WSD: constant, then a decay over the last --lr-wsd-decay-*
     (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
@@ -34,12 +38,13 @@ class OptimizerConfig:
     lr_warmup_tokens: Annotated[int | None, NOT_NEGATIVE] = None
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
+    lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
     lr_wsd_decay_iters: int | None = None
     """Length of WSD's final decay in iterations."""
     lr_wsd_decay_samples: int | None = None
     """Length of WSD's final decay in samples."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of WSD's final decay."""
+    """Shape of WSD's final decay. minus_sqrt: 1 - root(part of the decay that is done)."""
     override_lr_scheduler: bool = False
     """On resume, take the schedules of learning rate and curriculum from this command line, even if
     the checkpoint's differ."""
@@ -54,6 +59,33 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     adam_eps: Annotated[float, POSITIVE] = 1e-8
     """Added to the denominator."""
+    ademamix_beta3: Annotated[float, PROBABILITY] = 0.9999
+    """AdEMAMix: decay rate of the slow average."""
+    ademamix_alpha: Annotated[float, NOT_NEGATIVE] = 5.0
+    """AdEMAMix: weight of the slow average in an update. The fast one has the weight 1."""
+    ademamix_beta3_warmup: int | None = None
+    """AdEMAMix: number of steps in which the slow decay rate rises from --adam-beta1. Default: it
+    does not rise. The paper takes the length of training."""
+    ademamix_alpha_warmup: int | None = None
+    """AdEMAMix: number of steps in which the weight of the slow average rises from 0. Default: it
+    does not rise. The paper takes the length of training."""
+    muon_momentum: Annotated[float, PROBABILITY] = 0.9
+    """Muon: decay rate of the momentum."""
+    muon_nesterov: bool = False
+    """Muon: use Nesterov's momentum."""
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Muon: factor on the update of a matrix of m rows and n columns. spectral: root(max(m, n)).
+    shape_scaling: root(max(1, m / n)). unit_rms_norm: root(m / n)."""
+    muon_extra_scale_factor: Annotated[float, POSITIVE] = 1.0
+    """Muon: further factor on the update. With spectral, 0.2 gives updates the size of AdamW's."""
+    # torch has this limit, too. It finds steps that were given in place of a learning rate.
+    muon_num_ns_steps: Annotated[int, Range("[1, 99]")] = 5
+    """Muon: number of Newton-Schulz steps."""
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Muon: coefficients of the Newton-Schulz steps. quintic: another three in each of 5 steps.
+    simple: the same three in all steps."""
+    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32."""
     cpu_optimizer: bool = False
     """Keep master weights and moments in host memory, and update them there
     (https://arxiv.org/abs/2101.06840). Needs --deepspeed."""

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 
+_OWN_SETTINGS = ("ademamix", "muon")
+"""Optimizers whose settings have names that begin with theirs."""
+
 
 def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn if the batch size changes in a run whose length is given in iterations.
@@ -60,6 +63,45 @@ def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
             dotted = f"optimizer.lr_wsd_decay_{name}"
             if settings.is_changed(dotted):
                 yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
+
+
+def warn_start_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings that need a warm-up, which is not given."""
+    optimizer = settings.config.optimizer
+    if any(
+        (
+            optimizer.lr_warmup_fraction,
+            optimizer.lr_warmup_iters,
+            optimizer.lr_warmup_samples,
+            optimizer.lr_warmup_tokens,
+        )
+    ):
+        return
+    if settings.is_changed("optimizer.lr_warmup_init"):
+        yield (
+            f"{settings.describe('optimizer.lr_warmup_init')} has no effect without a warm-up: "
+            "give --lr-warmup-samples, -iters, -tokens or -fraction."
+        )
+    if optimizer.lr_decay_style == "inverse-square-root":
+        yield (
+            f"{settings.describe('optimizer.lr_decay_style')} without a warm-up: --lr is the rate "
+            "at the first sample, and falls to a tenth of it in 100 samples; give "
+            "--lr-warmup-samples, -iters, -tokens or -fraction."
+        )
+
+
+def warn_settings_of_another_optimizer(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of an optimizer that --optimizer does not name."""
+    chosen = settings.config.optimizer.optimizer
+    for dotted, field in all_fields().items():
+        owner, _, _ = field.name.partition("_")
+        if (
+            field.group == "optimizer"
+            and owner in _OWN_SETTINGS
+            and owner != chosen
+            and settings.is_changed(dotted)
+        ):
+            yield f"{settings.describe(dotted)} has no effect without --optimizer {owner}."
 
 
 def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -250,6 +292,8 @@ WARNINGS = (
     warn_decay_by_tokens_wins,
     warn_warmup_tokens_with_curriculum,
     warn_wsd_without_its_style,
+    warn_start_of_missing_warmup,
+    warn_settings_of_another_optimizer,
     warn_loss_scale_without_fp16,
     warn_static_loss_scale_wins,
     warn_loss_scale_rounds,

@@ -25,7 +25,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.roll_call import TimeLimit
-from megatron.parallel.shard import Kind, TensorShard
+from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
 from megatron.plan import Plan
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
@@ -415,7 +415,7 @@ class DeepSpeedEngine(EngineBase):
         compared.
         """
         # Moments that are not live are decoded copies. A repair of them would be lost.
-        kinds: tuple[Kind, ...] = get_args(Kind) if self._moments.live else ("weight",)
+        kinds: tuple[Kind, ...] = ("weight", *(ADAM_KINDS if self._moments.live else ()))
         replicas = [
             Replica(f.name, kind, self._get_flat_tensor(f.flat, kind).narrow(0, f.at, f.size))
             for f in self._fragments
@@ -513,7 +513,7 @@ class DeepSpeedEngine(EngineBase):
         # The first tensor-parallel rank stores what all of them replicate. A copy of a tied weight
         # is stored by the stage that has the original.
         first = self._mesh.coordinate.tensor == 0
-        kinds: tuple[Kind, ...] = get_args(Kind) if optimizer else ("weight",)
+        kinds: tuple[Kind, ...] = ("weight", *(ADAM_KINDS if optimizer else ()))
         return [
             shard
             for f in self._fragments

@@ -1,4 +1,4 @@
-"""The engine on PyTorch: FSDP2, torch's pipeline schedules, and AdamW on fp32 masters.
+"""The engine on PyTorch: FSDP2, torch's pipeline schedules, and an optimizer on fp32 masters.
 
 FSDP2 shards each stage over the data-parallel ranks. A single data-parallel rank needs no sharding
 and has no cost from it. Its modules hold plain parameters, which in bf16 and fp16 are copies of
@@ -7,7 +7,7 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ from megatron.engine.base import (
     skip_timing,
     skip_waiting,
 )
+from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.invariants import InvariantChecker, Replica
-from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
+from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
@@ -66,7 +67,7 @@ class NativeEngine(EngineBase):
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
         self._partial = [m for m in self._masters if m.spec.partial_gradient]
-        self._optimizer = AdamW(self._masters, config.optimizer)
+        self._optimizer = build_optimizer(self._masters, plan, mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
         shared = mesh.ends is not None and not config.model.untie_embeddings_and_output_weights
@@ -327,11 +328,7 @@ class NativeEngine(EngineBase):
             if rows == 0 or master.weight.numel() == 0:
                 continue
             owner = self._is_counted(master)
-            tensors: dict[Kind, Tensor] = {"weight": master.weight.data}
-            if optimizer:
-                tensors["exp_avg"] = self._optimizer.get_moment(master, "exp_avg")
-                tensors["exp_avg_sq"] = self._optimizer.get_moment(master, "exp_avg_sq")
-            for kind, tensor in tensors.items():
+            for kind, tensor in self._get_state(master, optimizer=optimizer).items():
                 shards.append(
                     TensorShard(
                         kind, master.name, master.spec.shape, master.offset, tensor[:rows], owner
@@ -348,15 +345,19 @@ class NativeEngine(EngineBase):
     def _clear_moments(self) -> None:
         self._optimizer.reset()
 
+    def _get_state(self, master: MasterParameter, *, optimizer: bool) -> dict[Kind, Tensor]:
+        """Return the live tensors of a parameter: its weight, and with `optimizer` its states."""
+        tensors: dict[Kind, Tensor] = {"weight": master.weight.data}
+        if optimizer:
+            for kind in self._optimizer.get_kinds(master):
+                tensors[kind] = self._optimizer.get_moment(master, kind)
+        return tensors
+
     def _list_replicas(self, masters: list[MasterParameter]) -> list[Replica]:
         return [
-            Replica(
-                m.name,
-                kind,
-                m.weight.data if kind == "weight" else self._optimizer.get_moment(m, kind),
-            )
+            Replica(m.name, kind, tensor)
             for m in masters
-            for kind in get_args(Kind)
+            for kind, tensor in self._get_state(m, optimizer=True).items()
         ]
 
     def compute_parameter_norm(self) -> float:

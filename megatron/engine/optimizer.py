@@ -1,10 +1,11 @@
-"""AdamW over fp32 master weights, and sums over gradients: their norm and their number of zeros.
+"""Optimizers over fp32 master weights, and sums over gradients: their norm and number of zeros.
 
-The invariant: the optimizer sees plain local fp32 tensors. They may be a module's own parameters,
+The invariant: an optimizer sees plain local fp32 tensors. They may be a module's own parameters,
 FSDP2's shards or masters of bf16 weights. Its numbers are therefore the same in every layout.
 AdamW: https://arxiv.org/abs/1711.05101.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.adamw import adamw
 from megatron import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.shard import ADAM_KINDS, Kind
 
 
 @dataclass
@@ -40,15 +42,50 @@ class MasterParameter:
         return len(self.spec.shape) > 1
 
 
-class AdamW:
-    """Adam with decoupled weight decay on matrices only.
+class Optimizer(ABC):
+    """The update of all masters of this rank.
 
-    Its moments exist from the start, so that a checkpoint can be loaded into them.
+    Its states exist from the start, so that a checkpoint can be loaded into them.
     """
+
+    description: tuple[str, str, str]
+    """The row of the table printed at start. See `Engine.describe_choices`."""
+
+    def __init__(self, masters: list[MasterParameter]) -> None:
+        """Keep the masters."""
+        self.masters = masters
+        self.step_count = 0
+
+    @abstractmethod
+    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
+        """Return the kinds of a parameter's states."""
+
+    @abstractmethod
+    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
+        """Return a live state of a parameter, with the shape of its master."""
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Update the weights with the gradients of the masters and the learning rate `lr`."""
+
+    def set_step_count(self, count: int) -> None:
+        """Set the number of steps in the states, which bias corrections depend on."""
+        self.step_count = count
+
+    def reset(self) -> None:
+        """Reset the states and the step count to zero."""
+        for master in self.masters:
+            for kind in self.get_kinds(master):
+                self.get_moment(master, kind).zero_()
+        self.set_step_count(0)
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay on matrices only."""
 
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         """Create the optimizer, apex's FusedAdam if it is installed and otherwise torch's AdamW."""
-        self.masters = masters
+        super().__init__(masters)
         groups: list[dict[str, Any]] = [
             {
                 "params": [m.weight for m in masters if m.decays],
@@ -73,7 +110,6 @@ class AdamW:
         else:
             self._optimizer = _TorchAdamW(groups, betas, config.adam_eps)
             self.description = ("optimizer", "torch AdamW, fused", reason)
-        self.step_count = 0
         # The optimizer would create its state in the first step. A load needs it earlier.
         for master in masters:
             self._optimizer.state[master.weight] = {
@@ -83,8 +119,8 @@ class AdamW:
         self.set_step_count(0)
 
     def set_step_count(self, count: int) -> None:
-        """Set the number of steps in the moments, which Adam's bias correction depends on."""
-        self.step_count = count
+        """Set the number of steps in the moments. See `Optimizer.set_step_count`."""
+        super().set_step_count(count)
         if self._step_in_groups:
             for group in self._optimizer.param_groups:
                 group["step"] = count
@@ -94,19 +130,16 @@ class AdamW:
             step = torch.tensor(float(count), dtype=torch.float32, device=master.weight.device)
             self._optimizer.state[master.weight]["step"] = step
 
-    def get_moment(self, master: MasterParameter, kind: str) -> Tensor:
+    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
+        """Return Adam's two moments. See `Optimizer.get_kinds`."""
+        return ADAM_KINDS
+
+    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
         """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
-    def reset(self) -> None:
-        """Reset moments and step count to zero."""
-        for master in self.masters:
-            self.get_moment(master, "exp_avg").zero_()
-            self.get_moment(master, "exp_avg_sq").zero_()
-        self.set_step_count(0)
-
     def step(self, lr: float) -> None:
-        """Update the weights with the gradients of the masters and the learning rate `lr`."""
+        """Update the weights. See `Optimizer.step`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

@@ -22,6 +22,11 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
     parallel = plan.config.parallel
     pipelined = parallel.pipeline_model_parallel_size > 1
     problems = []
+    if config.optimizer.optimizer != "adam":
+        problems.append(
+            f"--optimizer {config.optimizer.optimizer}: DeepSpeed's ZeRO runs AdamW here; use "
+            "--optimizer adam, or remove --deepspeed"
+        )
     if pipelined and parallel.zero_stage > 1:
         problems.append(
             f"--zero-stage {parallel.zero_stage} with a pipeline: DeepSpeed's PipelineModule "

@@ -65,11 +65,34 @@ class Mesh:
     """
     names: tuple[str, ...]
     """What `describe()` returns on each rank."""
+    time_out: timedelta = timedelta(minutes=10)
+    """The time-out of the groups."""
 
     def get_data_parallel_mesh(self) -> DeviceMesh:
         """Return the one-dimensional mesh of this rank's data-parallel group."""
         assert self.devices is not None, "a world of one has no mesh"
         return self.devices["dp"]
+
+    def build_stage_group(self) -> dist.ProcessGroup | None:
+        """Return a new group of the ranks that hold this rank's stages.
+
+        They are ordered by their data coordinate, and then by their tensor coordinate. All ranks of
+        the world must call it. The group is None if this rank is its only member.
+        """
+        size = self.grid.data * self.grid.tensor
+        if size == 1:
+            return None
+        if self.grid.pipeline == 1:
+            return dist.group.WORLD
+        members_of_groups = [
+            [
+                self.grid.get_rank(GridCoordinate(pipeline, data, tensor))
+                for data in range(self.grid.data)
+                for tensor in range(self.grid.tensor)
+            ]
+            for pipeline in range(self.grid.pipeline)
+        ]
+        return _own_group(members_of_groups, self.rank, self.time_out)
 
     def get_pipeline_group(self) -> dist.ProcessGroup:
         """Return the group of the ranks that a microbatch passes through, in order."""
@@ -140,7 +163,17 @@ def build_mesh(
     ends = _build_ends_group(grid, rank, time_out)
     names = tuple(gather_json(name, control))
     return Mesh(
-        grid, rank, coordinate, device, backend, devices, tensor_parallel, ends, control, names
+        grid,
+        rank,
+        coordinate,
+        device,
+        backend,
+        devices,
+        tensor_parallel,
+        ends,
+        control,
+        names,
+        time_out,
     )
 
 

@@ -12,7 +12,9 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+Kind = Literal["weight", "exp_avg", "exp_avg_sq", "exp_avg_slow", "momentum"]
+"""The fp32 master (`weight`), Adam's two moments, AdEMAMix's slow one, or Muon's momentum."""
+ADAM_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class TensorShard:
     """
 
     kind: Kind
-    """The fp32 master (`weight`) or one of Adam's moments."""
+    """The fp32 master or one of the optimizer's states."""
     name: str
     """The parameter's name in the complete model."""
     global_shape: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Learning rate as a function of progress: linear warm-up, then constant, linear, cosine, or WSD.
+"""Learning rate as a function of progress: a linear warm-up, and then a decay of a certain style.
 
 Invariant: the rate depends on the samples of *applied* iterations (`lr_samples`), so an iteration
 that is skipped does not change it. An iteration uses the rate of the state before it, so with a
-warm-up the first one has rate 0. The log line shows the rate after the iteration. Fields with
-"steps" in their name count samples.
+warm-up the first one has the rate that the warm-up starts from, which is 0 by default. The log line
+shows the rate after the iteration. Fields with "steps" in their name count samples.
 
 Sources:
 
@@ -18,7 +18,7 @@ from typing import Literal
 
 from megatron.errors import ConfigError
 
-DecayStyle = Literal["constant", "linear", "cosine", "WSD"]
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 FIELD_NAMES = {
@@ -30,6 +30,7 @@ FIELD_NAMES = {
     "decay_tokens": "--lr-decay-tokens",
     "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
     "wsd_decay_style": "--lr-wsd-decay-style",
+    "warmup_init": "--lr-warmup-init",
 }
 """Field of `LRSchedule` -> its name in messages."""
 
@@ -45,7 +46,7 @@ class LRSchedule:
     fractional part if --lr-warmup-fraction or -tokens gave it. `decay_steps` is the end of the
     decay, counted from the start of training. `wsd_decay_steps` is the length of WSD's final decay.
     If `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`.
-    The warm-up is still in samples.
+    The warm-up is still in samples. `warmup_init` is the rate that the warm-up starts from.
 
     Raises:
         ConfigError: the numbers do not give a valid schedule.
@@ -59,6 +60,8 @@ class LRSchedule:
     decay_tokens: int | None = None
     wsd_decay_steps: int | None = None
     wsd_decay_style: WSDDecayStyle = "exponential"
+    # Checkpoints of earlier versions do not have it. Their warm-up started from 0.
+    warmup_init: float = 0.0
 
     def __post_init__(self) -> None:
         """Check that the numbers give a valid schedule.
@@ -75,6 +78,10 @@ class LRSchedule:
         problems = []
         if not 0 <= self.min_lr <= self.max_lr:
             problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.max_lr}.")
+        if not 0 <= self.warmup_init <= self.max_lr:
+            problems.append(
+                f"--lr-warmup-init {self.warmup_init} must be between 0 and --lr {self.max_lr}."
+            )
         if self.warmup_steps < 0:
             problems.append(
                 f"the learning rate's warm-up of {self.warmup_steps} samples must not be "
@@ -145,7 +152,8 @@ class LRSchedule:
         """
         # Warm-up counts samples, even if the decay counts tokens.
         if self.warmup_steps > 0 and lr_samples <= self.warmup_steps:
-            return self.max_lr * lr_samples / self.warmup_steps
+            rise = self.max_lr - self.warmup_init
+            return self.warmup_init + rise * lr_samples / self.warmup_steps
         if self.style == "constant":
             return self.max_lr
         if self.decay_tokens is None:
@@ -160,6 +168,8 @@ class LRSchedule:
         # may take. It avoids a division by zero below.
         if done > end or start >= end:
             return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self._compute_inverse_square_root(lr_samples))
         if self.style == "WSD":
             coefficient = self._compute_wsd_coefficient(lr_samples)
         elif self.style == "linear":
@@ -167,6 +177,15 @@ class LRSchedule:
         else:
             coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
+
+    def _compute_inverse_square_root(self, lr_samples: int) -> float:
+        """Return the rate that falls with the root of the samples, from the peak after warm-up.
+
+        As in Megatron-LM, it counts samples even if the decay ends at a number of tokens, and a run
+        without warm-up has its peak at the first sample.
+        """
+        peak_at = max(self.warmup_steps, 1)
+        return self.max_lr * math.sqrt(peak_at) / math.sqrt(max(lr_samples, 1))
 
     def _compute_wsd_coefficient(self, lr_samples: int) -> float:
         """Return the fraction of (max_lr - min_lr) that is left.

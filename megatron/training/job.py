@@ -28,6 +28,7 @@ from megatron.plan import Plan, resolve
 from megatron.schedule.lr import LRSchedule
 from megatron.training.refusals import check_plan
 from megatron.training.resume import (
+    check_optimizer,
     check_tokenizer,
     choose_curriculum,
     choose_schedule,
@@ -177,6 +178,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     )
     check_plan(plan)
     _refuse_kill_switch(config.batch)
+    check_optimizer(plan.config, checkpoint)
     plan, about_schedule = choose_schedule(plan, state)
     plan, about_ranges = choose_skip_ranges(plan, state)
     about_tokenizer = check_tokenizer(plan.config, state)

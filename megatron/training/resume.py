@@ -263,6 +263,28 @@ def _describe_trained(
     ]
 
 
+def check_optimizer(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Check that the checkpoint has the states of this run's optimizer, if they are loaded.
+
+    Raises:
+        ConfigError: It has those of another optimizer.
+        CheckpointError: The checkpoint's configuration is damaged.
+    """
+    if checkpoint is None or config.checkpoint.finetune or not config.checkpoint.load_optim:
+        return
+    # `load_engine` refuses a checkpoint without states, with its own message.
+    if checkpoint.optimizer is None:
+        return
+    saved = checkpoint.read_config().optimizer.optimizer
+    here = config.optimizer.optimizer
+    if here != saved:
+        raise ConfigError(
+            f"--optimizer {here}: the checkpoint of iteration {checkpoint.iteration} has the "
+            f"states of {saved}; give --optimizer {saved}, or --no-load-optim to continue with "
+            "new states"
+        )
+
+
 def check_tokenizer(config: Config, state: TrainState) -> list[str]:
     """Compare the contents of the tokenizer's files with those of the checkpoint.
 

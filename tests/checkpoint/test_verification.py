@@ -13,7 +13,7 @@ from checkpoint_damage import resign
 from megatron.checkpoint.save import CheckpointContents, save_checkpoint
 from megatron.checkpoint.verification import ensure_undisturbed, verify
 from megatron.errors import CheckpointError, DamagedError
-from megatron.parallel.shard import TensorShard
+from megatron.parallel.shard import Kind, TensorShard
 
 TENSORS = "rank_00000.safetensors"
 
@@ -29,6 +29,36 @@ def save(root: Path) -> Path:
         for offset, shape in shapes.items()
     ]
     return save_checkpoint(root, CheckpointContents(3, None, {}, ""), shards)
+
+
+STATES: dict[str, dict[str, tuple[Kind, ...]]] = {
+    "adam": {"a": ("exp_avg", "exp_avg_sq"), "b": ("exp_avg", "exp_avg_sq")},
+    "ademamix": {
+        "a": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+        "b": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+    },
+    "muon": {"a": ("momentum",), "b": ("exp_avg", "exp_avg_sq")},
+}
+
+
+@pytest.mark.parametrize("optimizer", STATES)
+def test_each_state_of_an_optimizer_must_be_there(optimizer: str, tmp_path: Path) -> None:
+    tensors = [
+        (kind, name) for name, kinds in STATES[optimizer].items() for kind in ("weight", *kinds)
+    ]
+    for number, missing in enumerate([None, *tensors]):
+        shards = [
+            TensorShard(kind, name, (4,), (0,), torch.ones(4), owner=True)
+            for kind, name in tensors
+            if (kind, name) != missing
+        ]
+        contents = CheckpointContents(3, {"optimizer_step": 3}, {}, "")
+        folder = save_checkpoint(tmp_path / str(number), contents, shards)
+        damage = [d.what for d in verify(folder).damage]
+        if missing is None:
+            assert damage == []
+        else:
+            assert any("is not in the checkpoint" in what for what in damage), missing
 
 
 def test_file_that_only_the_index_names(tmp_path: Path) -> None:

@@ -201,7 +201,6 @@ REFUSED_CHOICES = {
             "GPTSentencePieceTokenizer",
             "NullTokenizer",
         ],
-        "--lr-decay-style": ["inverse-square-root"],
         "--weight-decay-incr-style": ["linear", "cosine"],
         "--distributed-backend": ["ccl", "hccl"],
         "--DDP-impl": ["FSDP"],
@@ -221,9 +220,8 @@ REFUSED_CHOICES = {
         "--bert-embedder-type": ["megatron", "huggingface"],
         "--position-embedding-type": ["yarn", "mrope", "relative", "none"],
         "--weight-decay-incr-style": ["linear", "cosine"],
-        "--optimizer": ["sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"],
+        "--optimizer": ["sgd", "lion", "soap", "adaptive_muon"],
         "--dataloader-type": ["cyclic", "external"],
-        "--lr-decay-style": ["inverse-square-root"],
         "--tokenizer-type": [
             *_BERT,
             *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
@@ -701,3 +699,23 @@ def test_file_without_groups_and_foreign_flags_is_still_an_error(tmp_path: Path)
     path.write_text("num_layers: 10\nhidden_size: 16\n")
     with pytest.raises(ConfigError, match="write it under its group: model"):
         load_config(["--config", str(path)])
+
+
+def test_flags_of_muon_and_ademamix_of_megatron_are_read() -> None:
+    optimizer = load(
+        *["--optimizer", "dist_muon", "--muon-momentum", "0.95", "--muon-tp-mode", "distributed"],
+        *["--muon-scalar-optimizer", "adam", "--muon-use-syrk", "--muon-num-ns-steps", "7"],
+    ).config.optimizer
+    assert optimizer.optimizer == "muon"
+    assert (optimizer.muon_momentum, optimizer.muon_num_ns_steps) == (0.95, 7)
+    assert "whole matrices" in error_of("--muon-tp-mode", "blockwise")
+    assert "three matrices" in error_of("--muon-no-split-qkv")
+    assert "AdamW" in error_of("--muon-scalar-optimizer", "lion")
+    apertus = load(
+        *["--optimizer", "ademamix", "--ademamix-alpha", "8", "--ademamix-beta3", "0.9999"],
+        *["--ademamix-beta3-warmup", "100000", "--ademamix-alpha-warmup", "-1"],
+        *["--lr-decay-style", "WSD", "--lr-wsd-decay-style", "1-sqrt"],
+    ).config.optimizer
+    assert apertus.ademamix_beta3_warmup == 100_000
+    assert apertus.ademamix_alpha_warmup is None
+    assert apertus.lr_wsd_decay_style == "minus_sqrt"

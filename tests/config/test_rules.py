@@ -148,6 +148,13 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"hidden_dropout": 1.0}, "--hidden-dropout 1.0 must be at least 0 and below 1."),
     ({"rotary_percent": 0.0}, "--rotary-percent 0.0 must be above 0 and at most 1."),
     ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be at least 0 and at most 1."),
+    ({"lr_warmup_init": -1e-5}, "--lr-warmup-init -1e-05 must be at least 0."),
+    ({"ademamix_beta3": 1.0}, "--ademamix-beta3 1.0 must be at least 0 and below 1."),
+    ({"ademamix_alpha": -1.0}, "--ademamix-alpha -1.0 must be at least 0."),
+    ({"ademamix_beta3_warmup": 0}, "--ademamix-beta3-warmup 0 must be at least 1."),
+    ({"muon_momentum": 1.0}, "--muon-momentum 1.0 must be at least 0 and below 1."),
+    ({"muon_num_ns_steps": 100}, "--muon-num-ns-steps 100 must be at least 1 and at most 99."),
+    ({"muon_extra_scale_factor": 0.0}, "--muon-extra-scale-factor 0.0 must be above 0"),
     ({"clip_grad": -1.0}, "--clip-grad -1.0 must be at least 0."),
     ({"lr": float("nan")}, "--lr nan must be above 0, and finite."),
     ({"lr": float("inf")}, "--lr inf must be above 0, and finite."),
@@ -217,6 +224,19 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         {"lr_wsd_decay_iters": 5},
         "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD.",
     ),
+    (
+        {"lr_warmup_init": 1e-5},
+        "--lr-warmup-init 1e-05 has no effect without a warm-up",
+    ),
+    (
+        {"lr_decay_style": "inverse-square-root"},
+        "--lr-decay-style inverse-square-root without a warm-up",
+    ),
+    (
+        {"ademamix_alpha": 8.0},
+        "--ademamix-alpha 8.0 has no effect without --optimizer ademamix.",
+    ),
+    ({"muon_nesterov": True}, "--muon-nesterov has no effect without --optimizer muon."),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
     ({"hysteresis": 3}, "--hysteresis 3 has no effect without --fp16."),
     (

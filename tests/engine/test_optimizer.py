@@ -1,11 +1,23 @@
-"""Tests of AdamW against torch's, and of the gradient norm against fp64."""
+"""Tests of the optimizers against torch's and papers, and of the gradient norm against fp64."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import AdamW, MasterParameter, compute_squared_norm, count_zeros
+from megatron.engine import ademamix
+from megatron.engine.ademamix import AdEMAMix, compute_alpha, compute_beta3
+from megatron.engine.optimizer import (
+    AdamW,
+    MasterParameter,
+    Optimizer,
+    compute_squared_norm,
+    count_zeros,
+)
 from megatron.engine.parallelize import shard_offset
 from megatron.parallel.layers import Init, ParameterSpec
 
@@ -96,3 +108,127 @@ def test_shard_offsets_are_those_of_torch_chunk() -> None:
             offsets = [int(part[0]) for part in parts]
             assert [shard_offset(rows, rank, ranks) for rank in range(len(parts))] == offsets
             assert all(shard_offset(rows, rank, ranks) == rows for rank in range(len(parts), ranks))
+
+
+def descend(optimizer: Optimizer, others: Iterable[nn.Parameter], steps: int) -> Iterator[float]:
+    """Give both the same gradients, and take our step. Yield the learning rate of each step."""
+    for step in range(steps):
+        rate = 0.1 / (step + 1)
+        generator = torch.Generator().manual_seed(step)
+        for mine, other in zip(optimizer.masters, others, strict=True):
+            other.grad = torch.randn(other.shape, generator=generator)
+            mine.weight.grad = other.grad.clone()
+        optimizer.step(rate)
+        yield rate
+
+
+def ademamix_of_the_paper(
+    weight: Tensor, gradients: list[Tensor], rates: list[float], decay: float, warmup: int
+) -> Tensor:
+    """Compute algorithm 1 of arXiv:2409.03137 in fp64, with its schedules of section 3."""
+    b1, b2, b3, alpha, eps = 0.8, 0.95, 0.999, 8.0, 1e-6
+    weight = weight.double()
+    fast = slow = squares = torch.zeros_like(weight)
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        g = gradient.double()
+        now = min(t * alpha / warmup, alpha)
+        logs = math.log(b1), math.log(b3)
+        if t < warmup:
+            mixed = (1 - t / warmup) * logs[1] + t / warmup * logs[0]
+            beta3 = min(math.exp(logs[0] * logs[1] / mixed), b3)
+        else:
+            beta3 = b3
+        fast = b1 * fast + (1 - b1) * g
+        slow = beta3 * slow + (1 - beta3) * g
+        squares = b2 * squares + (1 - b2) * g * g
+        corrected = fast / (1 - b1**t) + now * slow
+        denominator = (squares / (1 - b2**t)).sqrt() + eps
+        weight = weight - rate * (corrected / denominator + decay * weight)
+    return weight
+
+
+ADEMAMIX = OptimizerConfig(
+    optimizer="ademamix",
+    weight_decay=0.1,
+    adam_beta1=0.8,
+    adam_beta2=0.95,
+    adam_eps=1e-6,
+    ademamix_alpha=8.0,
+    ademamix_beta3=0.999,
+)
+
+
+@pytest.mark.parametrize("warmup", [1, 6, 1000])
+def test_ademamix_equals_the_formula_of_its_paper(warmup: int) -> None:
+    masters = make_masters()
+    before = [m.weight.detach().clone() for m in masters]
+    config = replace(ADEMAMIX, ademamix_alpha_warmup=warmup, ademamix_beta3_warmup=warmup)
+    optimizer = AdEMAMix(masters, config)
+    others = [nn.Parameter(weight.clone()) for weight in before]
+    gradients: list[list[Tensor]] = []
+    rates = []
+    for rate in descend(optimizer, others, 12):
+        rates.append(rate)
+        gradients.append([other.grad for other in others if other.grad is not None])
+    for i, master in enumerate(masters):
+        decay = 0.1 if master.name == "matrix" else 0.0
+        expected = ademamix_of_the_paper(
+            before[i], [step[i] for step in gradients], rates, decay, warmup
+        )
+        torch.testing.assert_close(master.weight.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [None, 7])
+def test_ademamix_equals_the_pytorch_optimizer_package(warmup: int | None) -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+    masters = make_masters()
+    config = replace(ADEMAMIX, ademamix_alpha_warmup=warmup, ademamix_beta3_warmup=warmup)
+    optimizer = AdEMAMix(masters, config)
+    others = [nn.Parameter(m.weight.detach().clone()) for m in masters]
+    reference = package.AdEMAMix(
+        [
+            {"params": [others[0]], "weight_decay": 0.1},
+            {"params": [others[1]], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        betas=(0.8, 0.95, 0.999),
+        alpha=8.0,
+        t_alpha_beta3=warmup,
+        eps=1e-6,
+        weight_decouple=True,
+    )
+    for rate in descend(optimizer, others, 12):
+        for group in reference.param_groups:
+            group["lr"] = rate
+        reference.step()
+    for mine, other in zip(masters, others, strict=True):
+        torch.testing.assert_close(mine.weight, other, rtol=1e-5, atol=1e-6)
+
+
+def test_ademamix_without_memory_and_without_warm_up() -> None:
+    at = [1, 50, 99, 100, 500]
+    falling = replace(ADEMAMIX, ademamix_beta3_warmup=100)
+    rising = [compute_beta3(falling, step) for step in at]
+    assert rising == sorted(rising)
+    assert 0.8 < rising[0] < rising[2] < rising[3] == rising[4] == 0.999
+    # Half-lives are equally far apart.
+    half_lives = [math.log(0.5) / math.log(compute_beta3(falling, step)) for step in (25, 50, 75)]
+    assert half_lives[1] - half_lives[0] == pytest.approx(half_lives[2] - half_lives[1])
+    assert [compute_alpha(ADEMAMIX, step) for step in at] == [8.0] * 5
+    assert [compute_beta3(ADEMAMIX, step) for step in at] == [0.999] * 5
+    # 0 has no logarithm. A first rate of 0 means no memory.
+    none = replace(falling, adam_beta1=0.0)
+    assert compute_beta3(none, 50) == pytest.approx(0.999**2)
+    assert compute_beta3(replace(none, ademamix_beta3=0.0), 50) == 0.0
+
+
+def test_ademamix_updates_in_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for limit in (1, 1 << 24):
+        monkeypatch.setattr(ademamix, "_BATCH", limit)
+        masters = make_masters()
+        optimizer = AdEMAMix(masters, ADEMAMIX)
+        list(descend(optimizer, [nn.Parameter(m.weight.detach().clone()) for m in masters], 3))
+        results.append([m.weight.detach() for m in masters])
+    for small, large in zip(*results, strict=True):
+        torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-7)

@@ -356,6 +356,8 @@ def test_the_table_names_deepspeed_and_the_log_is_clean(
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "one stage per rank"),
         ("--log-num-zeros-in-grad", 1, "does not expose its gradients"),
         ("--use-torch-compile", 1, "not tested with DeepSpeed"),
+        ("--optimizer muon", 2, "--optimizer muon: DeepSpeed's ZeRO runs AdamW here"),
+        ("--optimizer ademamix", 1, "use --optimizer adam, or remove --deepspeed"),
         ("--deepspeed_config nowhere.json", 1, "nowhere.json does not exist"),
     ],
 )

@@ -70,6 +70,104 @@ def test_wsd_is_constant_and_then_decays(style, halfway):
     assert [schedule.get_lr(100), schedule.get_lr(101)] == pytest.approx([0.2, 0.2])
 
 
+PEAK, FLOOR, START = 3e-4, 3e-5, 6e-5
+WARMUP, END, FINAL = 2_000, 50_000, 10_000
+"""Samples: the end of the warm-up, the end of the decay, and the length of WSD's final decay."""
+
+
+def rate_from(share: float) -> float:
+    """Return the rate when `share` of the way from the floor to the peak is left."""
+    return FLOOR * (1 - share) + PEAK * share
+
+
+def part_done(samples: int) -> float:
+    """Return how much of WSD's final decay is done, 0 to 1."""
+    return max(0.0, 1 - (END - samples) / FINAL)
+
+
+FORMULAS = {
+    ("constant", None): lambda s: PEAK,
+    ("linear", None): lambda s: rate_from((END - s) / (END - WARMUP)),
+    # cos^2(x / 2) is half of 1 + cos(x).
+    ("cosine", None): lambda s: rate_from(math.cos(math.pi / 2 * (s - WARMUP) / 48_000) ** 2),
+    ("inverse-square-root", None): lambda s: max(FLOOR, PEAK * (WARMUP / s) ** 0.5),
+    ("WSD", "linear"): lambda s: rate_from(1 - part_done(s)),
+    ("WSD", "cosine"): lambda s: rate_from(math.cos(math.pi / 2 * part_done(s)) ** 2),
+    ("WSD", "exponential"): lambda s: rate_from(math.exp2(1 - part_done(s)) - 1),
+    ("WSD", "minus_sqrt"): lambda s: rate_from(1 - part_done(s) ** 0.5),
+}
+"""Style, and style of the final decay -> the rate after the warm-up, up to the end."""
+
+
+@pytest.mark.parametrize("style", FORMULAS)
+@pytest.mark.parametrize("start", [0.0, START])
+def test_each_style_equals_its_formula(style: tuple[str, str | None], start: float) -> None:
+    schedule = LRSchedule(
+        PEAK,
+        FLOOR,
+        style[0],  # type: ignore[arg-type]
+        warmup_steps=WARMUP,
+        decay_steps=END,
+        wsd_decay_steps=FINAL,
+        wsd_decay_style=style[1] or "exponential",  # type: ignore[arg-type]
+        warmup_init=start,
+    )
+    for samples in (0, 1, 777, 1_999, WARMUP):
+        expected = start * (1 - samples / WARMUP) + PEAK * samples / WARMUP
+        assert schedule.get_lr(samples) == pytest.approx(expected, rel=1e-12)
+    for samples in (2_001, 3_000, 26_000, 39_999, 40_000, 40_001, 42_500, 45_000, 49_999, END):
+        expected = FORMULAS[style](samples)
+        assert schedule.get_lr(samples) == pytest.approx(expected, rel=1e-12), samples
+    for samples in (END + 1, 10 * END):
+        assert schedule.get_lr(samples) == (PEAK if style[0] == "constant" else FLOOR)
+
+
+def test_the_inverse_square_root_reaches_its_floor_before_the_end() -> None:
+    schedule = LRSchedule(PEAK, PEAK / 4, "inverse-square-root", 2_000, 50_000)
+    assert schedule.get_lr(16 * 2_000 - 1) > PEAK / 4
+    assert schedule.get_lr(16 * 2_000 + 1) == PEAK / 4
+    # Without a warm-up the peak is at the first sample, as in Megatron-LM.
+    alone = dataclasses.replace(schedule, min_lr=0.0, warmup_steps=0)
+    assert [alone.get_lr(s) for s in (0, 1, 4, 100)] == pytest.approx([PEAK, PEAK, PEAK / 2, 3e-5])
+    # A decay in tokens sets its end, and the rate still depends on the samples.
+    by_tokens = dataclasses.replace(schedule, decay_tokens=9_000)
+    assert by_tokens.get_lr(8_000, 8_999, 2_000) == pytest.approx(PEAK / 2)
+    assert by_tokens.get_lr(8_000, 9_001, 2_000) == PEAK / 4
+
+
+def test_published_final_decays_begin_at_their_steps() -> None:
+    apertus = LRSchedule(
+        1.1e-4,
+        1.1e-5,
+        "WSD",
+        warmup_steps=4_096_000,
+        decay_steps=3_662_109_375,
+        wsd_decay_steps=403_905_806,
+        wsd_decay_style="minus_sqrt",
+    )
+
+    def count_samples(step: int) -> int:
+        return 1024 * min(step, 1_678_000) + 2048 * max(0, step - 1_678_000)
+
+    assert apertus.get_lr(count_samples(2_429_919)) == 1.1e-4
+    assert apertus.get_lr(count_samples(2_429_920)) < 1.1e-4
+    # The last whole batch is 703 samples short of the end.
+    assert apertus.get_lr(count_samples(2_627_139)) == pytest.approx(1.1e-5, rel=1e-5)
+    batch = 192 * 3
+    smollm3 = LRSchedule(
+        2e-4,
+        0.0,
+        "WSD",
+        warmup_steps=2_000 * batch,
+        decay_steps=4_720_000 * batch,
+        wsd_decay_steps=522_000 * batch,
+        wsd_decay_style="linear",
+    )
+    assert smollm3.get_lr(4_198_000 * batch) == 2e-4
+    assert smollm3.get_lr(4_198_001 * batch) == pytest.approx(2e-4 * (1 - 1 / 522_000), rel=1e-12)
+    assert smollm3.get_lr(4_720_000 * batch) == 0.0
+
+
 def test_decay_by_tokens_counts_from_the_end_of_warm_up():
     schedule = LRSchedule(
         1.0, 0.0, "linear", warmup_steps=100, decay_steps=10**6, decay_tokens=5000
@@ -101,6 +199,16 @@ def test_schedule_can_be_stored_as_json():
     assert LRSchedule(**json.loads(json.dumps(dataclasses.asdict(schedule)))) == schedule
 
 
+def test_schedule_of_an_earlier_checkpoint_starts_its_warm_up_from_0() -> None:
+    stored = dataclasses.asdict(TR11)
+    del stored["warmup_init"]
+    assert LRSchedule(**stored) == TR11
+    (difference,) = list_schedule_differences(
+        dataclasses.replace(TR11, warmup_init=1e-6), LRSchedule(**stored)
+    )
+    assert difference == "--lr-warmup-init: 1e-06 here, 0.0 in the checkpoint"
+
+
 def test_differences_name_the_flags():
     assert list_schedule_differences(TR11, TR11) == []
     other = dataclasses.replace(TR11, max_lr=3e-5, decay_steps=100_000_000)
@@ -114,6 +222,7 @@ def test_differences_name_the_flags():
     ("changes", "message"),
     [
         ({"min_lr": 1e-3}, "--min-lr 0.001 must be between 0 and --lr 6e-05"),
+        ({"warmup_init": 1e-4}, "--lr-warmup-init 0.0001 must be between 0 and --lr 6e-05"),
         ({"warmup_steps": -1}, "must not be negative"),
         ({"warmup_steps": 200_000_000}, "must be shorter than its decay"),
         ({"decay_steps": 0}, "must end at 1 or later"),

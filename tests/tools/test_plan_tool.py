@@ -117,6 +117,17 @@ def test_text_report_has_the_derived_numbers(capsys):
     assert "error: " not in text
 
 
+def test_report_describes_the_learning_rate(capsys):
+    flags = "--lr-decay-style WSD --lr-wsd-decay-style 1-sqrt --lr-wsd-decay-iters 20 --lr 1e-3"
+    warmup = "--lr-warmup-iters 10 --lr-warmup-init 1e-5 --train-iters 100"
+    argv = [*SMALL, *flags.split(), *warmup.split(), "--global-batch-size", "8"]
+    plan.main(["--world-size", "1", *argv])
+    assert (
+        "0.001 to 0, WSD, warm-up 80 samples from 1e-05, decay to 800 samples, minus_sqrt over the "
+        "last 160"
+    ) in capsys.readouterr().out
+
+
 def test_report_has_the_stages_and_the_pipeline_schedule(capsys):
     arguments, world = published("tr8-104B")
     assert plan.main(["--world-size", world, *arguments]) == 0

@@ -200,6 +200,10 @@ def test_slurm_scripts_and_yaml_files_are_read(capsys, tmp_path: Path):
             ["--", *RAMP, "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "5"],
             "--lr-decay-style WSD counts samples",
         ),
+        (
+            ["--", *RAMP, "--lr-decay-style", "inverse-square-root"],
+            "--lr-decay-style inverse-square-root counts samples",
+        ),
         (["--", *RAMP, "--curriculum-schedule-type", "fixed_linear"], "has a curriculum already"),
         (["--", *RAMP[:-6]], "--train-iters or --train-samples"),
         (["--", *RAMP, "--global-batch-size", "None"], "--global-batch-size is not given"),

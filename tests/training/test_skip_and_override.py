@@ -139,6 +139,19 @@ def test_override_follows_the_new_curve_from_its_first_step(run: Runner) -> None
     )
 
 
+def test_a_warm_up_from_above_0_is_part_of_the_schedule(run: Runner) -> None:
+    decay = "--lr-decay-style inverse-square-root --lr-warmup-iters 4"
+    run(f"{decay} --lr-warmup-init 4e-4 --exit-interval 2")
+    assert "--lr-warmup-init: 0.0008 here, 0.0004 in the checkpoint" in run.error(
+        f"{decay} --lr-warmup-init 8e-4"
+    )
+    run("--use-checkpoint-lr-scheduler")
+    rates = {entry["iteration"]: entry["learning_rate"] for entry in run.metrics()}
+    # An entry has the rate after its iteration.
+    assert [rates[i] for i in (1, 2, 3, 4)] == pytest.approx([8e-4, 12e-4, 16e-4, 2e-3])
+    assert rates[9] == pytest.approx(2e-3 * (4 / 9) ** 0.5)
+
+
 def test_checkpoints_schedule_can_be_kept(run: Runner) -> None:
     run("--lr-decay-style linear --lr-decay-iters 10 --exit-interval 4")
     run("--lr 4e-3 --use-checkpoint-lr-scheduler")

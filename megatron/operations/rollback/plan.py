@@ -711,11 +711,13 @@ def _plan_schedule_flags(request: RollbackRequest, newest: Config) -> tuple[list
         if not 0 < request.lr < float("inf"):
             raise OperationsError(f"--lr {request.lr} must be above 0 and finite")
         flags += ["--lr", str(request.lr)]
-        # The run would refuse a minimum above the maximum.
-        if newest.optimizer.min_lr > request.lr:
-            notes.append(
-                f"--min-lr {newest.optimizer.min_lr} is above --lr {request.lr}: lower it, too"
-            )
+        # The run would refuse a rate above the maximum.
+        for flag, value in (
+            ("--min-lr", newest.optimizer.min_lr),
+            ("--lr-warmup-init", newest.optimizer.lr_warmup_init),
+        ):
+            if value > request.lr:
+                notes.append(f"{flag} {value} is above --lr {request.lr}: lower it, too")
     return flags, notes
 
 

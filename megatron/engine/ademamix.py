@@ -1,0 +1,127 @@
+"""AdEMAMix: AdamW with a second, slow moving average of the gradient.
+
+The slow average remembers gradients for ten thousands of steps (https://arxiv.org/abs/2409.03137).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.engine.optimizer import MasterParameter, Optimizer
+from megatron.parallel.shard import Kind
+
+_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+_BATCH = 1 << 24
+"""Number of elements that are updated by one group of calls.
+
+It bounds the memory of the intermediate results to 128 MiB, or to twice the largest parameter.
+"""
+
+
+class AdEMAMix(Optimizer):
+    """AdEMAMix with decoupled weight decay on matrices only."""
+
+    description = ("optimizer", "AdEMAMix", "--optimizer ademamix")
+
+    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
+        """Create the states, filled with zeros."""
+        super().__init__(masters)
+        self._config = config
+        self._states: dict[Tensor, dict[Kind, Tensor]] = {
+            master.weight: {kind: torch.zeros_like(master.weight) for kind in _KINDS}
+            for master in masters
+        }
+
+    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
+        """Return the fast average, that of squares, and the slow one."""
+        return _KINDS
+
+    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
+        """Return a live moving average of a parameter."""
+        return self._states[master.weight][kind]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the weights. See `Optimizer.step`."""
+        self.step_count += 1
+        config = self._config
+        alpha = compute_alpha(config, self.step_count)
+        beta3 = compute_beta3(config, self.step_count)
+        fast_correction = 1.0 - config.adam_beta1**self.step_count
+        root_of_correction = math.sqrt(1.0 - config.adam_beta2**self.step_count)
+        for masters in self._split_masters():
+            weights: list[Tensor] = [m.weight for m in masters]
+            gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
+            fast, squares, slow = (
+                [self._states[weight][kind] for weight in weights] for kind in _KINDS
+            )
+            torch._foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
+            torch._foreach_lerp_(slow, gradients, 1.0 - beta3)
+            torch._foreach_mul_(squares, config.adam_beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - config.adam_beta2)
+            denominators = torch._foreach_sqrt(squares)
+            torch._foreach_div_(denominators, root_of_correction)
+            torch._foreach_add_(denominators, config.adam_eps)
+            updates = torch._foreach_div(fast, fast_correction)
+            # The slow average is not corrected, so it is small at first.
+            torch._foreach_add_(updates, slow, alpha=alpha)
+            torch._foreach_div_(updates, denominators)
+            if masters[0].decays:
+                torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
+            torch._foreach_add_(weights, updates, alpha=-lr)
+
+    def _split_masters(self) -> Iterator[list[MasterParameter]]:
+        """Yield the masters in batches of at most `_BATCH` elements, or of one master.
+
+        Weight decay applies to all masters of a batch, or to none.
+        """
+        for decays in (True, False):
+            batch: list[MasterParameter] = []
+            elements = 0
+            for master in self.masters:
+                if master.decays != decays or master.weight.grad is None:
+                    continue
+                if batch and elements + master.weight.numel() > _BATCH:
+                    yield batch
+                    batch = []
+                    elements = 0
+                batch.append(master)
+                elements += master.weight.numel()
+            if batch:
+                yield batch
+
+
+def compute_alpha(config: OptimizerConfig, step: int) -> float:
+    """Return the weight of the slow average in a 1-based step. It rises linearly from 0."""
+    warmup = config.ademamix_alpha_warmup
+    if warmup is None or step >= warmup:
+        return config.ademamix_alpha
+    return config.ademamix_alpha * step / warmup
+
+
+def compute_beta3(config: OptimizerConfig, step: int) -> float:
+    """Return the decay rate of the slow average in a 1-based step.
+
+    It rises from `--adam-beta1` to `--ademamix-beta3`. Not the rate but its half-life, which is
+    proportional to -1 / log(rate), rises linearly.
+    """
+    warmup = config.ademamix_beta3_warmup
+    if warmup is None or step >= warmup:
+        return config.ademamix_beta3
+    part = step / warmup
+    inverse = (1.0 - part) * _invert_log(config.adam_beta1)
+    inverse += part * _invert_log(config.ademamix_beta3)
+    # Both rates are 0, so there is no memory at any time.
+    if inverse == 0.0:
+        return 0.0
+    return min(math.exp(1.0 / inverse), config.ademamix_beta3)
+
+
+def _invert_log(rate: float) -> float:
+    """Return 1 / log(rate), and its limit 0 for the rate 0."""
+    if rate == 0.0:
+        return 0.0
+    return 1.0 / math.log(rate)

@@ -1,0 +1,376 @@
+"""Muon: a matrix's momentum, orthogonalised, is its update.
+
+It updates the matrices of the layers. Embeddings, the output matrix, biases and norms are AdamW's.
+The fused projection to queries, keys and values counts as three matrices. The formulas are those of
+`torch.optim.Muon`. The choices of scale and coefficients are Megatron-LM's.
+Source: https://kellerjordan.github.io/posts/muon/.
+
+Orthogonalisation needs a whole matrix, but tensor parallelism and ZeRO leave a part of it on each
+rank. So each matrix has an owner among the ranks of its pipeline stage. In a step, the ranks send
+the owner their parts of the momentum, and it sends back their parts of the update. Momentum and
+weight stay where they are.
+
+The owners are chosen by `assign_owners`, so that all ranks do about the same work. A step has
+rounds. In a round each rank has at most one matrix as its owner, which bounds the memory to a few
+copies of the largest matrix. All ranks compute the same assignment without a message.
+
+The invariant: an owner orthogonalises the same numbers as a single process would, in the same
+precision. So the layout changes an update only as far as it changes gradients.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.engine.optimizer import AdamW, MasterParameter, Optimizer
+from megatron.engine.parallelize import shard_offset
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Kind
+
+_EPS = 1e-7
+"""Smallest norm that a matrix is divided by, as in torch."""
+_COEFFICIENTS = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # https://leloykun.github.io/ponder/muon-opt-coeffs/
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""Name -> the coefficients of each step. After the last ones it begins again."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rectangle of a matrix that one rank holds."""
+
+    offset: tuple[int, int]
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """Number of elements, which is 0 if the rank holds nothing of the matrix."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def index(self) -> tuple[slice, slice]:
+        """The index of the rectangle in the matrix."""
+        rows, columns = self.shape
+        row, column = self.offset
+        return slice(row, row + rows), slice(column, column + columns)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix of a layer, which is in parts on the ranks of its stage."""
+
+    master: MasterParameter
+    momentum: Tensor
+    """This rank's part of the momentum."""
+    parts: tuple[Part, ...]
+    """The part of each rank of the stage."""
+    shape: tuple[int, int]
+    blocks: tuple[Sequence[slice], ...]
+    """The rows of each matrix that is orthogonalised by itself. One for all but fused projections.
+
+    The rows of one of them may be in several places. All places have the same number of rows.
+    """
+    scales: Tensor
+    """The factor on the update of each row of this rank's part, [rows, 1] in fp32."""
+
+
+def is_muon_matrix(master: MasterParameter) -> bool:
+    """Return whether Muon updates a parameter, which it does to the matrices of the layers."""
+    return master.name.startswith("blocks.") and len(master.spec.shape) == 2
+
+
+class Muon(Optimizer):
+    """Muon for the matrices of the layers, and AdamW for all other parameters."""
+
+    def __init__(
+        self,
+        masters: list[MasterParameter],
+        config: OptimizerConfig,
+        shape: ModelShape,
+        mesh: Mesh,
+    ) -> None:
+        """Create the states, filled with zeros. All ranks must call it.
+
+        Args:
+            masters: The parameters of this rank.
+            config: The optimizer's configuration.
+            shape: Sizes of the model, which the rows of fused projections follow from.
+            mesh: This rank's mesh.
+        """
+        super().__init__(masters)
+        self._config = config
+        self._mesh = mesh
+        self._group = mesh.build_stage_group()
+        self._rank = mesh.coordinate.data * mesh.grid.tensor + mesh.coordinate.tensor
+        self._dtype = torch.float32
+        if config.muon_fp32_matmul_prec == "medium":
+            self._dtype = torch.bfloat16
+        self._adamw = AdamW([m for m in masters if not is_muon_matrix(m)], config)
+        self._matrices = [
+            _describe_matrix(m, config, shape, mesh) for m in masters if is_muon_matrix(m)
+        ]
+        self._momenta = {matrix.master.weight: matrix.momentum for matrix in self._matrices}
+        ranks = mesh.grid.data * mesh.grid.tensor
+        owners = assign_owners([_count_work(matrix) for matrix in self._matrices], ranks)
+        owned = [
+            [m for m, owner in zip(self._matrices, owners, strict=True) if owner == rank]
+            for rank in range(ranks)
+        ]
+        self._rounds = [
+            [matrices[number] if number < len(matrices) else None for matrices in owned]
+            for number in range(max(map(len, owned)))
+        ]
+        self.description = (
+            "optimizer",
+            f"Muon for {len(self._matrices)} matrices, {self._adamw.description[1]} for the rest",
+            f"--optimizer muon; this rank orthogonalises {len(owned[self._rank])} of them",
+        )
+
+    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
+        """Return the momentum of a matrix, and Adam's moments of the rest."""
+        if is_muon_matrix(master):
+            return ("momentum",)
+        return self._adamw.get_kinds(master)
+
+    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
+        """Return a live state of a parameter. See `Optimizer.get_moment`."""
+        if is_muon_matrix(master):
+            return self._momenta[master.weight]
+        return self._adamw.get_moment(master, kind)
+
+    def set_step_count(self, count: int) -> None:
+        """Set the number of steps, which AdamW's bias correction depends on."""
+        super().set_step_count(count)
+        self._adamw.set_step_count(count)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the weights. All ranks must call it. See `Optimizer.step`."""
+        self.step_count += 1
+        self._adamw.step(lr)
+        for matrices in self._rounds:
+            self._update(matrices, lr)
+
+    def _update(self, matrices: Sequence[_Matrix | None], lr: float) -> None:
+        """Update one round's matrices.
+
+        Args:
+            matrices: The matrix of each owner, or None if the owner has none in this round.
+            lr: The learning rate.
+        """
+        pieces = [None if m is None else self._advance_momentum(m) for m in matrices]
+        mine = matrices[self._rank]
+        received = self._exchange(
+            [torch.empty(0) if piece is None else piece.flatten() for piece in pieces],
+            [0] * len(matrices) if mine is None else [part.size for part in mine.parts],
+        )
+        updates = [torch.empty(0)] * len(matrices)
+        if mine is not None:
+            whole = self._orthogonalise(mine, received)
+            updates = [whole[part.index].flatten() for part in mine.parts]
+        returned = self._exchange(
+            updates, [0 if piece is None else piece.numel() for piece in pieces]
+        )
+        for matrix, update in zip(matrices, returned, strict=True):
+            if matrix is None:
+                continue
+            weight = matrix.master.weight
+            weight.mul_(1.0 - lr * self._config.weight_decay)
+            # The factor is applied here, because bf16 would round it.
+            weight.addcmul_(update.view_as(weight).float(), matrix.scales, value=-lr)
+
+    def _advance_momentum(self, matrix: _Matrix) -> Tensor:
+        """Add the gradient to this rank's momentum, and return what is to be orthogonalised."""
+        gradient = matrix.master.weight.grad
+        assert gradient is not None, f"{matrix.master.name} got no gradient"
+        decay = self._config.muon_momentum
+        matrix.momentum.lerp_(gradient, 1.0 - decay)
+        if self._config.muon_nesterov:
+            return gradient.lerp(matrix.momentum, decay)
+        return matrix.momentum
+
+    def _orthogonalise(self, matrix: _Matrix, received: Sequence[Tensor]) -> Tensor:
+        """Return the orthogonal update of a whole matrix from the parts of all ranks."""
+        whole = torch.empty(matrix.shape, dtype=self._dtype, device=matrix.momentum.device)
+        for part, values in zip(matrix.parts, received, strict=True):
+            whole[part.index] = values.view(part.shape)
+        config = self._config
+        update = torch.empty_like(whole)
+        for places in matrix.blocks:
+            block = torch.cat([whole[rows] for rows in places])
+            ortho = orthogonalise(block, config.muon_num_ns_steps, config.muon_coefficient_type)
+            for rows, values in zip(places, ortho.chunk(len(places)), strict=True):
+                update[rows] = values
+        return update
+
+    def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Send a flat tensor to each rank of the stage, and return what each of them sent.
+
+        Args:
+            sent: The tensor for each rank. It is sent in the precision of the products.
+            sizes: The number of elements that come from each rank.
+        """
+        device = self._mesh.device
+        flat = torch.cat([tensor.to(device=device, dtype=self._dtype) for tensor in sent])
+        if self._group is None:
+            return [flat]
+        received = flat.new_empty(sum(sizes))
+        with self._mesh.tensor_parallel.comm_timer():
+            dist.all_to_all_single(
+                received,
+                flat,
+                list(sizes),
+                [tensor.numel() for tensor in sent],
+                group=self._group,
+            )
+        return received.split(list(sizes))
+
+
+def orthogonalise(matrix: Tensor, steps: int, coefficients: str) -> Tensor:
+    """Return a matrix with the same singular vectors and singular values near 1.
+
+    The Newton-Schulz iteration applies an odd polynomial to the singular values. It does not
+    converge to 1 exactly, and need not.
+
+    Args:
+        matrix: [m, n], fp32 or bf16. The products are computed in its type.
+        steps: Number of iterations.
+        coefficients: A key of `_COEFFICIENTS`.
+    """
+    # The products with the shorter side are cheaper.
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    # The norm is at least the largest singular value, which must be at most 1.
+    x = x / x.norm().clamp(min=_EPS)
+    table = _COEFFICIENTS[coefficients]
+    for step in range(steps):
+        a, b, c = table[step % len(table)]
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def compute_scale(rows: int, columns: int, config: OptimizerConfig) -> float:
+    """Return the factor on the update of a matrix, which has singular values near 1 without it."""
+    factors = {
+        "spectral": math.sqrt(max(rows, columns)),
+        "shape_scaling": math.sqrt(max(1.0, rows / columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+    }
+    return factors[config.muon_scale_mode] * config.muon_extra_scale_factor
+
+
+def assign_owners(work: Sequence[int], ranks: int) -> list[int]:
+    """Return the owner of each matrix.
+
+    The most expensive matrix that is left goes to the rank with the least work so far. The rank
+    with the most work then has at most 4/3 of the least possible maximum.
+
+    Args:
+        work: The work of each matrix, in any unit.
+        ranks: Number of ranks.
+    """
+    load = [0] * ranks
+    owners = [0] * len(work)
+    # Sorting is stable, so all ranks get the same result.
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += work[index]
+    return owners
+
+
+def _count_work(matrix: _Matrix) -> int:
+    """Return the multiplications of one Newton-Schulz step, over the matrix's blocks."""
+    work = 0
+    for places in matrix.blocks:
+        rows = sum(place.stop - place.start for place in places)
+        short, long = sorted((rows, matrix.shape[1]))
+        work += 2 * short * short * long + short**3
+    return work
+
+
+def _describe_matrix(
+    master: MasterParameter, config: OptimizerConfig, shape: ModelShape, mesh: Mesh
+) -> _Matrix:
+    rows, columns = master.spec.shape
+    data = mesh.coordinate.data
+    parts = list_parts((rows, columns), master.spec.shard_dim, mesh.grid.data, mesh.grid.tensor)
+    mine = parts[data * mesh.grid.tensor + mesh.coordinate.tensor]
+    held = Part((master.offset[0], master.offset[1]), (len(master.weight), master.weight.shape[1]))
+    assert mine == held, f"{master.name} is divided in another way: {held}, not {mine}"
+    blocks = list_blocks(master.name, rows, shape)
+    scales = torch.empty((rows, 1))
+    for places in blocks:
+        scale = compute_scale(sum(p.stop - p.start for p in places), columns, config)
+        for place in places:
+            scales[place] = scale
+    return _Matrix(
+        master,
+        torch.zeros_like(master.weight),
+        parts,
+        (rows, columns),
+        blocks,
+        scales[mine.index[0]].to(master.weight.device),
+    )
+
+
+def list_parts(
+    shape: tuple[int, int], shard_dim: int | None, data: int, tensor: int
+) -> tuple[Part, ...]:
+    """Return the part of each rank of a stage, in the order of the ranks.
+
+    Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the result
+    over the data-parallel ranks.
+
+    Args:
+        shape: Shape of the matrix.
+        shard_dim: The dimension that tensor parallelism shards, or None if all ranks hold it.
+        data: Number of data-parallel ranks.
+        tensor: Number of tensor-parallel ranks.
+    """
+    local = list(shape)
+    if shard_dim is not None:
+        local[shard_dim] //= tensor
+    parts = []
+    for data_rank in range(data):
+        first = shard_offset(local[0], data_rank, data)
+        last = shard_offset(local[0], data_rank + 1, data)
+        for tensor_rank in range(tensor):
+            offset = [first, 0]
+            if shard_dim is not None:
+                offset[shard_dim] += tensor_rank * local[shard_dim]
+            parts.append(Part((offset[0], offset[1]), (last - first, local[1])))
+    return tuple(parts)
+
+
+def list_blocks(name: str, rows: int, shape: ModelShape) -> tuple[Sequence[slice], ...]:
+    """Return the rows of each matrix that is orthogonalised by itself. See `_Matrix.blocks`.
+
+    The rows of a fused projection are ordered by group: its query heads, its key and its value.
+    """
+    if not name.endswith("attention.qkv.weight"):
+        return ((slice(0, rows),),)
+    head = shape.head_dim
+    group = rows // shape.query_groups
+    starts = range(0, rows, group)
+    queries = group - 2 * head
+    return (
+        [slice(start, start + queries) for start in starts],
+        [slice(start + queries, start + queries + head) for start in starts],
+        [slice(start + queries + head, start + group) for start in starts],
+    )

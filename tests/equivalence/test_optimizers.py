@@ -1,0 +1,163 @@
+"""Tests that each optimizer trains any layout as it trains one process, also across a resume."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.test_reshape import read_global_tensors
+from process_pool import Outcome, ProcessPool, pretrain, succeed
+
+BOUND = 1e-5
+OPTIMIZERS = {
+    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
+    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+    # This scale differs between queries and keys.
+    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+}
+IN_BF16 = "--muon-fp32-matmul-prec medium --muon-nesterov"
+ONE = "--micro-batch-size 4"
+LAYOUTS = {
+    "tp2-dp2-zero3-sp": "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3 "
+    "--micro-batch-size 2",
+    "tp2-pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--micro-batch-size 2",
+    "dp4-zero1": "--zero-stage 1 --micro-batch-size 1",
+    "dp4-zero2": "--zero-stage 2 --micro-batch-size 1",
+}
+"""Name -> flags of a layout on four ranks."""
+SHORT = "tp2-dp2-zero3-sp"
+
+Saved = Callable[[str, str], Path]
+
+
+def arguments(folder: Path, corpus: str, optimizer: str, layout: str, *flags: str) -> list[str]:
+    # With two groups, the rows of one group of queries, key and value are on several ranks.
+    small = "--num-layers 2 --num-query-groups 2", NO_DROPOUT
+    return command(folder, corpus, "llama", "ramp", *small, OPTIMIZERS[optimizer], layout, *flags)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function from optimizer and layout to the folder of a run.
+
+    The run has 10 iterations, with checkpoints after 5 and 10. The empty layout is one process.
+    """
+    folders: dict[tuple[str, str], Path] = {}
+
+    def run(optimizer: str, layout: str) -> Path:
+        key = optimizer, layout
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("optimizers")
+            flags = LAYOUTS.get(layout, ONE), "--save-interval 5"
+            argv = arguments(folder, corpus, optimizer, *flags)
+            succeed(pool.run(4 if layout else 1, pretrain, argv))
+            folders[key] = folder
+        return folders[key]
+
+    return run
+
+
+@pytest.fixture
+def resume(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> Callable[..., Outcome]:
+    """Return a function that continues a run from iteration 5, in a folder of its own."""
+
+    def run(optimizer: str, before: str, after: str, flags: str = "") -> Outcome:
+        argv = arguments(
+            tmp_path, corpus, optimizer, LAYOUTS.get(after, ONE), "--load-iteration 5", flags
+        )
+        argv[argv.index("--load") + 1] = str(saved(optimizer, before))
+        return pool.run(4 if after else 1, pretrain, argv)[0]
+
+    return run
+
+
+IN_SUITES = [
+    pytest.param(
+        optimizer,
+        layout,
+        id=f"{optimizer}-{layout}",
+        marks=() if layout == SHORT else pytest.mark.full,
+    )
+    for optimizer in OPTIMIZERS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("optimizer", "layout"), IN_SUITES)
+def test_a_layout_trains_as_one_process(optimizer: str, layout: str, saved: Saved) -> None:
+    alone = saved(optimizer, "")
+    together = saved(optimizer, layout)
+    assert len(curve(alone)) == 10
+    assert worst(curve(together), curve(alone)) < BOUND
+    expected = read_global_tensors(alone / "global_step10")
+    found = read_global_tensors(together / "global_step10")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        # The states of a parameter may be small, so their bound is relative to their size.
+        bound = BOUND * float(expected[name].abs().max())
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=max(bound, 1e-12))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resume_is_bit_identical(
+    optimizer: str, saved: Saved, resume: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    succeed([resume(optimizer, SHORT, SHORT)])
+    whole = saved(optimizer, SHORT)
+    assert curve(tmp_path) == curve(whole)[5:]
+    expected = read_global_tensors(whole / "global_step10")
+    for name, tensor in read_global_tensors(tmp_path / "global_step10").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_another_layout_continues_the_run(
+    optimizer: str, saved: Saved, resume: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    succeed([resume(optimizer, SHORT, "")])
+    assert worst(curve(tmp_path), curve(saved(optimizer, ""))[5:]) < BOUND
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_another_optimizer_is_refused_unless_states_are_not_loaded(
+    optimizer: str, saved: Saved, resume: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    error = resume(optimizer, "", "", "--optimizer adam").error
+    assert error is not None
+    assert f"has the states of {optimizer}" in error
+    assert "--no-load-optim" in error
+    output = succeed([resume(optimizer, "", "", "--optimizer adam --no-load-optim")])
+    assert "--optimizer" in output
+    assert len(curve(tmp_path)) == 5
+    # The first loss is that of the loaded weights. What follows is another optimizer's.
+    same = curve(saved(optimizer, ""))[5:]
+    differences = [abs(a[0] - b[0]) for a, b in zip(curve(tmp_path), same, strict=True)]
+    assert differences[0] == 0
+    assert differences[-1] > 3e-5
+
+
+@pytest.mark.parametrize("layout", [SHORT, pytest.param("tp2-pp2", marks=pytest.mark.full)])
+def test_an_update_of_muon_in_bf16_is_near_that_of_one_process(
+    layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    weights = {}
+    # The first iteration of a warm-up has the rate 0, so the second one makes the first update.
+    for name, flags, last in (("start", ONE, 1), ("", ONE, 2), (layout, LAYOUTS[layout], 2)):
+        folder = tmp_path / (name or "alone")
+        argv = arguments(folder, corpus, "muon", flags, IN_BF16, f"--exit-interval {last}")
+        succeed(pool.run(4 if name == layout else 1, pretrain, argv))
+        weights[name] = read_global_tensors(folder / f"global_step{last}")
+    matrices = [
+        name
+        for name, tensor in weights[""].items()
+        if name.startswith("weight/blocks.") and tensor.dim() == 2
+    ]
+    assert len(matrices) == 10
+    # bf16 rounds differently as soon as one number differs in its last bit. A matrix that is nearly
+    # singular amplifies that, so the update of the model is compared.
+    alone = torch.cat([(weights[""][n] - weights["start"][n]).flatten() for n in matrices])
+    together = torch.cat([(weights[layout][n] - weights["start"][n]).flatten() for n in matrices])
+    assert float(alone.norm()) > 0
+    assert float((together - alone).norm() / alone.norm()) < 2e-2
