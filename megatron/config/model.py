@@ -6,6 +6,7 @@ from typing import Literal
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 GLU = Literal["swiglu", "geglu", "reglu", "liglu"]
+QKNorm = Literal["head", "full"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class ModelConfig:
     fp32."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in every norm."""
+    qk_norm: QKNorm | None = None
+    """Normalise queries and keys before their rotation (https://arxiv.org/abs/2302.05442). head:
+    each head by itself (Qwen 3). full: all heads together, only with RMSNorm (OLMo 2). Default: no
+    such norm."""
     glu_activation: GLU | None = None
     """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear).
     Default: an MLP with GELU and no gate."""

@@ -223,6 +223,16 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
         )
 
 
+def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that queries and keys of all heads are normalised together by RMSNorm only."""
+    model = settings.config.model
+    if model.qk_norm == "full" and model.normalization != "RMSNorm":
+        yield (
+            f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
+            f"{model.normalization}; use it, or --qk-norm head."
+        )
+
+
 def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that the table of learned positions has a row for each token of a sample."""
     model = settings.config.model
@@ -464,6 +474,7 @@ ERRORS: tuple[Rule, ...] = (
     check_loss_scale_bounds,
     check_heads_divide_hidden_size,
     check_rotary_dim_is_even,
+    check_query_key_norm,
     check_positions_cover_sequence,
     check_split_weights,
     check_data_path_has_pairs,

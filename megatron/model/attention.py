@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
+from megatron.model.norm import build_query_key_norm
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, split_evenly
@@ -51,6 +52,8 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(
             config.hidden_size, rows, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
         )
+        self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
+        self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
         self.out = RowParallelLinear(
             config.num_attention_heads * shape.head_dim,
             config.hidden_size,
@@ -71,6 +74,10 @@ class SelfAttention(nn.Module):
         # Queries and keys are adjacent, so one call rotates both.
         query_key = qkv[..., : n + 1, :]
         value = qkv[..., n + 1, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            query_key = torch.cat(
+                (self.q_norm(query_key[..., :n, :]), self.k_norm(query_key[..., n:, :])), dim=-2
+            )
         if positions.cos is not None and positions.sin is not None:
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]

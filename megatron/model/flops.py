@@ -60,6 +60,20 @@ def count_norm_parameters(shape: ModelShape) -> int:
     return shape.config.hidden_size * (2 if shape.config.normalization == "LayerNorm" else 1)
 
 
+def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: int) -> int:
+    """Return the parameters of a layer's norms of queries and keys on one tensor-parallel rank.
+
+    A norm of single heads has a weight d, and for LayerNorm a bias d, on every rank. A norm of all
+    heads has a weight for each channel, which the ranks share out.
+    """
+    if shape.config.qk_norm is None:
+        return 0
+    if shape.config.qk_norm == "head":
+        return 2 * shape.head_dim * (2 if shape.config.normalization == "LayerNorm" else 1)
+    w = _get_widths(shape)
+    return (w.q + w.k) // tensor_parallel_size
+
+
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """Return the parameters of one transformer layer on one tensor-parallel rank.
 
@@ -73,7 +87,12 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     column_biases, row_biases = (
         ((w.q + 2 * w.k) + w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
     )
-    return (weights + column_biases) // t + row_biases + 2 * count_norm_parameters(shape)
+    return (
+        (weights + column_biases) // t
+        + row_biases
+        + 2 * count_norm_parameters(shape)
+        + _count_query_key_norm_parameters(shape, t)
+    )
 
 
 def count_word_embedding_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:

@@ -4,6 +4,7 @@ The output has the weights' dtype. This is the dtype of the computation, also if
 is kept in fp32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ from torch import Tensor, nn
 
 from megatron import apex
 from megatron.config.model import ModelConfig, Normalization
-from megatron.parallel.layers import Init, make_replicated_parameter
+from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from megatron.parallel.layers import (
+    Init,
+    ParameterSpec,
+    make_inner_parameter,
+    make_parameter,
+    make_replicated_parameter,
+    split_evenly,
+)
 from megatron.parallel.mesh import TensorParallel
+
+MakeParameter = Callable[[tuple[int, ...], TensorParallel, Init], nn.Parameter]
+"""A function that makes a parameter from its shape, the tensor-parallel ranks and its kind."""
 
 # The kernels are looked up once, at import. A lookup in `forward` would cost time in every step.
 _apex_layer_norm, _apex_reason = apex.find(
@@ -25,18 +37,25 @@ _apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_
 class LayerNorm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        make: MakeParameter = make_replicated_parameter,
+    ) -> None:
         """Create the weight and the bias, uninitialised.
 
         Args:
             size: Size of the last dimension.
             eps: Added to the variance.
             tp: The tensor-parallel ranks.
+            make: Makes the parameters.
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
-        self.bias = make_replicated_parameter((size,), tp, Init.ZERO)
+        self.weight = make((size,), tp, Init.ONE)
+        self.bias = make((size,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -86,17 +105,24 @@ class _RMSNormFunction(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        make: MakeParameter = make_replicated_parameter,
+    ) -> None:
         """Create the weight, uninitialised.
 
         Args:
             size: Size of the last dimension.
             eps: Added to the mean of the squares.
             tp: The tensor-parallel ranks.
+            make: Makes the parameter.
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
+        self.weight = make((size,), tp, Init.ONE)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -111,6 +137,36 @@ class RMSNorm(nn.Module):
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over the channels of all heads, which the tensor-parallel ranks share out."""
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        """Create this rank's part of the weight, uninitialised.
+
+        Args:
+            size: Channels of all heads of the model.
+            eps: Added to the mean of the squares.
+            tp: The tensor-parallel ranks.
+        """
+        super().__init__()
+        self.eps = eps
+        self.tp = tp
+        self.size = size
+        self.weight = make_parameter(
+            (split_evenly(size, tp),), ParameterSpec((size,), Init.ONE, shard_dim=0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, g/t, n, d], this rank's heads by group, to the same shape."""
+        wide = x.float()
+        squares = wide.square().sum((-3, -2, -1), keepdim=True)
+        # The heads of every rank depend on the sum over all ranks. So the gradient of a rank's own
+        # squares is a sum over the ranks as well.
+        squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.tp), self.tp)
+        rstd = (squares / self.size + self.eps).rsqrt()
+        return (wide * rstd * self.weight.view(x.shape[-3:])).to(self.weight.dtype)
+
+
 _NORMS: dict[Normalization, type[LayerNorm] | type[RMSNorm]] = {
     "LayerNorm": LayerNorm,
     "RMSNorm": RMSNorm,
@@ -121,6 +177,26 @@ _NORMS: dict[Normalization, type[LayerNorm] | type[RMSNorm]] = {
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
     return _NORMS[config.normalization](config.hidden_size, config.layernorm_epsilon, tp)
+
+
+def build_query_key_norm(
+    config: ModelConfig, heads: int, head_dim: int, tp: TensorParallel
+) -> LayerNorm | RMSNorm | ShardedRMSNorm | None:
+    """Build the norm that `--qk-norm` names, for queries or keys [s, b, g/t, n, d].
+
+    Args:
+        config: The architecture.
+        heads: Number of the model's query heads, or of its key heads.
+        head_dim: Width d of a head.
+        tp: The tensor-parallel ranks.
+    """
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "full":
+        return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
+    return _NORMS[config.normalization](
+        head_dim, config.layernorm_epsilon, tp, make_inner_parameter
+    )
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

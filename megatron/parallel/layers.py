@@ -44,7 +44,7 @@ class ParameterSpec:
     shard_dim: int | None = None
     """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
     partial_gradient: bool = False
-    """Whether a rank's gradient covers only its slice of the sequence.
+    """Whether a rank's gradient covers only its slice of the sequence, or its heads or channels.
 
     Such gradients must be added up over the tensor-parallel ranks.
     """
@@ -71,6 +71,15 @@ def make_replicated_parameter(
     the sum. With sequence parallelism its gradient is therefore partial.
     """
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
+
+
+def make_inner_parameter(shape: tuple[int, ...], tp: TensorParallel, init: Init) -> nn.Parameter:
+    """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
+
+    It is for places inside a tensor-parallel region. A rank's gradient is the part that comes from
+    its own heads or channels, also without sequence parallelism.
+    """
+    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.size > 1))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
