@@ -20,6 +20,9 @@ _WORKERS = "[0, 64]"
 RANGES = {
     "model.rotary_base": _POSITIVE,
     "model.rotary_percent": "(0, 1]",
+    "model.rope_scaling_factor": _POSITIVE,
+    "model.rope_low_freq_factor": _POSITIVE,
+    "model.rope_high_freq_factor": _POSITIVE,
     "model.layernorm_epsilon": _POSITIVE,
     "model.hidden_dropout": _PROBABILITY,
     "model.attention_dropout": _PROBABILITY,

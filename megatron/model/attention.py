@@ -20,7 +20,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
 from megatron.model.norm import build_query_key_norm
 from megatron.model.positions import Positions, rotate
-from megatron.model.shape import ModelShape
+from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, split_evenly
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey
@@ -32,6 +32,7 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         shape: ModelShape,
+        layer: LayerDescription,
         dropout: Dropout,
         tp: TensorParallel,
     ) -> None:
@@ -39,18 +40,21 @@ class SelfAttention(nn.Module):
 
         Args:
             shape: Sizes of the model.
+            layer: What this layer has.
             dropout: Dropout on the attention probabilities.
             tp: The tensor-parallel ranks.
         """
         super().__init__()
         config = shape.config
+        self.rotary = layer.rotary
+        self.windowed = layer.window is not None
         self.head_dim = shape.head_dim
         self.groups = split_evenly(shape.query_groups, tp)
         self.heads_per_group = config.num_attention_heads // shape.query_groups
         # n/g query heads, one key and one value for each group.
         rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, rows, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
+            config.hidden_size, rows, bias=shape.has_qkv_bias, tp=tp, init=Init.NORMAL
         )
         self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
         self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
@@ -78,7 +82,8 @@ class SelfAttention(nn.Module):
             query_key = torch.cat(
                 (self.q_norm(query_key[..., :n, :]), self.k_norm(query_key[..., n:, :])), dim=-2
             )
-        if positions.cos is not None and positions.sin is not None:
+        if self.rotary:
+            assert positions.cos is not None and positions.sin is not None, "no rotary tables"
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
@@ -116,16 +121,17 @@ class SelfAttention(nn.Module):
         """
         # The kernel draws the mask itself. The generator must be seeded right before the call.
         p = self.dropout.seed(dropout_key)
+        bias = positions.window_bias if self.windowed else positions.bias
         if positions.documents is not None:
-            return _attend_by_document(query, key, value, positions.bias, positions.documents, p)
-        return _attend(query, key, value, positions.bias, p)
+            return _attend_by_document(query, key, value, bias, positions.documents, p)
+        return _attend(query, key, value, bias, p)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
     """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
-    # ALiBi's bias includes the causal mask, and the kernel does not accept both.
+    # A bias includes the causal mask, and the kernel does not accept both.
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -147,8 +153,8 @@ def _attend_by_document(
 ) -> Tensor:
     """Compute attention within each document separately.
 
-    No [s, s] mask is made, and shorter documents cost less. ALiBi's bias depends on distances only,
-    so its upper left corner is the bias of a shorter document.
+    No [s, s] mask is made, and shorter documents cost less. A bias depends on distances only, so
+    its upper left corner is the bias of a shorter document.
     """
     samples = []
     for sample, bounds in enumerate(documents):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import apex
-from megatron.config.model import ModelConfig, Normalization
+from megatron.config.model import ModelConfig
 from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.parallel.layers import (
     Init,
@@ -43,6 +43,8 @@ class LayerNorm(nn.Module):
         eps: float,
         tp: TensorParallel,
         make: MakeParameter = make_replicated_parameter,
+        *,
+        bias: bool = True,
     ) -> None:
         """Create the weight and the bias, uninitialised.
 
@@ -51,21 +53,32 @@ class LayerNorm(nn.Module):
             eps: Added to the variance.
             tp: The tensor-parallel ranks.
             make: Makes the parameters.
+            bias: Whether there is a bias.
         """
         super().__init__()
         self.eps = eps
         self.weight = make((size,), tp, Init.ONE)
-        self.bias = make((size,), tp, Init.ZERO)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = make((size,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
         if x.dtype != self.weight.dtype:
             # The stream is in fp32 and the weights in half precision. The norm is computed in fp32.
             weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
+            bias = None
+            if self.bias is not None:
+                bias = self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
         # A compiler cannot trace apex's kernel. It fuses PyTorch's operation with its neighbours.
-        if x.is_cuda and _apex_layer_norm is not None and not torch.compiler.is_compiling():
+        # apex's kernel needs a bias.
+        if (
+            x.is_cuda
+            and self.bias is not None
+            and _apex_layer_norm is not None
+            and not torch.compiler.is_compiling()
+        ):
             return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
         # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs.
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -167,16 +180,18 @@ class ShardedRMSNorm(nn.Module):
         return (wide * rstd * self.weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 
-_NORMS: dict[Normalization, type[LayerNorm] | type[RMSNorm]] = {
-    "LayerNorm": LayerNorm,
-    "RMSNorm": RMSNorm,
-}
-"""Value of --normalization -> its class. A choice without a row is an error."""
-
-
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
-    return _NORMS[config.normalization](config.hidden_size, config.layernorm_epsilon, tp)
+    return _build_norm(config, config.hidden_size, tp, make_replicated_parameter)
+
+
+def _build_norm(
+    config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter
+) -> LayerNorm | RMSNorm:
+    """Build the norm that `--normalization` names, over `size` channels."""
+    if config.normalization == "RMSNorm":
+        return RMSNorm(size, config.layernorm_epsilon, tp, make)
+    return LayerNorm(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
 
 
 def build_query_key_norm(
@@ -194,9 +209,7 @@ def build_query_key_norm(
         return None
     if config.qk_norm == "full":
         return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
-    return _NORMS[config.normalization](
-        head_dim, config.layernorm_epsilon, tp, make_inner_parameter
-    )
+    return _build_norm(config, head_dim, tp, make_inner_parameter)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -28,6 +28,10 @@ class Init(Enum):
     """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
     ZERO = "zero"
     ONE = "one"
+    XIELU_P = "xIELU, positive side"
+    """The constant from which softplus makes 0.8."""
+    XIELU_N = "xIELU, negative side"
+    """The constant from which softplus makes 0.3, and 0.8 with the 0.5 that is added to it."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,28 @@ _BLOOM_NAMES = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 
+_OLMO_NAMES = {
+    **_LLAMA_NAMES,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_APERTUS_NAMES = {
+    **_LLAMA_NAMES,
+    "input_norm": "attention_layernorm",
+    "post_attention_norm": "feedforward_layernorm",
+    "mlp.activation": "mlp.act_fn",
+}
+_NEOX_NAMES = {
+    "embedding.word": "gpt_neox.embed_in",
+    "head": "lm_head",
+    "head.norm": "gpt_neox.final_layer_norm",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention.out": "attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -82,7 +104,6 @@ class Family:
         config = getattr(transformers, f"{self.model}Config")(
             **self.theirs, vocab_size=VOCAB, attn_implementation="eager"
         )
-        # `from_config` and the class disagree about nothing else, but the class takes no dtype.
         model_class = getattr(transformers, _CLASSES.get(self.model, f"{self.model}ForCausalLM"))
         model = model_class(config).float().eval()
         generator = torch.Generator().manual_seed(5)
@@ -115,9 +136,9 @@ class Family:
         found = [tensors[f"{layer}{their}.{leaf}"] for their in self.qkv]
         if self.split_qkv is not None:
             (fused,) = found
-            found = list(
-                self.split_qkv(fused.t() if self.transposed and fused.dim() > 1 else fused)
-            )
+            if self.transposed and fused.dim() > 1:
+                fused = fused.t()
+            found = list(self.split_qkv(fused))
         groups = self.ours.get("num_query_groups", HEADS)
         # Our rows are the query heads of a group, its key and its value, group by group.
         parts = [t.reshape(groups, -1, HEAD_DIM, *t.shape[1:]) for t in found]
@@ -190,6 +211,7 @@ _LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 
 FAMILIES = {
     "gpt2": Family(
@@ -219,7 +241,101 @@ FAMILIES = {
         ("self_attention.query_key_value",),
         _split_heads,
     ),
+    "gpt-neox": Family(
+        "GPTNeoX",
+        _SIZES
+        | {
+            "intermediate_size": FFN,
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}
+            | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "position_embedding_type": "rotary",
+            "rotary_base": 100.0,
+            "rotary_percent": 0.5,
+            "ffn_hidden_size": FFN,
+            "parallel_residual": True,
+            "bias_gelu_fusion": False,
+            "untie_embeddings_and_output_weights": True,
+        },
+        _NEOX_NAMES,
+        "gpt_neox.layers",
+        ("attention.query_key_value",),
+        _split_heads,
+    ),
     "llama": Family("Llama", _LLAMA_SIZES, _LLAMA),
+    # With an original length of 32 and 1 to 4 turns, the three kinds of frequencies all occur.
+    "llama3": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 50.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        _LLAMA | {"rotary_base": 50.0, "rope_scaling": "llama3", "rope_original_length": 32},
+    ),
+    "llama-interpolated": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
+        _LLAMA | {"rotary_base": 100.0, "rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    ),
+    "nemotron-activation": Family(
+        "Apertus",
+        _LLAMA_SIZES | {"hidden_act": "relu2", "rope_parameters": _ROPE},
+        _LLAMA
+        | {"glu_activation": None, "activation": "squared_relu", "qk_norm": "head"}
+        | {"rotary_base": 100.0},
+        _APERTUS_NAMES,
+    ),
+    "apertus": Family(
+        "Apertus",
+        _LLAMA_SIZES | {"dtype": torch.float32, "rope_parameters": _ROPE},
+        _LLAMA
+        | {"glu_activation": None, "activation": "xielu", "qk_norm": "head"}
+        | {"rotary_base": 100.0},
+        _APERTUS_NAMES,
+    ),
+    "qwen2": Family(
+        "Qwen2",
+        _LLAMA_SIZES | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+        _LLAMA | {"add_qkv_bias": True, "sliding_window": 5, "full_attention_layers": ":3"},
+    ),
     "qwen3": Family("Qwen3", _LLAMA_SIZES | {"head_dim": HEAD_DIM}, _LLAMA | {"qk_norm": "head"}),
+    "olmo2": Family(
+        "Olmo2",
+        _LLAMA_SIZES,
+        _LLAMA | {"qk_norm": "full", "norm_placement": "output"},
+        _OLMO_NAMES,
+    ),
+    "olmo3": Family(
+        "Olmo3",
+        _LLAMA_SIZES
+        | {
+            "sliding_window": 5,
+            "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+        },
+        _LLAMA
+        | {
+            "qk_norm": "full",
+            "norm_placement": "output",
+            "rotary_base": 100.0,
+            "sliding_window": 5,
+            "full_attention_layers": "3::4",
+        },
+        _OLMO_NAMES,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        _LLAMA_SIZES | {"no_rope_layer_interval": 2, "rope_parameters": _ROPE},
+        _LLAMA | {"no_rope_layers": "1::2", "rotary_base": 100.0},
+    ),
 }
 """Each family with the parts that make it different from the others."""
