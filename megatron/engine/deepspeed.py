@@ -320,7 +320,7 @@ class DeepSpeedEngine(EngineBase):
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
         for name, parameter in self.stages[0].named_parameters():
             spec = self._specs[name]
-            if (spec.copy_of or name).startswith("embedding."):
+            if spec.get_global_name(name).startswith("embedding."):
                 matrix = "embeddings"
             else:
                 matrix = "matrices"
@@ -399,9 +399,11 @@ class DeepSpeedEngine(EngineBase):
                 continue
             spec = self._specs[name]
             offset = [0] * len(spec.shape)
-            if spec.shard_dim is not None:
+            if spec.shard_dim is not None and spec.pieces is None:
                 offset[spec.shard_dim] = self._mesh.coordinate.tensor * shape[spec.shard_dim]
-            yield Fragment(spec.copy_of or name, spec, tuple(offset), shape, start, size, flat, at)
+            yield Fragment(
+                spec.get_global_name(name), spec, tuple(offset), shape, start, size, flat, at
+            )
 
     def _get_flat_tensor(self, index: int, kind: Kind) -> Tensor:
         if kind == "weight":

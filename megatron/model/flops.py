@@ -92,18 +92,26 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     """Return the parameters of one transformer layer on one tensor-parallel rank.
 
     For GPT-2 on one rank these are 12 h^2 + 13 h. Column-parallel weights and biases and
-    row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank.
+    row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank, and so
+    are keys and values if there are fewer query groups than ranks.
     """
     w = _get_widths(shape)
     t = tensor_parallel_size
+    # Keys and values are replicated if several ranks share a query group.
+    if shape.query_groups < t:
+        queries, replicated = w.q, 2 * w.k
+    else:
+        queries, replicated = w.q + 2 * w.k, 0
     # In this order: query, key and value, attention output, MLP input, MLP output.
-    weights = w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h
+    weights = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
     column_biases, row_biases = (w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
     if shape.has_qkv_bias:
-        column_biases += w.q + 2 * w.k
+        column_biases += queries
+        row_biases += replicated
     return (
         (weights + column_biases) // t
         + row_biases
+        + w.h * replicated
         + 2 * count_norm_parameters(shape)
         + _count_query_key_norm_parameters(shape, t)
         + _count_activation_parameters(shape)

@@ -21,6 +21,9 @@ MODELS = {
     "--no-add-bias-linear --rope-scaling llama3 --rope-original-length 128",
     "neox": "--position-embedding-type rotary --rotary-percent 0.25 --parallel-residual "
     "--no-norm-bias --no-add-bias-linear --add-qkv-bias --activation squared_relu",
+    # Two ranks share the only query group, and four ranks share two.
+    "multi-query": f"{_ROTARY} --num-query-groups 1 --qk-norm head",
+    "two groups": f"{_ROTARY} --num-query-groups 2 --no-add-bias-linear",
 }
 TWO_BY_TWO = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1"
 
@@ -59,6 +62,12 @@ def full(*case: object) -> object:
         ("olmo", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2 --checkpoint-activations"),
         ("apertus", 4, f"{TWO_BY_TWO} --zero-stage 3"),
         ("neox", 2, "--tensor-model-parallel-size 2 --micro-batch-size 1"),
+        ("multi-query", 4, f"{TWO_BY_TWO} --zero-stage 3"),
+        full("multi-query", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2"),
+        full("multi-query", 2, "--tensor-model-parallel-size 2 --use-torch-compile"),
+        full("multi-query", 2, "--tensor-model-parallel-size 2 --deepspeed"),
+        full("multi-query", 4, f"{TWO_BY_TWO} --zero-stage 3 --deepspeed"),
+        full("two groups", 4, "--tensor-model-parallel-size 4 --sequence-parallel"),
         full("olmo", 4, f"{TWO_BY_TWO} --zero-stage 3"),
         full("olmo", 2, "--tensor-model-parallel-size 2 --recompute-attention-core"),
         full("olmo", 2, "--tensor-model-parallel-size 2 --use-torch-compile"),
@@ -89,4 +98,31 @@ def test_a_layout_trains_as_one_process(
     )
     succeed(pool.run(ranks, pretrain, argv))
     assert len(curve(tmp_path)) > 4
+    assert worst(curve(tmp_path), curve(alone(model))) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("multi-query", (4, f"{TWO_BY_TWO} --zero-stage 2"), (1, "")),
+        full("multi-query", (1, ""), (4, f"{TWO_BY_TWO} --zero-stage 3")),
+        full("multi-query", (2, "--tensor-model-parallel-size 2 --deepspeed"), (1, "")),
+        full("two groups", (4, "--tensor-model-parallel-size 4"), (2, TWO_BY_TWO)),
+        full("apertus", (4, f"{TWO_BY_TWO} --zero-stage 3"), (1, "")),
+        full("olmo", (2, TWO_BY_TWO), (4, f"{TWO_BY_TWO} --zero-stage 3")),
+    ],
+)
+def test_a_resume_under_another_layout(
+    model: str,
+    before: tuple[int, str],
+    after: tuple[int, str],
+    pool: ProcessPool,
+    corpus: str,
+    alone: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    for (ranks, flags), more in ((before, "--exit-interval 4"), (after, "--require-load")):
+        shared = f"{_SMALL} {MODELS[model]} --micro-batch-size 2"
+        argv = command(tmp_path, corpus, "gpt2", "ramp", NO_DROPOUT, f"{shared} {flags} {more}")
+        succeed(pool.run(ranks, pretrain, argv))
     assert worst(curve(tmp_path), curve(alone(model))) < BOUND

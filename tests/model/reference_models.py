@@ -309,6 +309,16 @@ FAMILIES = {
         _LLAMA | {"add_qkv_bias": True, "sliding_window": 5, "full_attention_layers": ":3"},
     ),
     "qwen3": Family("Qwen3", _LLAMA_SIZES | {"head_dim": HEAD_DIM}, _LLAMA | {"qk_norm": "head"}),
+    "qwen3-multi-query": Family(
+        "Qwen3",
+        _LLAMA_SIZES | {"head_dim": HEAD_DIM, "num_key_value_heads": 1, "attention_bias": False},
+        _LLAMA | {"qk_norm": "head", "num_query_groups": 1},
+    ),
+    "qwen2-multi-query": Family(
+        "Qwen2",
+        _LLAMA_SIZES | {"num_key_value_heads": 1},
+        _LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
+    ),
     "olmo2": Family(
         "Olmo2",
         _LLAMA_SIZES,
