@@ -80,6 +80,8 @@ _MODEL = (
     *refuse_flags(_MODELS, "--is-hybrid-model --disable-mamba-mem-eff-path"),
     refuse_flag("--spec", "a model specification is Python code of Megatron core", arity="*"),
     rename_flag("--qk-layernorm", "--qk-norm", "head"),
+    ignore_flag("--qknorm-impl", _KERNELS, arity=1),
+    rename_flag("--xielu", "--activation", "xielu"),
     refuse_flag("--qk-l2-norm", "a norm without weights is not supported: use --qk-norm"),
     refuse_flag("--quick-geglu", "use --glu-activation"),
     *refuse_flags("use --glu-activation", "--activation-func-clamp-value", arity=1),

@@ -46,6 +46,10 @@ class OptimizerConfig:
     this command line's."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It is not applied to biases and norms."""
+    weight_decay_on_embeddings: bool = True
+    """Apply weight decay to the tables of words and positions. Off
+    (--no-weight-decay-on-embeddings): not to them, as in OLMo 2. A tied output matrix is such a
+    table, and an untied one is not."""
     adam_beta1: float = 0.9
     """Decay rate of the first moment."""
     adam_beta2: float = 0.999

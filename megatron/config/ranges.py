@@ -46,6 +46,9 @@ RANGES = {
     "optimizer.adam_beta2": _PROBABILITY,
     "optimizer.adam_eps": _POSITIVE,
     "optimizer.clip_grad": _NOT_NEGATIVE,
+    "loss.z_loss_coefficient": _NOT_NEGATIVE,
+    # With 1 no token would be left.
+    "loss.goldfish_k": "[2, inf)",
     "precision.loss_scale": _POSITIVE,
     "precision.initial_loss_scale": _POSITIVE,
     "precision.min_loss_scale": _POSITIVE,

@@ -255,6 +255,13 @@ def warn_full_attention_without_window(settings: ConfigWithOrigin) -> Iterator[s
         )
 
 
+def warn_goldfish_settings_without_goldfish(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of the goldfish loss without it."""
+    for dotted in ("loss.goldfish_k", "loss.goldfish_h"):
+        if settings.is_changed(dotted) and not settings.config.loss.goldfish_loss:
+            yield f"{settings.describe(dotted)} has no effect without --goldfish-loss."
+
+
 def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of recomputation that have no effect in this combination."""
     recompute = settings.config.recompute
@@ -307,6 +314,7 @@ WARNINGS = (
     warn_rope_settings_without_scaling,
     warn_biases_without_effect,
     warn_full_attention_without_window,
+    warn_goldfish_settings_without_goldfish,
     warn_recompute_flags_without_effect,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

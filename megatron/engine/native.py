@@ -113,6 +113,7 @@ class NativeEngine(EngineBase):
                     offset,
                     parameter,
                     nn.Parameter(local, requires_grad=False),
+                    self._plan.config.optimizer.weight_decay_on_embeddings,
                 )
             )
         return masters

@@ -6,8 +6,8 @@ size.
 One weight matrix projects to queries, keys and values. Its rows are ordered by group. Each group
 has the rows of its n/g query heads, its key and its value. A rank's part consists of complete
 groups, so it is a contiguous slice of the matrix. With fewer groups than ranks, a rank has some of
-the query heads of one group, and keys and values are replicated (`SharedGroupsLinear`). This holds for multi-head (n/g = 1) and
-grouped-query attention alike (https://arxiv.org/abs/2305.13245).
+the query heads of one group, and keys and values are replicated (`SharedGroupsLinear`). This holds
+for multi-head (n/g = 1) and grouped-query attention alike (https://arxiv.org/abs/2305.13245).
 """
 
 from itertools import pairwise

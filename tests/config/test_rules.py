@@ -87,6 +87,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--activation xielu and --glu-activation swiglu exclude each other",
     ),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
+    ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
+    ({"z_loss_coefficient": -1.0}, "--z-loss-coefficient -1.0 must be at least 0"),
     (
         {"max_position_embeddings": 8},
         "--max-position-embeddings 8 must be at least --seq-length 16",
@@ -232,6 +234,7 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD.",
     ),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
+    ({"goldfish_k": 4}, "--goldfish-k 4 has no effect without --goldfish-loss."),
     ({"no_rope_layers": "0"}, "--no-rope-layers 0 has no effect without --position-embedding-type"),
     (
         {"position_embedding_type": "rotary", "rope_scaling": "linear", "rope_original_length": 9},
