@@ -128,7 +128,7 @@ def test_counts_of_each_part_equal_those_of_the_built_model():
 
 def test_a_sliding_window_saves_flops_in_its_layers():
     full = flops.count_forward_flops_per_token(shaped(GPT2))[0]
-    changes = {"sliding_window": 8, "full_attention_layers": "1"}
+    changes: dict[str, Any] = {"sliding_window": 8, "full_attention_layers": "1"}
     windowed = flops.count_forward_flops_per_token(shaped(dataclasses.replace(GPT2, **changes)))[0]
     # Scores and weighted sums of two layers: 2 x 2 x 64 for each key, of which there are 24 fewer.
     assert full - windowed == 2 * 4 * 64 * (32 - 8)

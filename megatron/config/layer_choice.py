@@ -26,7 +26,8 @@ def choose_layers(text: str, num_layers: int) -> frozenset[int]:
         if number is not None:
             bounds = slice(int(number), int(number) + 1)
         else:
-            bounds = slice(*(int(text) if text else None for text in (start, stop, step)))
+            begin, end, stride = (int(text) if text else None for text in (start, stop, step))
+            bounds = slice(begin, end, stride)
         if bounds.step == 0:
             raise ValueError(f"'{part}' has the step 0; use 1 or more")
         layers = range(num_layers)[bounds]

@@ -133,8 +133,10 @@ def count_first_stage_extra_parameters(shape: ModelShape) -> int:
     if the other norms are not.
     """
     h = shape.config.hidden_size
-    norm = (2 * h if shape.config.norm_bias else h) if shape.config.embed_layernorm else 0
-    return shape.position_table_size * h + norm
+    vectors = 0
+    if shape.config.embed_layernorm:
+        vectors = 2 if shape.config.norm_bias else 1
+    return (shape.position_table_size + vectors) * h
 
 
 def count_parameters(shape: ModelShape) -> int:

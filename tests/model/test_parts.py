@@ -106,6 +106,7 @@ def test_norms_equal_fp64(dtype: torch.dtype) -> None:
     for norm in (layer, rms):
         norm.weight.data.copy_(weight)
         norm.to(dtype)
+    assert layer.bias is not None
     layer.bias.data.copy_(bias)
     exact = x.double()
     centred = exact - exact.mean(-1, keepdim=True)

@@ -23,6 +23,7 @@ from model.reference_models import (
 )
 from process_pool import ProcessPool, succeed
 
+from megatron.model.flops import count_parameters
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
@@ -158,6 +159,14 @@ def test_two_ranks_equal_transformers(name: str, pool: ProcessPool) -> None:
         outcomes = pool.run(2, compute_ours, dict(family.ours), weights, 2, sequence_parallel)
         succeed(outcomes)
         check([outcome.value for outcome in outcomes], expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_as_many_as_those_of_transformers(name: str) -> None:
+    family = FAMILIES[name]
+    config = tiny_config(num_layers=LAYERS, seq_length=LENGTH, **family.ours)
+    theirs = sum(parameter.numel() for parameter in family.build().parameters())
+    assert count_parameters(ModelShape(config, VOCAB, VOCAB)) == theirs
 
 
 @pytest.mark.parametrize("groups", [1, 2])
