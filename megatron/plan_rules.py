@@ -132,28 +132,42 @@ def check_grid(world_size: int, report: PlanReport) -> bool:
 def check_tensor_parallel(shape: ModelShape, report: PlanReport) -> None:
     """Check that tensor-parallel ranks get equal parts.
 
-    Each rank must get complete heads, complete query groups, and equal parts of the MLP and of a
-    sharded sequence.
+    Each rank must get complete heads, complete query groups or a part of the heads of one group,
+    and equal parts of the MLP and of a sharded sequence.
     """
     model = report.config.model
     tensor = report.config.parallel.tensor_model_parallel_size
     heads = model.num_attention_heads
     groups = shape.query_groups
     ffn = shape.ffn_hidden_size
-    possible = [n for n in range(1, groups + 1) if heads % n == groups % n == ffn % n == 0]
+    possible = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == ffn % n == 0 and (groups % n == 0 or n % groups == 0)
+    ]
     for name, number in (
         ("num_attention_heads", heads),
-        ("num_query_groups", groups),
         ("ffn_hidden_size", ffn),
     ):
-        # Without grouped queries the groups are the heads. One message about them is enough.
-        follows_heads = name == "num_query_groups" and model.num_query_groups is None
-        if number % tensor and not follows_heads:
+        if number % tensor:
             report.errors.append(
                 f"{report.describe('parallel.tensor_model_parallel_size')} must "
                 f"divide {report.describe(f'model.{name}', number)}; "
                 f"use {format_alternatives(possible)}."
             )
+    # Without grouped queries the groups are the heads. One message about them is enough.
+    if groups % tensor and tensor % groups and model.num_query_groups is not None:
+        report.errors.append(
+            f"{report.describe('parallel.tensor_model_parallel_size')} must divide "
+            f"{report.describe('model.num_query_groups')} or be a multiple of it; "
+            f"use {format_alternatives(possible)}."
+        )
+    if groups < tensor and model.qk_norm == "full":
+        report.errors.append(
+            f"{report.describe('model.qk_norm')} needs a query group for each tensor-parallel "
+            f"rank, but there are {groups} groups and {tensor} ranks; use a smaller "
+            "--tensor-model-parallel-size."
+        )
     if report.config.recompute.partition_activations and tensor == 1:
         report.warnings.append(
             "--partition-activations has no effect at --tensor-model-parallel-size 1."

@@ -100,6 +100,45 @@ def test_counts_equal_those_of_the_built_model():
         )
 
 
+def test_counts_of_each_part_equal_those_of_the_built_model():
+    """The parts that are not in the product above, each alone and with what it depends on."""
+    parts: list[dict[str, Any]] = [
+        {"qk_norm": "head"},
+        {"qk_norm": "head", "norm_bias": False},
+        {"qk_norm": "head", "normalization": "RMSNorm", "num_query_groups": 2},
+        {"qk_norm": "full", "normalization": "RMSNorm", "num_query_groups": 2},
+        {"num_query_groups": 1},
+        {"num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True},
+        {"norm_placement": "output"},
+        {"parallel_residual": True},
+        {"norm_bias": False, "embed_layernorm": True},
+        {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
+        {"activation": "squared_relu"},
+        {"activation": "xielu"},
+        {"sliding_window": 8, "full_attention_layers": "1"},
+        {"position_embedding_type": "rotary", "no_rope_layers": "1", "rope_scaling": "llama3"},
+    ]
+    for changes in parts:
+        shape = shaped(dataclasses.replace(GPT2, **changes))
+        assert flops.count_parameters(shape) == count_built_parameters(shape, TensorParallel())
+        assert flops.count_stage_parameters(shape, 2, (3,)) == (
+            count_built_parameters(shape, TensorParallel(size=2)),
+        )
+
+
+def test_a_sliding_window_saves_flops_in_its_layers():
+    full = flops.count_forward_flops_per_token(shaped(GPT2))[0]
+    changes: dict[str, Any] = {"sliding_window": 8, "full_attention_layers": "1"}
+    windowed = flops.count_forward_flops_per_token(shaped(dataclasses.replace(GPT2, **changes)))[0]
+    # Scores and weighted sums of two layers: 2 x 2 x 64 for each key, of which there are 24 fewer.
+    assert full - windowed == 2 * 4 * 64 * (32 - 8)
+    # A shorter sequence fits into the window.
+    shape = shaped(dataclasses.replace(GPT2, **changes))
+    assert flops.count_forward_flops_per_token(shape, 8) == flops.count_forward_flops_per_token(
+        shaped(GPT2), 8
+    )
+
+
 def test_counts_of_unusual_sizes_equal_those_of_the_built_model():
     model = dataclasses.replace(
         GPT2, ffn_hidden_size=72, kv_channels=24, max_position_embeddings=100, num_query_groups=4

@@ -114,7 +114,20 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_feed_forward():
     grouped = errors_of(
         4, model={"num_query_groups": 2}, parallel={"tensor_model_parallel_size": 4}
     )
-    assert grouped == "--tensor-model-parallel-size 4 must divide --num-query-groups 2; use 1 or 2."
+    assert grouped == ""
+    grouped = errors_of(
+        2,
+        model={"num_attention_heads": 6, "num_query_groups": 3, "hidden_size": 384},
+        parallel={"tensor_model_parallel_size": 2},
+    )
+    assert (
+        grouped == "--tensor-model-parallel-size 2 must divide --num-query-groups 3 or be a "
+        "multiple of it; use 1, 3 or 6."
+    )
+    together = {"num_query_groups": 2, "qk_norm": "full", "normalization": "RMSNorm"}
+    assert "--qk-norm full needs a query group for each tensor-parallel rank" in errors_of(
+        4, model=together, parallel={"tensor_model_parallel_size": 4}
+    )
 
 
 def test_muon_needs_a_query_group_for_each_rank() -> None:
@@ -581,7 +594,7 @@ def test_sizes_below_one_are_errors_and_the_plan_is_returned():
 def test_all_failures_are_reported_together():
     plan = resolve(
         with_changes(
-            model={"num_attention_heads": 4, "num_query_groups": 1},
+            model={"num_attention_heads": 6, "num_query_groups": 3, "hidden_size": 384},
             batch={"skip_train_iteration_range": ("x",), "global_batch_size": 15},
             parallel={"tensor_model_parallel_size": 2},
             tokenizer={"pad_vocab_size_to": 10},

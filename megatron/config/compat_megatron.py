@@ -118,7 +118,7 @@ _MODEL = (
         "--openai-gelu",
         "GELU in its tanh form is the default: remove this flag and --no-bias-gelu-fusion",
     ),
-    refuse_flag("--squared-relu", "the MLP has GELU or a gate: use --glu-activation"),
+    rename_flag("--squared-relu", "--activation", "squared_relu"),
     refuse_flag("--onnx-safe", "nothing is exported to ONNX: remove it", arity=1),
     refuse_flag(
         "--apply-residual-connection-post-layernorm",

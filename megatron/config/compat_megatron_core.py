@@ -22,7 +22,7 @@ _NO_MLA = "it is for multi-latent attention, which is not supported"
 _NO_MTP = "it is for multi-token prediction, which is not supported"
 _MTP = "multi-token prediction is not supported"
 _ATTENTION = "attention is causal over the whole sequence, with a plain softmax: remove it"
-_ROPE = "rotary positions are not scaled or interleaved: use --rotary-base and --rotary-percent"
+_ROPE = "rotary positions are neither interleaved nor scaled in this way: use --rope-scaling"
 _RL = "there is no reinforcement learning"
 _SFT = "supervised fine-tuning on prompts is not supported"
 _DISTILLATION = "distillation and model optimisation are not supported"
@@ -83,23 +83,41 @@ _MODEL = (
     refuse_flag(
         "--spec", "it names code of Megatron core, which is not used: remove it", arity="*"
     ),
-    refuse_flag("--qk-layernorm", "queries and keys are not normalised"),
-    refuse_flag("--qk-l2-norm", "queries and keys are not normalised"),
-    refuse_flag("--add-qkv-bias", "use --add-bias-linear: all layers have biases, or none has"),
+    rename_flag("--qk-layernorm", "--qk-norm", "head"),
+    ignore_flag("--qknorm-impl", _KERNELS, arity=1),
+    rename_flag("--xielu", "--activation", "xielu"),
+    refuse_flag("--qk-l2-norm", "a norm without weights is not supported: use --qk-norm"),
     refuse_flag("--quick-geglu", "use --glu-activation"),
     refuse_flag("--activation-func-clamp-value", "activations are not clamped: remove it", arity=1),
     ignore_flag("--glu-linear-offset", "there is no offset", arity=1, only=("0", "0.0")),
     refuse_flag("--glu-linear-offset", "there is no offset in --glu-activation", arity=1),
     ignore_flag("--softmax-type", "the softmax is plain", arity=1, only=("vanilla",)),
-    *refuse_flags(_ATTENTION, "--softmax-type --window-size --window-attn-skip-freq", arity=1),
+    refuse_flag("--softmax-type", _ATTENTION, arity=1),
+    refuse_flag(
+        "--window-size", "use --sliding-window, which also counts the token itself", arity=1
+    ),
+    refuse_flag(
+        "--window-attn-skip-freq",
+        "use --full-attention-layers: 3::4 for a frequency of 4",
+        arity=1,
+    ),
     ignore_flag("--rope-type", "rotary positions are the plain ones", arity=1, only=("rope",)),
-    *refuse_flags(_ROPE, "--rope-type --no-rope-freq", arity=1),
+    refuse_flag("--rope-type", _ROPE, arity=1),
+    refuse_flag("--no-rope-freq", "use --no-rope-layers: 3::4 for a frequency of 4", arity=1),
     ignore_flag(
         "--rotary-seq-len-interpolation-factor", "1 is no scaling", arity=1, only=("1", "1.0")
     ),
-    refuse_flag("--rotary-seq-len-interpolation-factor", _ROPE, arity=1),
-    *refuse_flags(_ROPE, "--rotary-interleaved --use-rope-scaling"),
-    ignore_flag("--rope-scaling-factor", "it is for --use-rope-scaling", arity=1),
+    rename_flag(
+        "--rotary-seq-len-interpolation-factor",
+        *("--rope-scaling", "linear", "--rope-scaling-factor"),
+        arity=1,
+    ),
+    refuse_flag("--rotary-interleaved", _ROPE),
+    rename_flag(
+        "--use-rope-scaling",
+        *("--rope-scaling", "llama3"),
+        reason="with low and high factors of 1 and 4 and an original length of 8192, as there",
+    ),
     refuse_flag("--mrope-section", _ROPE, arity="*"),
     *ignore_flags(
         "there are no relative position embeddings",

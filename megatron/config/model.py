@@ -8,6 +8,10 @@ from megatron.config.interval import POSITIVE, PROBABILITY, Range
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 GLU = Literal["swiglu", "geglu", "reglu", "liglu"]
+Activation = Literal["gelu", "squared_relu", "xielu"]
+QKNorm = Literal["head", "full"]
+NormPlacement = Literal["input", "output"]
+RopeScaling = Literal["linear", "llama3"]
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,60 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range("(0, 1]")] = 1.0
     """Fraction of each head's channels that is rotated, 0 < p <= 1."""
+    rope_scaling: RopeScaling | None = None
+    """Scale the rotary frequencies for longer contexts. linear: divide all by the factor
+    (https://arxiv.org/abs/2306.15595). llama3: divide the low ones, leave the high ones, and
+    interpolate between (https://arxiv.org/abs/2407.21783). Default: no scaling."""
+    rope_scaling_factor: Annotated[float, POSITIVE] = 8.0
+    """What the scaled rotary frequencies are divided by."""
+    rope_low_freq_factor: Annotated[float, POSITIVE] = 1.0
+    """llama3: frequencies with fewer turns than this in the original length are divided."""
+    rope_high_freq_factor: Annotated[float, POSITIVE] = 4.0
+    """llama3: frequencies with more turns than this in the original length are left as they are."""
+    rope_original_length: int = 8192
+    """llama3: length in tokens that the turns are counted in, that of the training before the
+    scaling."""
+    sliding_window: int | None = None
+    """Let each token attend to this many tokens, itself and those right before it
+    (https://arxiv.org/abs/2004.05150). Default: to all tokens before it."""
+    full_attention_layers: str | None = None
+    """Layers without the sliding window, written as in --no-rope-layers. 3::4 is every fourth
+    layer, as in OLMo 3. Default: none."""
+    no_rope_layers: str | None = None
+    """Layers without rotary positions (https://arxiv.org/abs/2501.18795), as numbers from 0 and
+    START:STOP:STEP, separated by commas. 3::4 is every fourth layer. Default: none."""
     normalization: Normalization = "LayerNorm"
     """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Both compute their statistics in
     fp32."""
     layernorm_epsilon: Annotated[float, POSITIVE] = 1e-5
     """Added to the variance in every norm."""
+    norm_placement: NormPlacement = "input"
+    """Where attention and MLP of a layer have their norms. input: before them, pre-norm as in
+    GPT-2. output: after them and before the sum with the residual stream, as in OLMo 2
+    (https://arxiv.org/abs/2501.00656)."""
+    norm_bias: bool = True
+    """Use biases in LayerNorm. RMSNorm has none. Off (--no-norm-bias): no biases."""
+    qk_norm: QKNorm | None = None
+    """Normalise queries and keys before their rotation (https://arxiv.org/abs/2302.05442). head:
+    each head by itself (Qwen 3). full: all heads together, only with RMSNorm (OLMo 2). Default: no
+    such norm."""
     glu_activation: GLU | None = None
     """Gated MLP (https://arxiv.org/abs/2002.05202): swiglu, geglu, reglu or liglu (linear).
-    Default: an MLP with GELU and no gate."""
+    Default: an MLP without a gate."""
+    activation: Activation = "gelu"
+    """Activation of an MLP without a gate: gelu, squared_relu (https://arxiv.org/abs/2109.08668),
+    or xielu (https://arxiv.org/abs/2411.13010), which has two weights in each layer."""
     bias_gelu_fusion: bool = True
     """Use the tanh form of GELU, as Megatron's fused kernel does. Off (--no-bias-gelu-fusion): the
     erf form. Exported models depend on it."""
     add_bias_linear: bool = True
     """Use biases in the linear layers. Off (--no-add-bias-linear): no biases, as in Llama."""
+    add_qkv_bias: bool = False
+    """Use biases in the projections to queries, keys and values also with --no-add-bias-linear, as
+    in Qwen 2."""
+    parallel_residual: bool = False
+    """Compute attention and MLP from the same input and add both to it, as in GPT-NeoX
+    (https://arxiv.org/abs/2204.06745)."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output projection its own weights instead of those of the word embedding."""
     embed_layernorm: bool = False

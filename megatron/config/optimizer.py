@@ -39,6 +39,7 @@ class OptimizerConfig:
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Learning rate that the warm-up starts from, up to --lr."""
     lr_wsd_decay_iters: int | None = None
     """Length of WSD's final decay in iterations."""
     lr_wsd_decay_samples: int | None = None
@@ -53,6 +54,10 @@ class OptimizerConfig:
     this command line's."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
     """Decoupled weight decay. It is not applied to biases and norms."""
+    weight_decay_on_embeddings: bool = True
+    """Apply weight decay to the tables of words and positions. Off
+    (--no-weight-decay-on-embeddings): not to them, as in OLMo 2. A tied output matrix is such a
+    table, and an untied one is not."""
     adam_beta1: Annotated[float, PROBABILITY] = 0.9
     """Decay rate of the first moment."""
     adam_beta2: Annotated[float, PROBABILITY] = 0.999

@@ -18,6 +18,7 @@ from fractions import Fraction
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
+from megatron.config.layer_choice import choose_layers
 from megatron.config.ranges import check_ranges
 from megatron.config.tree import Config
 from megatron.config.warning_rules import WARNINGS
@@ -26,6 +27,9 @@ Rule = Callable[[ConfigWithOrigin], Iterator[str]]
 
 DOCUMENT_FLAGS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 """Fields that need the id of the end-of-document token."""
+
+LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
+"""Fields that choose layers."""
 
 
 def check_rules(config: Config, origin: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -220,6 +224,53 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[str]:
             f"{settings.describe('model.rotary_percent')} of a head's {head} channels are "
             f"{rotated}, but rotary positions rotate pairs of channels; choose a head size or "
             "fraction that gives an even number of at least 2."
+        )
+
+
+def check_rope_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the low and the high frequencies of Llama 3's scaling do not overlap."""
+    model = settings.config.model
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield (
+            f"{settings.describe('model.rope_low_freq_factor')} must be below "
+            f"{settings.describe('model.rope_high_freq_factor')}; Llama 3 has 1 and 4."
+        )
+
+
+def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that each choice of layers is one, and chooses layers of the model."""
+    num_layers = settings.config.model.num_layers
+    # `check_ranges` reports this value.
+    if num_layers < 1:
+        return
+    for dotted in LAYER_CHOICES:
+        text = settings[dotted]
+        # `check_no_empty_text` reports an empty text.
+        if not text:
+            continue
+        try:
+            choose_layers(text, num_layers)
+        except ValueError as failure:
+            yield f"{settings.describe(dotted)}: {failure}."
+
+
+def check_one_activation(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that an activation without a gate is not combined with a gated MLP."""
+    model = settings.config.model
+    if model.activation != "gelu" and model.glu_activation is not None:
+        yield (
+            f"{settings.describe('model.activation', 'model.glu_activation')} exclude each other: "
+            "the first is for an MLP without a gate; give one of them."
+        )
+
+
+def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that queries and keys of all heads are normalised together by RMSNorm only."""
+    model = settings.config.model
+    if model.qk_norm == "full" and model.normalization != "RMSNorm":
+        yield (
+            f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
+            f"{model.normalization}; use it, or --qk-norm head."
         )
 
 
@@ -465,6 +516,10 @@ ERRORS: tuple[Rule, ...] = (
     check_loss_scale_bounds,
     check_heads_divide_hidden_size,
     check_rotary_dim_is_even,
+    check_rope_scaling,
+    check_layer_choices,
+    check_one_activation,
+    check_query_key_norm,
     check_positions_cover_sequence,
     check_split_weights,
     check_data_path_has_pairs,

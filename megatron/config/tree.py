@@ -11,6 +11,7 @@ from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.kernels import KernelsConfig
 from megatron.config.logging import LoggingConfig
+from megatron.config.loss import LossConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -32,6 +33,7 @@ class Config:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)

@@ -245,12 +245,63 @@ def warn_tensorboard_without_folder(settings: ConfigWithOrigin) -> Iterator[str]
 def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of rotary positions without rotary positions."""
     if settings.config.model.position_embedding_type != "rotary":
-        for dotted in ("model.rotary_percent", "model.rotary_base"):
+        for dotted in (
+            "model.rotary_percent",
+            "model.rotary_base",
+            "model.rope_scaling",
+            "model.no_rope_layers",
+        ):
             if settings.is_changed(dotted):
                 yield (
                     f"{settings.describe(dotted)} has no effect without --position-embedding-type "
                     "rotary."
                 )
+
+
+def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
+    scaling = settings.config.model.rope_scaling
+    used = {
+        "model.rope_scaling_factor": ("linear", "llama3"),
+        "model.rope_low_freq_factor": ("llama3",),
+        "model.rope_high_freq_factor": ("llama3",),
+        "model.rope_original_length": ("llama3",),
+    }
+    for dotted, scalings in used.items():
+        if settings.is_changed(dotted) and scaling not in scalings:
+            yield (
+                f"{settings.describe(dotted)} has no effect without --rope-scaling "
+                f"{' or '.join(scalings)}."
+            )
+
+
+def warn_biases_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about flags for biases that are there or not there anyway."""
+    model = settings.config.model
+    if model.add_qkv_bias and model.add_bias_linear:
+        yield (
+            f"{settings.describe('model.add_qkv_bias')} has no effect without "
+            "--no-add-bias-linear: all linear layers have biases."
+        )
+    if not model.norm_bias and model.normalization == "RMSNorm" and not model.embed_layernorm:
+        yield "--no-norm-bias has no effect with --normalization RMSNorm, which has no biases."
+
+
+def warn_full_attention_without_window(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about layers without a sliding window in a model without one."""
+    model = settings.config.model
+    if model.full_attention_layers is not None and model.sliding_window is None:
+        yield (
+            f"{settings.describe('model.full_attention_layers')} has no effect without "
+            "--sliding-window: all layers have full attention."
+        )
+
+
+def warn_goldfish_settings_without_goldfish(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about settings of the goldfish loss without it."""
+    for dotted in ("loss.goldfish_k", "loss.goldfish_h"):
+        if settings.is_changed(dotted) and not settings.config.loss.goldfish_loss:
+            yield f"{settings.describe(dotted)} has no effect without --goldfish-loss."
 
 
 def warn_recompute_flags_without_effect(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -304,6 +355,10 @@ WARNINGS = (
     warn_save_without_interval,
     warn_tensorboard_without_folder,
     warn_rotary_settings_without_rotary,
+    warn_rope_settings_without_scaling,
+    warn_biases_without_effect,
+    warn_full_attention_without_window,
+    warn_goldfish_settings_without_goldfish,
     warn_recompute_flags_without_effect,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

@@ -55,7 +55,7 @@ from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.optimizer import compute_squared_norm
 from megatron.errors import ConfigError
-from megatron.model.gpt import WORD_EMBEDDING
+from megatron.model.gpt import EMBEDDING, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -310,8 +310,8 @@ class DeepSpeedEngine(EngineBase):
     def _group_parameters(self) -> list[dict[str, Any]]:
         """Return the parameter groups, which are the same on every rank.
 
-        Matrices and embeddings decay, and vectors do not. Embeddings are a group of their own
-        because their moments are too uneven for 8 bits.
+        Matrices decay, and vectors do not. The configuration decides for embeddings. They are also
+        a group of their own because their moments are too uneven for 8 bits.
 
         ZeRO makes one all-reduce over the pipeline for each group. Ranks with different numbers of
         groups would therefore wait for each other forever. DeepSpeed removes empty groups, so a
@@ -320,17 +320,20 @@ class DeepSpeedEngine(EngineBase):
         parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
         for name, parameter in self.stages[0].named_parameters():
             spec = self._specs[name]
-            if (spec.copy_of or name).startswith("embedding."):
+            if spec.get_global_name(name).startswith(EMBEDDING):
                 matrix = "embeddings"
             else:
                 matrix = "matrices"
             parts["vectors" if len(spec.shape) == 1 else matrix].append(parameter)
-        decay = self._plan.config.optimizer.weight_decay
+        config = self._plan.config.optimizer
+        decay = {"matrices": config.weight_decay, "embeddings": 0.0, "vectors": 0.0}
+        if config.weight_decay_on_embeddings:
+            decay["embeddings"] = config.weight_decay
         return [
             {
                 "params": parameters
                 or [self._wrapped_stage.add_placeholder(part, self._mesh.device)],
-                "weight_decay": 0.0 if part == "vectors" else decay,
+                "weight_decay": decay[part],
                 "part": part,
             }
             for part, parameters in parts.items()
@@ -399,9 +402,11 @@ class DeepSpeedEngine(EngineBase):
                 continue
             spec = self._specs[name]
             offset = [0] * len(spec.shape)
-            if spec.shard_dim is not None:
+            if spec.shard_dim is not None and spec.pieces is None:
                 offset[spec.shard_dim] = self._mesh.coordinate.tensor * shape[spec.shard_dim]
-            yield Fragment(spec.copy_of or name, spec, tuple(offset), shape, start, size, flat, at)
+            yield Fragment(
+                spec.get_global_name(name), spec, tuple(offset), shape, start, size, flat, at
+            )
 
     def _get_flat_tensor(self, index: int, kind: Kind) -> Tensor:
         if kind == "weight":

@@ -58,6 +58,8 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     # its fused kernels.
     if config.position_embedding_type == "alibi":
         attention = "SDPA with a bias", "ALiBi needs one"
+    elif config.sliding_window is not None:
+        attention = "SDPA with a bias", "layers with a sliding window need one"
     elif config.attention_dropout > 0 and mesh.device.type == "cpu":
         attention = (
             "SDPA, math",

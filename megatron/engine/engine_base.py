@@ -84,7 +84,7 @@ class EngineBase(ABC):
     def _initialise_weights(self) -> None:
         """Fill the weights with their initial values."""
         kinds = {
-            spec.copy_of or name: spec.init
+            spec.get_global_name(name): spec.init
             for stage in self._rank_stages
             for name, spec in stage.specs.items()
         }

@@ -25,7 +25,7 @@ class Fragment:
     name: str
     spec: ParameterSpec
     offset: tuple[int, ...]
-    """Offset of the tensor-parallel shard in the global parameter."""
+    """Offset of the tensor-parallel shard in the global parameter. It is 0 for one in pieces."""
     shape: tuple[int, ...]
     """Shape of the tensor-parallel shard, vocabulary padding included."""
     start: int
@@ -46,16 +46,20 @@ class Fragment:
         """
         for inner, shape, first in split_run(self.start, self.start + self.size, self.shape):
             offset = tuple(a + b for a, b in zip(self.offset, inner, strict=True))
-            # `spec.shape` counts real rows only. Rows of the vocabulary padding are no part of the
-            # global tensor, so they must not get into a checkpoint.
-            rows = min(shape[0], self.spec.shape[0] - offset[0])
-            if rows <= 0:
-                continue
-            for kind, flat in flats.items():
-                view = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)[
-                    :rows
-                ]
-                yield TensorShard(kind, self.name, self.spec.shape, offset, view, owner)
+            # Rows of the vocabulary padding are no part of the global tensor, so they must not get
+            # into a checkpoint.
+            for piece in self.spec.locate_rows(offset[0], shape[0]):
+                rows = slice(piece.local, piece.local + piece.rows)
+                for kind, flat in flats.items():
+                    run = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)
+                    yield TensorShard(
+                        kind,
+                        self.name,
+                        self.spec.shape,
+                        (piece.start, *offset[1:]),
+                        run[rows],
+                        owner,
+                    )
 
 
 def split_run(

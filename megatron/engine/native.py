@@ -106,11 +106,12 @@ class NativeEngine(EngineBase):
             offset = self._compute_offset(spec, tuple(parameter.shape))
             masters.append(
                 MasterParameter(
-                    spec.copy_of or name,
+                    spec.get_global_name(name),
                     spec,
                     offset,
                     parameter,
                     nn.Parameter(local, requires_grad=False),
+                    self._plan.config.optimizer.weight_decay_on_embeddings,
                 )
             )
         return masters
@@ -129,10 +130,10 @@ class NativeEngine(EngineBase):
         """Return the offset of this rank's shard in the global parameter.
 
         Tensor parallelism shards first, along `shard_dim`. FSDP2 then shards the rows of the
-        result.
+        result. For a parameter in pieces, it is the offset in the tensor-parallel shard.
         """
         offset = [0] * len(spec.shape)
-        if spec.shard_dim is not None:
+        if spec.shard_dim is not None and spec.pieces is None:
             offset[spec.shard_dim] = self._mesh.coordinate.tensor * tp_local_shape[spec.shard_dim]
         if self._mesh.grid.data > 1:
             offset[0] += shard_offset(
@@ -323,17 +324,17 @@ class NativeEngine(EngineBase):
         """Return the live state of this rank. See `Engine.shards`."""
         shards = []
         for master in self._masters:
-            # `spec.shape` counts real rows only. Vocabulary padding is no part of a checkpoint.
-            rows = max(0, min(master.weight.shape[0], master.spec.shape[0] - master.offset[0]))
-            if rows == 0 or master.weight.numel() == 0:
-                continue
             owner = self._is_counted(master)
-            for kind, tensor in self._get_state(master, optimizer=optimizer).items():
-                shards.append(
-                    TensorShard(
-                        kind, master.name, master.spec.shape, master.offset, tensor[:rows], owner
+            # `spec.shape` counts real rows only. Vocabulary padding is no part of a checkpoint.
+            for piece in master.spec.locate_rows(master.offset[0], master.weight.shape[0]):
+                offset = (piece.start, *master.offset[1:])
+                rows = slice(piece.local, piece.local + piece.rows)
+                for kind, tensor in self._get_state(master, optimizer=optimizer).items():
+                    shards.append(
+                        TensorShard(
+                            kind, master.name, master.spec.shape, offset, tensor[rows], owner
+                        )
                     )
-                )
         return shards
 
     def _get_step_count(self) -> int:

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from megatron import apex
 from megatron.config.optimizer import OptimizerConfig
+from megatron.model.gpt import EMBEDDING
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
 
@@ -36,10 +37,15 @@ class MasterParameter:
     weight: nn.Parameter
     """The master in fp32. Its `.grad` is set only for the optimizer's step."""
 
+    decay_embeddings: bool = True
+    """Whether weight decay applies to the tables of the embedding."""
+
     @property
     def decays(self) -> bool:
         """Whether weight decay applies, which it does to matrices but not to biases and norms."""
-        return len(self.spec.shape) > 1
+        if len(self.spec.shape) == 1:
+            return False
+        return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 
 
 class Optimizer(ABC):

@@ -67,7 +67,9 @@ def build_stages(
         # 2. Tensor-parallel shards. Each layer creates its own shard only, so this is part of the
         #    construction. The layers also contain the collectives of the tensor group.
         with device:
-            model = GPT(plan.shape, mesh.tensor_parallel, streams, layers, execution)
+            model = GPT(
+                plan.shape, mesh.tensor_parallel, streams, layers, execution, plan.config.loss
+            )
         # FSDP2 and `to` replace the parameters by new ones without the attribute `spec`. So the
         # attribute is read before both.
         specs: dict[str, ParameterSpec] = {

@@ -5,8 +5,9 @@ size.
 
 One weight matrix projects to queries, keys and values. Its rows are ordered by group. Each group
 has the rows of its n/g query heads, its key and its value. A rank's part consists of complete
-groups, so it is a contiguous slice of the matrix. This holds for multi-head (n/g = 1) and
-grouped-query attention alike (https://arxiv.org/abs/2305.13245).
+groups, so it is a contiguous slice of the matrix. With fewer groups than ranks, a rank has some of
+the query heads of one group, and keys and values are replicated (`SharedGroupsLinear`). This holds
+for multi-head (n/g = 1) and grouped-query attention alike (https://arxiv.org/abs/2305.13245).
 """
 
 from itertools import pairwise
@@ -18,9 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
+from megatron.model.norm import build_query_key_norm
 from megatron.model.positions import Positions, rotate
-from megatron.model.shape import ModelShape
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, split_evenly
+from megatron.model.shape import LayerDescription, ModelShape
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    Init,
+    RowParallelLinear,
+    SharedGroupsLinear,
+    split_evenly,
+)
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey
 
@@ -31,6 +39,7 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         shape: ModelShape,
+        layer: LayerDescription,
         dropout: Dropout,
         tp: TensorParallel,
     ) -> None:
@@ -38,19 +47,39 @@ class SelfAttention(nn.Module):
 
         Args:
             shape: Sizes of the model.
+            layer: What this layer has.
             dropout: Dropout on the attention probabilities.
             tp: The tensor-parallel ranks.
         """
         super().__init__()
         config = shape.config
+        self.rotary = layer.rotary
+        self.windowed = layer.window is not None
         self.head_dim = shape.head_dim
-        self.groups = split_evenly(shape.query_groups, tp)
-        self.heads_per_group = config.num_attention_heads // shape.query_groups
-        # n/g query heads, one key and one value for each group.
-        rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size, rows, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
-        )
+        self.qkv: ColumnParallelLinear | SharedGroupsLinear
+        if shape.query_groups >= tp.size:
+            self.groups = split_evenly(shape.query_groups, tp)
+            self.heads_per_group = config.num_attention_heads // shape.query_groups
+            # n/g query heads, one key and one value for each group.
+            rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
+            self.qkv = ColumnParallelLinear(
+                config.hidden_size, rows, bias=shape.has_qkv_bias, tp=tp, init=Init.NORMAL
+            )
+        else:
+            # Several ranks share a group, and each has some of its query heads.
+            self.groups = 1
+            self.heads_per_group = split_evenly(config.num_attention_heads, tp)
+            self.qkv = SharedGroupsLinear(
+                config.hidden_size,
+                heads=config.num_attention_heads,
+                groups=shape.query_groups,
+                head_dim=shape.head_dim,
+                bias=shape.has_qkv_bias,
+                tp=tp,
+                init=Init.NORMAL,
+            )
+        self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
+        self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
         self.out = RowParallelLinear(
             config.num_attention_heads * shape.head_dim,
             config.hidden_size,
@@ -64,6 +93,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        # g/t is 1 below, and n/g is n/t, if several ranks share a group.
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         n = self.heads_per_group
@@ -71,7 +101,13 @@ class SelfAttention(nn.Module):
         # Queries and keys are adjacent, so one call rotates both.
         query_key = qkv[..., : n + 1, :]
         value = qkv[..., n + 1, :]
-        if positions.cos is not None and positions.sin is not None:
+        if self.q_norm is not None and self.k_norm is not None:
+            query_key = torch.cat(
+                (self.q_norm(query_key[..., :n, :]), self.k_norm(query_key[..., n:, :])), dim=-2
+            )
+        if self.rotary:
+            assert positions.cos is not None, "a rotary layer needs tables"
+            assert positions.sin is not None, "a rotary layer needs tables"
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
@@ -109,16 +145,17 @@ class SelfAttention(nn.Module):
         """
         # The kernel draws the mask itself. The generator must be seeded right before the call.
         p = self.dropout.seed(dropout_key)
+        bias = positions.window_bias if self.windowed else positions.bias
         if positions.documents is not None:
-            return _attend_by_document(query, key, value, positions.bias, positions.documents, p)
-        return _attend(query, key, value, positions.bias, p)
+            return _attend_by_document(query, key, value, bias, positions.documents, p)
+        return _attend(query, key, value, bias, p)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
     """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
-    # ALiBi's bias includes the causal mask, and the kernel does not accept both.
+    # A bias includes the causal mask, and the kernel does not accept both.
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -140,8 +177,8 @@ def _attend_by_document(
 ) -> Tensor:
     """Compute attention within each document separately.
 
-    No [s, s] mask is made, and shorter documents cost less. ALiBi's bias depends on distances only,
-    so its upper left corner is the bias of a shorter document.
+    No [s, s] mask is made, and shorter documents cost less. A bias depends on distances only, so
+    its upper left corner is the bias of a shorter document.
     """
     samples = []
     for sample, bounds in enumerate(documents):

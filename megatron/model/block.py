@@ -1,4 +1,14 @@
-"""A pre-norm transformer layer as in GPT-2: norm, attention, residual, then norm, MLP, residual."""
+"""A transformer layer: attention and MLP, each with a norm and added to the residual stream.
+
+| norms  | residuals  | y =                                         |
+|--------|------------|---------------------------------------------|
+| input  | sequential | z + MLP(norm(z)), z = x + attention(norm(x)) |
+| output | sequential | z + norm(MLP(z)), z = x + norm(attention(x)) |
+| input  | parallel   | x + attention(norm(x)) + MLP(norm(x))       |
+| output | parallel   | x + norm(attention(x)) + norm(MLP(x))       |
+
+The two norms of a layer have weights of their own. GPT-2 has the first row.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +18,7 @@ from torch import Tensor, nn
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
 from megatron.model.mlp import MLP
-from megatron.model.norm import build_norm
+from megatron.model.norm import LayerNorm, RMSNorm, build_norm
 from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
@@ -45,14 +55,26 @@ class Block(nn.Module):
         # another pipeline layout draws the same masks.
         site = 1 + _SITES_PER_BLOCK * index
         residual_is_sharded = tp.sequence_parallel
-        self.input_norm = build_norm(config, tp)
+        # Attention and MLP each have one norm, in one of two places.
+        self.input_norm: LayerNorm | RMSNorm | None = None
+        self.attention_output_norm: LayerNorm | RMSNorm | None = None
+        self.post_attention_norm: LayerNorm | RMSNorm | None = None
+        self.mlp_output_norm: LayerNorm | RMSNorm | None = None
+        norm_first = config.norm_placement == "input"
+        if norm_first:
+            self.input_norm = build_norm(config, tp)
+        self.parallel_residual = config.parallel_residual
         # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
         core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
-        self.attention = SelfAttention(shape, core_dropout, tp)
+        self.attention = SelfAttention(shape, shape.describe_layer(index), core_dropout, tp)
         self.attention_dropout = Dropout(
             config.hidden_dropout, site + 1, streams, sharded=residual_is_sharded
         )
-        self.post_attention_norm = build_norm(config, tp)
+        if norm_first:
+            self.post_attention_norm = build_norm(config, tp)
+        else:
+            self.attention_output_norm = build_norm(config, tp)
+            self.mlp_output_norm = build_norm(config, tp)
         self.mlp = MLP(shape, tp)
         self.mlp_dropout = Dropout(
             config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
@@ -96,8 +118,35 @@ class Block(nn.Module):
         return self._second_half(self, x, attended, dropout_key)
 
     def _attend(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
-        return self.attention(self.input_norm(x), positions, dropout_key)
+        attended = self.attention(
+            _normalise_input(self.input_norm, self.attention_output_norm, x), positions, dropout_key
+        )
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
+        return attended
 
     def _feed_forward(self, x: Tensor, attended: Tensor, dropout_key: DropoutKey) -> Tensor:
-        x = x + self.attention_dropout(attended, dropout_key)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_norm(x)), dropout_key)
+        after = x + self.attention_dropout(attended, dropout_key)
+        # Attention and MLP read the same input if they are parallel.
+        source = x if self.parallel_residual else after
+        out = self.mlp(_normalise_input(self.post_attention_norm, self.mlp_output_norm, source))
+        if self.mlp_output_norm is not None:
+            out = self.mlp_output_norm(out)
+        return after + self.mlp_dropout(out, dropout_key)
+
+
+def _normalise_input(
+    before: LayerNorm | RMSNorm | None, after: LayerNorm | RMSNorm | None, x: Tensor
+) -> Tensor:
+    """Return the input of attention or MLP, in the dtype of the computation.
+
+    Args:
+        before: The norm before attention or MLP, or None.
+        after: The norm after it, or None. There is one of the two.
+        x: The residual stream.
+    """
+    if before is not None:
+        return before(x)
+    # A norm would cast a residual stream that is kept in fp32.
+    assert after is not None, "a half has one of the two norms"
+    return x.to(after.weight.dtype)

@@ -42,7 +42,9 @@ class Embedding(nn.Module):
         # LayerNorm also if the blocks use RMSNorm.
         self.norm: LayerNorm | None = None
         if config.embed_layernorm:
-            self.norm = LayerNorm(config.hidden_size, config.layernorm_epsilon, tp)
+            self.norm = LayerNorm(
+                config.hidden_size, config.layernorm_epsilon, tp, bias=config.norm_bias
+            )
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None
         if rows:

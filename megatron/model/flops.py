@@ -56,24 +56,66 @@ def _get_widths(shape: ModelShape) -> _Widths:
 
 
 def count_norm_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one norm: weight h, and for LayerNorm a bias h."""
-    return shape.config.hidden_size * (2 if shape.config.normalization == "LayerNorm" else 1)
+    """Return the parameters of one norm: weight h, and for LayerNorm with biases a bias h."""
+    return shape.config.hidden_size * _count_norm_vectors(shape)
+
+
+def _count_norm_vectors(shape: ModelShape) -> int:
+    """Return the number of vectors of a norm that `--normalization` names."""
+    if shape.config.normalization == "LayerNorm" and shape.config.norm_bias:
+        return 2
+    return 1
+
+
+def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: int) -> int:
+    """Return the parameters of a layer's norms of queries and keys on one tensor-parallel rank.
+
+    A norm of single heads has a weight d, and possibly a bias d, on every rank. A norm of all
+    heads has a weight for each channel, which the ranks share out.
+    """
+    if shape.config.qk_norm is None:
+        return 0
+    if shape.config.qk_norm == "head":
+        return 2 * shape.head_dim * _count_norm_vectors(shape)
+    w = _get_widths(shape)
+    return (w.q + w.k) // tensor_parallel_size
+
+
+def _count_activation_parameters(shape: ModelShape) -> int:
+    """Return the weights of a layer's activation function, which every tensor-parallel rank has."""
+    if shape.config.glu_activation is None and shape.config.activation == "xielu":
+        return 2
+    return 0
 
 
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """Return the parameters of one transformer layer on one tensor-parallel rank.
 
     For GPT-2 on one rank these are 12 h^2 + 13 h. Column-parallel weights and biases and
-    row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank.
+    row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank, and so
+    are keys and values if there are fewer query groups than ranks.
     """
     w = _get_widths(shape)
     t = tensor_parallel_size
+    # Keys and values are replicated if several ranks share a query group.
+    if shape.query_groups < t:
+        queries, replicated = w.q, 2 * w.k
+    else:
+        queries, replicated = w.q + 2 * w.k, 0
     # In this order: query, key and value, attention output, MLP input, MLP output.
-    weights = w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h
-    column_biases, row_biases = (
-        ((w.q + 2 * w.k) + w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
+    weights = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
+    column_biases, row_biases = (w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
+    if shape.has_qkv_bias:
+        column_biases += queries
+        row_biases += replicated
+    return (
+        (weights + column_biases) // t
+        + row_biases
+        + w.h * replicated
+        + 2 * count_norm_parameters(shape)
+        + _count_query_key_norm_parameters(shape, t)
+        + _count_activation_parameters(shape)
     )
-    return (weights + column_biases) // t + row_biases + 2 * count_norm_parameters(shape)
 
 
 def count_word_embedding_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -91,7 +133,10 @@ def count_first_stage_extra_parameters(shape: ModelShape) -> int:
     if the other norms are not.
     """
     h = shape.config.hidden_size
-    return shape.position_table_size * h + (2 * h if shape.config.embed_layernorm else 0)
+    vectors = 0
+    if shape.config.embed_layernorm:
+        vectors = 2 if shape.config.norm_bias else 1
+    return (shape.position_table_size + vectors) * h
 
 
 def count_parameters(shape: ModelShape) -> int:
@@ -146,7 +191,8 @@ def count_forward_flops_per_token(
 ) -> tuple[int, int]:
     """Return the FLOPs of one token's forward pass as (all layers, logits).
 
-    Only matrix products count. Scores and their weighted sum cost 2 s q each.
+    Only matrix products count. Scores and their weighted sum cost 2 s q each, with the window in
+    place of s in layers with a sliding window.
 
     Args:
         shape: Sizes of the model.
@@ -156,8 +202,11 @@ def count_forward_flops_per_token(
     s = seq_length or shape.config.seq_length
     # A product with an m x n matrix costs 2 m n for each token. The matrices are the projections of
     # the attention and those of the MLP.
-    per_layer = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h) + 4 * s * w.q
-    return shape.config.num_layers * per_layer, 2 * w.h * shape.padded_vocab_size
+    matrices = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h + w.h * w.mlp_in + w.f * w.h)
+    layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
+    keys = sum(min(s, layer.window or s) for layer in layers)
+    all_layers = shape.config.num_layers * matrices + 4 * keys * w.q
+    return all_layers, 2 * w.h * shape.padded_vocab_size
 
 
 def count_model_flops_per_token(shape: ModelShape, seq_length: int | None = None) -> int:

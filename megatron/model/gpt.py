@@ -10,9 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megatron.config.loss import LossConfig
 from megatron.model.block import Block
 from megatron.model.embedding import Embedding
 from megatron.model.execution import Execution
+from megatron.model.goldfish import keep_tokens
 from megatron.model.inputs import Inputs
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import build_norm
@@ -23,6 +25,9 @@ from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
+
+EMBEDDING = "embedding."
+"""What the names of the embedding's parameters start with."""
 
 # Name of the parameter that a tied output matrix on another stage is a replica of. Checkpoints
 # store it under this name only.
@@ -66,6 +71,7 @@ class GPT(nn.Module):
         streams: RandomStreams,
         stage: Stage | None = None,
         execution: Execution | None = None,
+        loss: LossConfig | None = None,
     ) -> None:
         """Build the parts of one stage, uninitialised.
 
@@ -76,6 +82,7 @@ class GPT(nn.Module):
             stage: The stage to build. By default it is the complete model.
             execution: The precision of the blocks and of the residual stream. `parallelize.py` of
                 the engines applies recomputation and compilation.
+            loss: What training adds to cross entropy, or leaves out of it. Default: nothing.
         """
         super().__init__()
         self.shape = shape
@@ -83,6 +90,7 @@ class GPT(nn.Module):
         self.stage = stage = stage or make_single_stage(shape)
         execution = execution or Execution()
         self._dtype = execution.dtype
+        self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
         if stage.first:
             self.embedding = Embedding(shape, tp, streams, fp32_residual=execution.fp32_residual)
@@ -112,13 +120,23 @@ class GPT(nn.Module):
         if self.head is None:
             return x
         assert inputs.labels is not None, "the loss needs labels"
-        if inputs.loss_mask is None:
-            mask = None
-        else:
-            mask = inputs.loss_mask.t()
+        mask = inputs.loss_mask
+        z_loss = 0.0
+        # The validation loss stays comparable between runs.
+        if self.training:
+            z_loss = self._loss.z_loss_coefficient
+            if self._loss.goldfish_loss:
+                kept = keep_tokens(inputs.labels, self._loss.goldfish_k, self._loss.goldfish_h)
+                mask = kept if mask is None else mask * kept
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
         return cross_entropy(
-            hidden, self._get_output_weight(), inputs.labels.t(), self._vocab, self.tp, mask
+            hidden,
+            self._get_output_weight(),
+            inputs.labels.t(),
+            self._vocab,
+            self.tp,
+            None if mask is None else mask.t(),
+            z_loss=z_loss,
         )
 
     def compute_logits(self, tokens: Tensor) -> Tensor:

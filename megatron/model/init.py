@@ -12,6 +12,8 @@
 | blocks.*.mlp.down.weight      | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
 | *norm.weight                  | ONE           | 1                            |
 | *.bias                        | ZERO          | 0                            |
+| *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
+| *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
 
 sigma is `--init-method-std`. A parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
@@ -23,6 +25,7 @@ device therefore starts from the same model. Numbers are drawn on the CPU, one b
 the other. Each rank draws the rows that it holds.
 """
 
+import math
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,6 +39,13 @@ from megatron.parallel.layers import Init
 # Elements of a block. It is large enough to amortise the seeding of a generator. A change of it
 # changes the initial weights for a given seed.
 _BLOCK_ELEMENTS = 1 << 18
+_CONSTANTS = {
+    Init.ZERO: 0.0,
+    Init.ONE: 1.0,
+    Init.XIELU_P: math.log(math.expm1(0.8)),
+    Init.XIELU_N: math.log(math.expm1(0.3)),
+}
+"""Value of each kind that is the same for all elements."""
 
 
 def initialise(
@@ -58,11 +68,8 @@ def initialise(
         shape: Sizes of the model.
         seed: Seed of the run.
     """
-    if kind is Init.ZERO:
-        local.zero_()
-        return
-    if kind is Init.ONE:
-        local.fill_(1.0)
+    if kind in _CONSTANTS:
+        local.fill_(_CONSTANTS[kind])
         return
     # The residual stream sums the outputs of two projections in each layer. A smaller sigma keeps
     # its variance independent of the number of layers.

@@ -51,8 +51,13 @@ def cross_entropy(
     rows: VocabSlice,
     tp: TensorParallel,
     loss_mask: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
+
+    With Z = sum of exp(logits), the z-loss adds `z_loss` x log(Z)^2 to the loss of each position
+    (https://arxiv.org/abs/2204.02311, section 5).
 
     Args:
         hidden: [s, b, h], after the final norm and `enter_tensor_parallel`.
@@ -61,6 +66,7 @@ def cross_entropy(
         rows: The ids of the rows of `weight`.
         tp: The tensor-parallel ranks.
         loss_mask: [s, b], 1 where a position counts. None means that all positions count.
+        z_loss: Coefficient of the z-loss. 0 turns it off.
 
     Returns:
         A scalar in fp32, the same on all tensor-parallel ranks.
@@ -71,7 +77,7 @@ def cross_entropy(
     else:
         mask = loss_mask.reshape(-1).float()
     total = _LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, keep_gradients
+        hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, z_loss, keep_gradients
     )
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
@@ -98,6 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask: Tensor | None,
         rows: VocabSlice,
         tp: TensorParallel,
+        z_loss: float,
         keep_gradients: bool,
     ) -> Tensor:
         n = hidden.shape[0]
@@ -119,11 +126,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target = _combine(top, total, target, tp)
             losses = total.log() - (target - highest)
+            if z_loss:
+                log_z = highest + total.log()
+                losses += z_loss * log_z.square()
             loss += losses.sum() if mask is None else torch.dot(losses, mask[part])
             if not keep_gradients:
                 continue
             # This turns exp(logit - top) into the softmax over the complete vocabulary.
             to_softmax = torch.exp(top - highest) / total
+            if z_loss:
+                # The gradient of log(Z) is the softmax.
+                to_softmax *= 1 + 2 * z_loss * log_z
             gradient = logits.mul_(to_softmax[:, None])
             # The gradient of the loss with respect to the logits is softmax - one_hot(target).
             if real:
@@ -143,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None
+        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None
 
 
 def _split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.model import ModelConfig
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import enter_tensor_parallel
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    Init,
+    RowParallelLinear,
+    make_inner_parameter,
+)
 from megatron.parallel.mesh import TensorParallel
 
 
@@ -21,6 +28,44 @@ def _gelu_erf(x: Tensor) -> Tensor:
 
 def _linear(x: Tensor) -> Tensor:
     return x
+
+
+def _square_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+class XIELU(nn.Module):
+    """xIELU (https://arxiv.org/abs/2411.13010), with its two weights in each layer.
+
+    y = a x^2 + b x for x > 0 and c (exp(x) - 1 - x) + b x below, with a = softplus(alpha_p),
+    b = 1/2 and c = b + softplus(alpha_n). Above -1e-6, exp(x) - 1 has its value at -1e-6.
+    """
+
+    _BETA = 0.5
+    _EPS = -1e-6
+
+    def __init__(self, tp: TensorParallel) -> None:
+        """Create both weights, uninitialised."""
+        super().__init__()
+        self.alpha_p = make_inner_parameter((1,), tp, Init.XIELU_P)
+        self.alpha_n = make_inner_parameter((1,), tp, Init.XIELU_N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of each element, computed in fp32."""
+        wide = x.float()
+        positive = F.softplus(self.alpha_p.float()) * wide.square()
+        negative = self._BETA + F.softplus(self.alpha_n.float())
+        below = negative * (torch.expm1(wide.clamp(max=self._EPS)) - wide)
+        return (torch.where(wide > 0, positive, below) + self._BETA * wide).to(x.dtype)
+
+
+def _build_activation(config: ModelConfig, tp: TensorParallel) -> Callable[[Tensor], Tensor]:
+    """Return the activation function of the MLP, which may be a module with weights."""
+    if config.glu_activation is None and config.activation == "squared_relu":
+        return _square_relu
+    if config.glu_activation is None and config.activation == "xielu":
+        return XIELU(tp)
+    return choose_activation(config.glu_activation, config.bias_gelu_fusion)
 
 
 def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Tensor]:
@@ -59,7 +104,7 @@ class MLP(nn.Module):
         config = shape.config
         f = shape.ffn_hidden_size
         self.tp = tp
-        self.activation = choose_activation(config.glu_activation, config.bias_gelu_fusion)
+        self.activation = _build_activation(config, tp)
         self.up = ColumnParallelLinear(
             config.hidden_size, f, bias=config.add_bias_linear, tp=tp, init=Init.NORMAL
         )

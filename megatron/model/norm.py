@@ -4,6 +4,7 @@ The output has the weights' dtype. This is the dtype of the computation, also if
 is kept in fp32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import apex
-from megatron.config.model import ModelConfig, Normalization
-from megatron.parallel.layers import Init, make_replicated_parameter
+from megatron.config.model import ModelConfig
+from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from megatron.parallel.layers import (
+    Init,
+    ParameterSpec,
+    make_inner_parameter,
+    make_parameter,
+    make_replicated_parameter,
+    split_evenly,
+)
 from megatron.parallel.mesh import TensorParallel
+
+MakeParameter = Callable[[tuple[int, ...], TensorParallel, Init], nn.Parameter]
+"""A function that makes a parameter from its shape, the tensor-parallel ranks and its kind."""
 
 # The kernels are looked up once, at import. A lookup in `forward` would cost time in every step.
 _apex_layer_norm, _apex_reason = apex.find(
@@ -25,28 +37,48 @@ _apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_
 class LayerNorm(nn.Module):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        make: MakeParameter = make_replicated_parameter,
+        *,
+        bias: bool = True,
+    ) -> None:
         """Create the weight and the bias, uninitialised.
 
         Args:
             size: Size of the last dimension.
             eps: Added to the variance.
             tp: The tensor-parallel ranks.
+            make: Makes the parameters.
+            bias: Whether there is a bias.
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
-        self.bias = make_replicated_parameter((size,), tp, Init.ZERO)
+        self.weight = make((size,), tp, Init.ONE)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = make((size,), tp, Init.ZERO)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
         if x.dtype != self.weight.dtype:
             # The stream is in fp32 and the weights in half precision. The norm is computed in fp32.
             weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
+            bias = None
+            if self.bias is not None:
+                bias = self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
         # A compiler cannot trace apex's kernel. It fuses PyTorch's operation with its neighbours.
-        if x.is_cuda and _apex_layer_norm is not None and not torch.compiler.is_compiling():
+        # apex's kernel needs a bias.
+        if (
+            x.is_cuda
+            and self.bias is not None
+            and _apex_layer_norm is not None
+            and not torch.compiler.is_compiling()
+        ):
             return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
         # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs.
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -86,17 +118,24 @@ class _RMSNormFunction(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        make: MakeParameter = make_replicated_parameter,
+    ) -> None:
         """Create the weight, uninitialised.
 
         Args:
             size: Size of the last dimension.
             eps: Added to the mean of the squares.
             tp: The tensor-parallel ranks.
+            make: Makes the parameter.
         """
         super().__init__()
         self.eps = eps
-        self.weight = make_replicated_parameter((size,), tp, Init.ONE)
+        self.weight = make((size,), tp, Init.ONE)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -111,16 +150,66 @@ class RMSNorm(nn.Module):
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 
-_NORMS: dict[Normalization, type[LayerNorm] | type[RMSNorm]] = {
-    "LayerNorm": LayerNorm,
-    "RMSNorm": RMSNorm,
-}
-"""Value of --normalization -> its class. A choice without a row is an error."""
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over the channels of all heads, which the tensor-parallel ranks share out."""
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        """Create this rank's part of the weight, uninitialised.
+
+        Args:
+            size: Channels of all heads of the model.
+            eps: Added to the mean of the squares.
+            tp: The tensor-parallel ranks.
+        """
+        super().__init__()
+        self.eps = eps
+        self.tp = tp
+        self.size = size
+        self.weight = make_parameter(
+            (split_evenly(size, tp),), ParameterSpec((size,), Init.ONE, shard_dim=0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, g/t, n, d], this rank's heads by group, to the same shape."""
+        wide = x.float()
+        squares = wide.square().sum((-3, -2, -1), keepdim=True)
+        # The heads of every rank depend on the sum over all ranks. So the gradient of a rank's own
+        # squares is a sum over the ranks as well.
+        squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.tp), self.tp)
+        rstd = (squares / self.size + self.eps).rsqrt()
+        return (wide * rstd * self.weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
     """Build the norm that `--normalization` names, over the hidden size."""
-    return _NORMS[config.normalization](config.hidden_size, config.layernorm_epsilon, tp)
+    return _build_norm(config, config.hidden_size, tp, make_replicated_parameter)
+
+
+def _build_norm(
+    config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter
+) -> LayerNorm | RMSNorm:
+    """Build the norm that `--normalization` names, over `size` channels."""
+    if config.normalization == "RMSNorm":
+        return RMSNorm(size, config.layernorm_epsilon, tp, make)
+    return LayerNorm(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
+
+
+def build_query_key_norm(
+    config: ModelConfig, heads: int, head_dim: int, tp: TensorParallel
+) -> LayerNorm | RMSNorm | ShardedRMSNorm | None:
+    """Build the norm that `--qk-norm` names, for queries or keys [s, b, g/t, n, d].
+
+    Args:
+        config: The architecture.
+        heads: Number of the model's query heads, or of its key heads.
+        head_dim: Width d of a head.
+        tp: The tensor-parallel ranks.
+    """
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "full":
+        return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
+    return _build_norm(config, head_dim, tp, make_inner_parameter)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

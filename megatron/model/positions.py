@@ -4,12 +4,15 @@ Their tables are computed once for a forward pass and given to every block.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.model.inputs import Documents, Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -28,22 +31,57 @@ class Positions:
     """Same shape as `cos`."""
     bias: Tensor | None = None
     """[1, heads/t, s, s], ALiBi including the causal mask, in the activations' dtype."""
+    window_bias: Tensor | None = None
+    """[1, 1 or heads/t, s, s], the bias of the layers with a sliding window. It is `bias` for a
+    sequence that fits into the window."""
     documents: Documents | None = None
     """If given, attention stays within a document."""
 
 
 def make_rotary_table(
-    seq_length: int, dim: int, base: float, device: torch.device
+    seq_length: int,
+    dim: int,
+    base: float,
+    device: torch.device,
+    scale: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of position x frequency, with frequency_i = base^(-2i/dim).
 
     Source: https://arxiv.org/abs/2104.09864, section 3.2.2.
+
+    Args:
+        seq_length: s.
+        dim: Number of rotated channels of a head.
+        base: Base of the frequencies.
+        device: Device of the result.
+        scale: Changes the frequencies [dim / 2], in radians for each token.
     """
     # fp32, because half precision cannot represent large positions exactly.
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    if scale is not None:
+        frequencies = scale(frequencies)
     angles = torch.outer(torch.arange(seq_length, device=device, dtype=torch.float32), frequencies)
     angles = angles.view(seq_length, 1, 1, 1, dim // 2)
     return angles.cos(), angles.sin()
+
+
+def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Return the rotary frequencies that `--rope-scaling` asks for.
+
+    Args:
+        frequencies: In radians for each token.
+        config: The architecture.
+    """
+    if config.rope_scaling is None:
+        return frequencies
+    divided = frequencies / config.rope_scaling_factor
+    if config.rope_scaling == "linear":
+        return divided
+    turns = config.rope_original_length * frequencies / (2 * math.pi)
+    low = config.rope_low_freq_factor
+    # 0 where a frequency is divided, 1 where it is left as it is.
+    kept = ((turns - low) / (config.rope_high_freq_factor - low)).clamp(0.0, 1.0)
+    return (1 - kept) * divided + kept * frequencies
 
 
 class _Rotate(torch.autograd.Function):
@@ -127,6 +165,17 @@ def make_alibi_bias(
     return (slopes.view(-1, 1, 1) * distance).unsqueeze_(0).to(dtype)
 
 
+def make_window_bias(
+    window: int, seq_length: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return 0 for the `window` keys up to a query's position and -inf elsewhere, [1, 1, s, s]."""
+    positions = torch.arange(seq_length, device=device)
+    distance = positions.view(-1, 1) - positions.view(1, -1)
+    outside = (distance < 0) | (distance >= window)
+    bias = torch.zeros((seq_length, seq_length), device=device, dtype=dtype)
+    return bias.masked_fill_(outside, float("-inf")).view(1, 1, seq_length, seq_length)
+
+
 class PositionTables:
     """Builder of `Positions`. It keeps the last tables, which all steps and blocks share."""
 
@@ -173,15 +222,26 @@ class PositionTables:
     def _make(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Positions:
         """Build the tables of the configured kind of positions."""
         config = self._shape.config
+        positions = Positions()
         if config.position_embedding_type == "rotary":
             cos, sin = make_rotary_table(
-                seq_length, self._shape.rotary_dim, config.rotary_base, device
+                seq_length,
+                self._shape.rotary_dim,
+                config.rotary_base,
+                device,
+                partial(scale_rotary_frequencies, config=config),
             )
-            return Positions(cos=cos, sin=sin)
+            positions = Positions(cos=cos, sin=sin)
         if config.position_embedding_type == "alibi":
             local = config.num_attention_heads // self._tp.size
             heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-            return Positions(
+            positions = Positions(
                 bias=make_alibi_bias(heads, config.num_attention_heads, seq_length, device, dtype)
             )
-        return Positions()
+        window = config.sliding_window
+        if window is None or window >= seq_length:
+            return replace(positions, window_bias=positions.bias)
+        window_bias = make_window_bias(window, seq_length, device, dtype)
+        if positions.bias is not None:
+            window_bias = window_bias + positions.bias
+        return replace(positions, window_bias=window_bias)

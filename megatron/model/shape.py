@@ -3,7 +3,18 @@
 import math
 from dataclasses import dataclass
 
+from megatron.config.layer_choice import choose_layers
 from megatron.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """What one layer has that others may lack. None of it has parameters."""
+
+    rotary: bool
+    """Whether its queries and keys are rotated by their positions."""
+    window: int | None
+    """Tokens that a token attends to, itself included. None: all before it."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,11 @@ class ModelShape:
         return self.config.num_query_groups or self.config.num_attention_heads
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.config.add_bias_linear or self.config.add_qkv_bias
+
+    @property
     def ffn_hidden_size(self) -> int:
         """Inner width f of the MLP."""
         return self.config.ffn_hidden_size or 4 * self.config.hidden_size
@@ -44,6 +60,17 @@ class ModelShape:
         if self.config.position_embedding_type != "rotary":
             return 0
         return int(self.head_dim * self.config.rotary_percent)
+
+    def describe_layer(self, index: int) -> LayerDescription:
+        """Return the description of layer number `index` of the complete model, from 0."""
+        config = self.config
+        return LayerDescription(
+            rotary=config.position_embedding_type == "rotary"
+            and index not in _choose_layers(config.no_rope_layers, config.num_layers),
+            window=None
+            if index in _choose_layers(config.full_attention_layers, config.num_layers)
+            else config.sliding_window,
+        )
 
     @property
     def init_std(self) -> float:
@@ -67,3 +94,10 @@ class ModelShape:
         Source: https://arxiv.org/abs/1909.08053.
         """
         return self.init_std / math.sqrt(2.0 * self.config.num_layers)
+
+
+def _choose_layers(text: str | None, num_layers: int) -> frozenset[int]:
+    """Return the layers that a text chooses, and none for None."""
+    if text is None:
+        return frozenset()
+    return choose_layers(text, num_layers)

@@ -4,11 +4,13 @@ Every parameter is a plain local tensor with a `ParameterSpec`. The spec holds t
 complete model, the kind of initialisation, the dimension that is sharded, and whether the gradient
 is partial. Engines, initialisation and checkpoints read nothing else.
 
-The invariant: a rank's shard is a rectangular slice of the global tensor. Legend: h hidden size,
+The invariant: a rank's shard is a rectangular slice of the global tensor, or several such slices
+one below the other (`Piece`). Legend: h hidden size,
 s sequence, b micro-batch, t tensor-parallel size. Source: https://arxiv.org/abs/1909.08053,
 section 3.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +30,21 @@ class Init(Enum):
     """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
     ZERO = "zero"
     ONE = "one"
+    XIELU_P = "xIELU, positive side"
+    """The constant from which softplus makes 0.8."""
+    XIELU_N = "xIELU, negative side"
+    """The constant from which softplus makes 0.3, and 0.8 with the 0.5 that is added to it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring rows of a local tensor that are also neighbours in the global tensor."""
+
+    local: int
+    """First row in the tensor of this tensor-parallel rank."""
+    start: int
+    """First row in the global tensor."""
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,7 @@ class ParameterSpec:
     shard_dim: int | None = None
     """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
     partial_gradient: bool = False
-    """Whether a rank's gradient covers only its slice of the sequence.
+    """Whether a rank's gradient covers only its slice of the sequence, or its heads or channels.
 
     Such gradients must be added up over the tensor-parallel ranks.
     """
@@ -53,6 +70,37 @@ class ParameterSpec:
 
     The gradients of both must be added up. The original is counted and stored, and the copy is not.
     """
+    part_of: str | None = None
+    """The attribute of the same module whose global tensor this parameter is a part of.
+
+    It needs `pieces`. `shard_dim` then only says whether the ranks hold different parts.
+    """
+    pieces: tuple[Piece, ...] | None = None
+    """Where the rows of the local tensor are in the global one. None: `shard_dim` says it."""
+
+    def get_global_name(self, name: str) -> str:
+        """Return the name in the complete model of a parameter that the module names `name`."""
+        if self.part_of is not None:
+            return f"{name.rpartition('.')[0]}.{self.part_of}"
+        return self.copy_of or name
+
+    def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
+        """Yield the pieces of the global tensor in a run of rows, without vocabulary padding.
+
+        Args:
+            first: The run's first row, in the local tensor if there are `pieces`, and otherwise in
+                the global tensor.
+            rows: Number of rows in the run.
+
+        Yields:
+            Pieces whose `local` counts from the beginning of the run.
+        """
+        pieces = self.pieces or (Piece(0, 0, self.shape[0]),)
+        for piece in pieces:
+            begin = max(first, piece.local)
+            end = min(first + rows, piece.local + piece.rows)
+            if begin < end:
+                yield Piece(begin - first, piece.start + begin - piece.local, end - begin)
 
 
 def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Parameter:
@@ -71,6 +119,15 @@ def make_replicated_parameter(
     the sum. With sequence parallelism its gradient is therefore partial.
     """
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
+
+
+def make_inner_parameter(shape: tuple[int, ...], tp: TensorParallel, init: Init) -> nn.Parameter:
+    """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
+
+    It is for places inside a tensor-parallel region. A rank's gradient is the part that comes from
+    its own heads or channels, also without sequence parallelism.
+    """
+    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.size > 1))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
@@ -120,6 +177,86 @@ class ColumnParallelLinear(nn.Module):
             [s, b, out/t]
         """
         return F.linear(x if entered else enter_tensor_parallel(x, self.tp), self.weight, self.bias)
+
+
+class SharedGroupsLinear(nn.Module):
+    """The projection to queries, keys and values if there are fewer query groups than ranks.
+
+    The global matrix has for each group the rows of its queries, its key and its value. A rank has
+    the queries of n/t heads, which belong to one group. Keys and values of all groups are on every
+    rank, because several ranks need the same ones. They are small. A rank computes only those of
+    its own group, so its gradient is a part of the sum over the ranks.
+
+    n: heads, g: query groups, d: width of a head.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        heads: int,
+        groups: int,
+        head_dim: int,
+        bias: bool,
+        tp: TensorParallel,
+        init: Init,
+    ) -> None:
+        """Create the rank's queries, and keys and values of all groups.
+
+        Args:
+            in_features: Width of the input.
+            heads: Query heads of the model.
+            groups: Query groups of the model, which divide the number of ranks.
+            head_dim: Width of a head.
+            bias: Whether there is a bias. It starts at zero.
+            tp: The tensor-parallel ranks.
+            init: The kind of the weight's initial values.
+        """
+        super().__init__()
+        self.tp = tp
+        ranks_of_group, rest = divmod(tp.size, groups)
+        assert rest == 0, f"{groups} query groups do not divide {tp.size} ranks"
+        group, member = divmod(tp.rank, ranks_of_group)
+        group_rows = (heads // groups + 2) * head_dim
+        own = split_evenly(heads, tp) * head_dim
+        pair = 2 * head_dim
+        queries = (Piece(0, group * group_rows + member * own, own),)
+        keys_values = tuple(
+            Piece(i * pair, (i + 1) * group_rows - pair, pair) for i in range(groups)
+        )
+        # The rows of this rank's group in the replicated keys and values.
+        self.own_pair = slice(group * pair, (group + 1) * pair)
+
+        def make(
+            part_of: str, columns: tuple[int, ...], kind: Init, *, shared: bool
+        ) -> nn.Parameter:
+            return make_parameter(
+                (groups * pair if shared else own, *columns),
+                ParameterSpec(
+                    (groups * group_rows, *columns),
+                    kind,
+                    shard_dim=None if shared else 0,
+                    partial_gradient=shared,
+                    part_of=part_of,
+                    pieces=keys_values if shared else queries,
+                ),
+            )
+
+        self.weight = make("weight", (in_features,), init, shared=False)
+        self.shared_weight = make("weight", (in_features,), init, shared=True)
+        self.bias: nn.Parameter | None = None
+        self.shared_bias: nn.Parameter | None = None
+        if bias:
+            self.bias = make("bias", (), Init.ZERO, shared=False)
+            self.shared_bias = make("bias", (), Init.ZERO, shared=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, (n/t + 2) d]."""
+        weight = torch.cat((self.weight, self.shared_weight[self.own_pair]))
+        bias = None
+        if self.bias is not None and self.shared_bias is not None:
+            bias = torch.cat((self.bias, self.shared_bias[self.own_pair]))
+        return F.linear(enter_tensor_parallel(x, self.tp), weight, bias)
 
 
 class RowParallelLinear(nn.Module):

@@ -74,6 +74,23 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"position_embedding_type": "rotary", "kv_channels": 5}, "of a head's 5 channels are 5"),
     (
+        {"rope_scaling": "llama3", "rope_low_freq_factor": 4.0},
+        "--rope-low-freq-factor 4.0 must be below --rope-high-freq-factor 4.0",
+    ),
+    ({"rope_scaling_factor": 0.0}, "--rope-scaling-factor 0.0 must be above 0"),
+    ({"sliding_window": 0}, "--sliding-window 0 must be at least 1"),
+    ({"no_rope_layers": "1,x"}, "--no-rope-layers 1,x: 'x' is neither a number nor START:STOP"),
+    ({"no_rope_layers": "99"}, "'99' chooses none of the layers 0 to "),
+    ({"no_rope_layers": "-1"}, "'-1' is neither a number"),
+    ({"full_attention_layers": "::0"}, "'::0' has the step 0; use 1 or more"),
+    (
+        {"activation": "xielu", "glu_activation": "swiglu"},
+        "--activation xielu and --glu-activation swiglu exclude each other",
+    ),
+    ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
+    ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
+    ({"z_loss_coefficient": -1.0}, "--z-loss-coefficient -1.0 must be at least 0"),
+    (
         {"max_position_embeddings": 8},
         "--max-position-embeddings 8 must be at least --seq-length 16",
     ),
@@ -238,6 +255,18 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     ({"muon_nesterov": True}, "--muon-nesterov has no effect without --optimizer muon."),
     ({"loss_scale": 12.0}, "--loss-scale 12.0 has no effect without --fp16."),
+    ({"goldfish_k": 4}, "--goldfish-k 4 has no effect without --goldfish-loss."),
+    ({"no_rope_layers": "0"}, "--no-rope-layers 0 has no effect without --position-embedding-type"),
+    (
+        {"position_embedding_type": "rotary", "rope_scaling": "linear", "rope_original_length": 9},
+        "--rope-original-length 9 has no effect without --rope-scaling llama3.",
+    ),
+    ({"add_qkv_bias": True}, "--add-qkv-bias has no effect without --no-add-bias-linear"),
+    ({"norm_bias": False, "normalization": "RMSNorm"}, "--no-norm-bias has no effect with --norm"),
+    (
+        {"full_attention_layers": "0"},
+        "--full-attention-layers 0 has no effect without --sliding-window",
+    ),
     ({"hysteresis": 3}, "--hysteresis 3 has no effect without --fp16."),
     (
         {"partition_activations": True},

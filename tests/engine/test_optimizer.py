@@ -68,6 +68,22 @@ def test_adamw_equals_torchs_with_decay_on_matrices_only() -> None:
     assert optimizer.step_count == 5
 
 
+@pytest.mark.parametrize("decay_embeddings", [True, False])
+def test_the_configuration_decides_whether_embeddings_decay(decay_embeddings: bool) -> None:
+    def make(name: str, shape: tuple[int, ...]) -> MasterParameter:
+        parameter = nn.Parameter(torch.ones(shape))
+        spec = ParameterSpec(shape, Init.NORMAL)
+        offset = (0,) * len(shape)
+        return MasterParameter(name, spec, offset, parameter, parameter, decay_embeddings)
+
+    embeddings = [make("embedding.word.weight", (4, 3)), make("embedding.position", (4, 3))]
+    others = [make("head.weight", (4, 3)), make("blocks.0.mlp.up.weight", (4, 3))]
+    vectors = [make("embedding.norm.weight", (3,)), make("head.norm.weight", (3,))]
+    assert [m.decays for m in embeddings] == [decay_embeddings] * 2
+    assert [m.decays for m in others] == [True, True]
+    assert [m.decays for m in vectors] == [False, False]
+
+
 def test_a_reset_optimizer_equals_a_new_one() -> None:
     one = make_masters()
     two = make_masters()

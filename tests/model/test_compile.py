@@ -34,6 +34,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "bloom": {"position_embedding_type": "alibi"},
 }
+PARTS: dict[str, dict[str, Any]] = {
+    "apertus": {
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "activation": "xielu",
+        "qk_norm": "head",
+        "rope_scaling": "llama3",
+    },
+    "olmo": LLAMA
+    | {"qk_norm": "full", "norm_placement": "output"}
+    | {"sliding_window": 9, "full_attention_layers": "1"},
+    "neox": {
+        "position_embedding_type": "rotary",
+        "no_rope_layers": "1",
+        "parallel_residual": True,
+        "norm_bias": False,
+    },
+}
+"""Other parts of models. Layers with other attention have a graph of their own for it."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +86,7 @@ def pair(
     **changes: Any,
 ) -> tuple[GPT, GPT]:
     """Return the same model twice, not compiled and compiled."""
-    plain = build(tiny_config(**(SHAPES[shape] | changes)))
+    plain = build(tiny_config(**((SHAPES | PARTS)[shape] | changes)))
     models = []
     for execution in (
         eager or Execution(),
@@ -115,6 +134,17 @@ def test_a_compiled_model_has_the_same_numbers(shape: str, execution: Execution)
     eager, compiled = pair(shape, eager=execution)
     torch.testing.assert_close(step(compiled), step(eager), rtol=1e-5, atol=1e-6)
     assert count_graphs() == 2
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize(("shape", "graphs"), [("apertus", 2), ("olmo", 3), ("neox", 3)])
+def test_compiled_parts_have_the_same_numbers(shape: str, graphs: int) -> None:
+    eager, compiled = pair(shape)
+    for number in (1, 2):
+        torch.testing.assert_close(
+            step(compiled, number), step(eager, number), rtol=1e-5, atol=1e-6
+        )
+        assert count_graphs() == graphs
 
 
 def test_generated_code_has_the_same_numbers_and_repeats_its_dropout() -> None:

@@ -19,6 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "learned": {},
     "rotary": {"position_embedding_type": "rotary", "num_query_groups": 2},
     "alibi": {"position_embedding_type": "alibi"},
+    "windowed": {"position_embedding_type": "rotary", "sliding_window": 6},
 }
 
 

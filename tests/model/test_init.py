@@ -28,6 +28,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
+    "apertus": {
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "activation": "xielu",
+        "qk_norm": "head",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "olmo": {
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "norm_placement": "output",
+        "qk_norm": "full",
+        "num_query_groups": 2,
+    },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
 }
 DISTRIBUTIONS = {
@@ -35,6 +49,15 @@ DISTRIBUTIONS = {
     Init.SCALED_NORMAL: "N(0, sigma / sqrt(2 layers))",
     Init.ONE: "1",
     Init.ZERO: "0",
+    Init.XIELU_P: "log(exp(0.8) - 1)",
+    Init.XIELU_N: "log(exp(0.3) - 1)",
+}
+
+CONSTANTS = {
+    Init.ONE: 1.0,
+    Init.ZERO: 0.0,
+    Init.XIELU_P: math.log(math.exp(0.8) - 1),
+    Init.XIELU_N: math.log(math.exp(0.3) - 1),
 }
 
 
@@ -97,7 +120,7 @@ def test_values_have_the_distribution_of_the_kind(shape: str) -> None:
             expected = torch.from_numpy(normal) * deviations[kind]
             torch.testing.assert_close(real, expected, rtol=1e-6, atol=0.0)
         else:
-            assert torch.equal(real, torch.full_like(real, 1.0 if kind is Init.ONE else 0.0))
+            assert torch.equal(real, torch.full_like(real, CONSTANTS[kind]))
         assert not parameter[specs[name].shape[0] :].any()
 
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
 
+from megatron.model.execution import Execution
+from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import Inputs
 from megatron.model.mlp import choose_activation
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.model.positions import (
+    Positions,
     compute_alibi_slopes,
     make_alibi_bias,
     make_rotary_table,
@@ -18,7 +21,7 @@ from megatron.model.positions import (
 )
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import DropoutKey
+from megatron.parallel.rng import DropoutKey, RandomStreams
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,7 @@ def test_norms_equal_fp64(dtype: torch.dtype) -> None:
     for norm in (layer, rms):
         norm.weight.data.copy_(weight)
         norm.to(dtype)
+    assert layer.bias is not None
     layer.bias.data.copy_(bias)
     exact = x.double()
     centred = exact - exact.mean(-1, keepdim=True)
@@ -113,6 +117,80 @@ def test_norms_equal_fp64(dtype: torch.dtype) -> None:
     assert (layer(x).double() - by_layer).abs().max() < bound * by_layer.abs().max()
     assert (rms(x).double() - by_rms).abs().max() < bound * by_rms.abs().max()
     assert layer(x).dtype == rms(x).dtype == dtype
+
+
+def test_a_layer_norm_without_bias_equals_fp64() -> None:
+    norm = LayerNorm(16, 1e-5, TensorParallel(), bias=False)
+    norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)) * 3 + 2
+    exact = x.double()
+    centred = exact - exact.mean(-1, keepdim=True)
+    expected = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
+    # Also where the residual stream has another dtype than the weights.
+    half = norm.to(torch.bfloat16)(x)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_no_norm_bias_removes_the_bias_of_every_norm() -> None:
+    model = build(tiny_config(norm_bias=False, embed_layernorm=True, qk_norm="head"))
+    names = [name for name, _ in model.named_parameters() if "norm." in name]
+    assert names
+    assert not [name for name in names if name.endswith("bias")]
+
+
+@pytest.mark.parametrize("position_embedding_type", ["rotary", "alibi"])
+def test_a_window_ends_a_tokens_influence(position_embedding_type: str) -> None:
+    """With a window of 5, token 4 affects position 8 and not 9 in one layer."""
+    config = tiny_config(
+        num_layers=1, sliding_window=5, position_embedding_type=position_embedding_type
+    )
+    model = build(config).eval()
+    tokens = some_tokens()
+    changed = tokens.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 101
+    differs = (model.compute_logits(tokens) != model.compute_logits(changed)).any(-1).any(0)
+    assert differs.tolist() == [4 <= position < 9 for position in range(24)]
+
+
+def test_a_window_of_the_whole_sequence_changes_nothing() -> None:
+    tokens = some_tokens()
+    expected = build(tiny_config(position_embedding_type="alibi")).compute_logits(tokens)
+    for window in (24, 1000):
+        model = build(tiny_config(position_embedding_type="alibi", sliding_window=window))
+        assert torch.equal(model.compute_logits(tokens), expected)
+
+
+@pytest.mark.parametrize("placement", ["input", "output"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_fp32_residual_stream_fits_every_arrangement(placement: str, parallel: bool) -> None:
+    config = tiny_config(norm_placement=placement, parallel_residual=parallel)
+    exact = build(config)
+    execution = Execution(dtype=torch.bfloat16, fp32_residual=True)
+    model = GPT(exact.shape, exact.tp, RandomStreams(7, torch.device("cpu")), execution=execution)
+    model.load_state_dict(exact.state_dict())
+    stream = model.to(torch.bfloat16).run_blocks(None, Inputs(some_tokens()))
+    assert stream.dtype == torch.float32
+    torch.testing.assert_close(
+        stream, exact.run_blocks(None, Inputs(some_tokens())), rtol=0.1, atol=0.1
+    )
+
+
+def test_parallel_residual_with_norms_of_the_outputs() -> None:
+    """The only arrangement that no class of `transformers` has."""
+    model = build(tiny_config(num_layers=1, norm_placement="output", parallel_residual=True))
+    block = model.get_blocks()[0]
+    x = torch.randn(24, 2, 32, generator=torch.Generator().manual_seed(0))
+    assert block.attention_output_norm is not None
+    assert block.mlp_output_norm is not None
+    expected = (
+        x
+        + block.attention_output_norm(block.attention(x, Positions(), DropoutKey(0, 0)))
+        + block.mlp_output_norm(block.mlp(x))
+    )
+    torch.testing.assert_close(block(x, Positions(), DropoutKey(0, 0)), expected)
 
 
 def test_the_gradient_of_rms_norm_is_right() -> None:

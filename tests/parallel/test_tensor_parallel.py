@@ -98,7 +98,7 @@ def test_parallel_linear_layers_equal_linear_layers(
     succeed(pool.run(4, check_linears, sequence_parallel))
 
 
-def check_loss(vocab: int, padded: int) -> float:
+def check_loss(vocab: int, padded: int, z_loss: float) -> float:
     """Compare the loss over a sharded, padded vocabulary with F.cross_entropy over the real one."""
     from megatron.model.loss import VocabSlice, cross_entropy
     from megatron.parallel.collectives import copy_to_tensor_parallel
@@ -114,13 +114,14 @@ def check_loss(vocab: int, padded: int) -> float:
     mine = hidden.clone().requires_grad_()
     local = weight[first : first + rows].clone().requires_grad_()
     slice_ = VocabSlice(first=first, real=min(max(vocab - first, 0), rows))
-    loss = cross_entropy(copy_to_tensor_parallel(mine, tp), local, labels, slice_, tp, mask)
+    entered = copy_to_tensor_parallel(mine, tp)
+    loss = cross_entropy(entered, local, labels, slice_, tp, mask, z_loss=z_loss)
     loss.backward()
     reference = hidden.clone().requires_grad_()
     real = weight[:vocab].clone().requires_grad_()
-    losses = F.cross_entropy(
-        F.linear(reference, real).flatten(0, 1), labels.flatten(), reduction="none"
-    )
+    logits = F.linear(reference, real).flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    losses = losses + z_loss * torch.logsumexp(logits, dim=-1).square()
     expected = (losses * mask.flatten()).sum() / mask.sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -131,12 +132,16 @@ def check_loss(vocab: int, padded: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (61, 64), (40, 64), (10, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "padded", "z_loss"),
+    [(64, 64, 0.0), (61, 64, 0.0), (40, 64, 0.0), (10, 64, 0.0), (40, 64, 0.1)],
+    ids=str,
+)
 def test_the_loss_of_a_sharded_vocabulary_equals_cross_entropy(
-    vocab: int, padded: int, pool: ProcessPool
+    vocab: int, padded: int, z_loss: float, pool: ProcessPool
 ) -> None:
     """The smallest vocabulary leaves three of four ranks with padding only."""
-    outcomes = pool.run(4, check_loss, vocab, padded)
+    outcomes = pool.run(4, check_loss, vocab, padded, z_loss)
     succeed(outcomes)
     assert len({outcome.value for outcome in outcomes}) == 1
 

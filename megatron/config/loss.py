@@ -1,0 +1,23 @@
+"""The training loss, apart from cross entropy itself."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.config.interval import NOT_NEGATIVE, Range
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Settings that change the training loss. The validation loss is always cross entropy."""
+
+    z_loss_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Add this times the mean square of log(sum of exp(logits)), which keeps the logits small
+    (https://arxiv.org/abs/2204.02311). The logged training loss contains it. 0 turns it off."""
+    goldfish_loss: bool = False
+    """Leave out the loss of about one in --goldfish-k tokens, so that texts are not memorised
+    (https://arxiv.org/abs/2406.10209). The same tokens after the same text are always left out."""
+    # With 1 no token would be left.
+    goldfish_k: Annotated[int, Range("[2, inf)")] = 50
+    """Leave out one in this many tokens."""
+    goldfish_h: int = 50
+    """Tokens, including the one itself, that decide whether a token is left out."""

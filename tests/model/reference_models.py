@@ -1,0 +1,351 @@
+"""Small models of `transformers`, and the same models in this trainer's words.
+
+Weights are large, biases are not zero and norms are away from one. A part that is wrong, left out
+or in the wrong place then changes the results by far more than rounding.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VOCAB = 101
+LENGTH = 16
+HIDDEN = 32
+HEADS = 4
+HEAD_DIM = 8
+LAYERS = 4
+FFN = 48
+
+_LLAMA_NAMES = {
+    "embedding.word": "model.embed_tokens",
+    "head": "lm_head",
+    "head.norm": "model.norm",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_GPT2_NAMES = {
+    "embedding.word": "transformer.wte",
+    "embedding.position": "transformer.wpe.weight",
+    "head.norm": "transformer.ln_f",
+    "input_norm": "ln_1",
+    "post_attention_norm": "ln_2",
+    "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_BLOOM_NAMES = {
+    "embedding.word": "transformer.word_embeddings",
+    "embedding.norm": "transformer.word_embeddings_layernorm",
+    "head.norm": "transformer.ln_f",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention.out": "self_attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+_OLMO_NAMES = {
+    **_LLAMA_NAMES,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_APERTUS_NAMES = {
+    **_LLAMA_NAMES,
+    "input_norm": "attention_layernorm",
+    "post_attention_norm": "feedforward_layernorm",
+    "mlp.activation": "mlp.act_fn",
+}
+_NEOX_NAMES = {
+    "embedding.word": "gpt_neox.embed_in",
+    "head": "lm_head",
+    "head.norm": "gpt_neox.final_layer_norm",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention.out": "attention.dense",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of `transformers` and the same architecture here."""
+
+    model: str
+    """Name of the class, without `ForCausalLM`."""
+    theirs: Mapping[str, Any]
+    """Fields of the configuration of `transformers`."""
+    ours: Mapping[str, Any]
+    """Fields of `ModelConfig` that differ from those of `tests/model/builders.py`."""
+    names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NAMES)
+    """Our name of a module -> theirs. Inside a layer, both without the layer's prefix."""
+    layers: str = "model.layers"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Their projections to queries, keys and values."""
+    split_qkv: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    """Divides a fused projection into queries, keys and values. None: there are three."""
+    transposed: bool = False
+    """Whether their linear layers have the shape [in, out]."""
+
+    def build(self) -> Any:
+        """Return the model of `transformers` with large weights."""
+        import transformers
+
+        config = getattr(transformers, f"{self.model}Config")(
+            **self.theirs, vocab_size=VOCAB, attn_implementation="eager"
+        )
+        model_class = getattr(transformers, _CLASSES.get(self.model, f"{self.model}ForCausalLM"))
+        model = model_class(config).float().eval()
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                if parameter.dim() > 1:
+                    parameter.copy_(noise * 0.2)
+                elif name.endswith("bias"):
+                    parameter.copy_(noise * 0.3)
+                else:
+                    parameter.copy_(1 + 0.4 * noise)
+        return model
+
+    def convert(self, tensors: Mapping[str, Tensor], our_names: list[str]) -> dict[str, Tensor]:
+        """Return their weights, or the gradients of these, under our names and in our shapes."""
+        return {name: self._convert_one(tensors, name) for name in our_names}
+
+    def _convert_one(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        if name in self.names:
+            return tensors[self.names[name]]
+        if not name.startswith("blocks."):
+            return tensors[f"{self.names[module]}.{leaf}"]
+        _, index, part = module.split(".", 2)
+        layer = f"{self.layers}.{index}."
+        if part != "attention.qkv":
+            tensor = tensors[f"{layer}{self.names[part]}.{leaf}"]
+            return tensor.t() if self.transposed and tensor.dim() > 1 else tensor
+        found = [tensors[f"{layer}{their}.{leaf}"] for their in self.qkv]
+        if self.split_qkv is not None:
+            (fused,) = found
+            if self.transposed and fused.dim() > 1:
+                fused = fused.t()
+            found = list(self.split_qkv(fused))
+        groups = self.ours.get("num_query_groups", HEADS)
+        # Our rows are the query heads of a group, its key and its value, group by group.
+        parts = [t.reshape(groups, -1, HEAD_DIM, *t.shape[1:]) for t in found]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def make_tokens(seed: int) -> Tensor:
+    return torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a model of `transformers` computes, under our names."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def compute_expected(family: Family, our_names: list[str]) -> Expected:
+    """Run the model of `transformers` forward and backward."""
+    model = family.build()
+    logits = model(make_tokens(1)).logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), make_tokens(2).flatten())
+    loss.backward()
+    weights = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in weights.items()}
+    return Expected(
+        {n: t.detach() for n, t in family.convert(weights, our_names).items()},
+        logits.detach(),
+        loss.item(),
+        family.convert(gradients, our_names),
+    )
+
+
+def _split_thirds(fused: Tensor) -> tuple[Tensor, ...]:
+    """Divide rows that have all queries, then all keys, then all values."""
+    return fused.chunk(3)
+
+
+def _split_heads(fused: Tensor) -> tuple[Tensor, ...]:
+    """Divide rows that have query, key and value of one head after the other."""
+    by_head = fused.reshape(HEADS, 3, HEAD_DIM, *fused.shape[1:])
+    return tuple(by_head[:, i].flatten(0, 1) for i in range(3))
+
+
+_CLASSES = {"GPT2": "GPT2LMHeadModel"}
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}
+_LLAMA_SIZES = _SIZES | {
+    "intermediate_size": FFN,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rotary",
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "ffn_hidden_size": FFN,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2",
+        {
+            "n_embd": HIDDEN,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_positions": LENGTH,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
+        {},
+        _GPT2_NAMES,
+        "transformer.h",
+        ("attn.c_attn",),
+        _split_thirds,
+        transposed=True,
+    ),
+    "bloom": Family(
+        "Bloom",
+        {"hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS},
+        {"position_embedding_type": "alibi", "embed_layernorm": True},
+        _BLOOM_NAMES,
+        "transformer.h",
+        ("self_attention.query_key_value",),
+        _split_heads,
+    ),
+    "gpt-neox": Family(
+        "GPTNeoX",
+        _SIZES
+        | {
+            "intermediate_size": FFN,
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}
+            | {"partial_rotary_factor": 0.5},
+        },
+        {
+            "position_embedding_type": "rotary",
+            "rotary_base": 100.0,
+            "rotary_percent": 0.5,
+            "ffn_hidden_size": FFN,
+            "parallel_residual": True,
+            "bias_gelu_fusion": False,
+            "untie_embeddings_and_output_weights": True,
+        },
+        _NEOX_NAMES,
+        "gpt_neox.layers",
+        ("attention.query_key_value",),
+        _split_heads,
+    ),
+    "llama": Family("Llama", _LLAMA_SIZES, _LLAMA),
+    # With an original length of 32 and 1 to 4 turns, the three kinds of frequencies all occur.
+    "llama3": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 50.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        _LLAMA | {"rotary_base": 50.0, "rope_scaling": "llama3", "rope_original_length": 32},
+    ),
+    "llama-interpolated": Family(
+        "Llama",
+        _LLAMA_SIZES
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
+        _LLAMA | {"rotary_base": 100.0, "rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    ),
+    "nemotron-activation": Family(
+        "Apertus",
+        _LLAMA_SIZES | {"hidden_act": "relu2", "rope_parameters": _ROPE},
+        _LLAMA
+        | {"glu_activation": None, "activation": "squared_relu", "qk_norm": "head"}
+        | {"rotary_base": 100.0},
+        _APERTUS_NAMES,
+    ),
+    "apertus": Family(
+        "Apertus",
+        _LLAMA_SIZES | {"dtype": torch.float32, "rope_parameters": _ROPE},
+        _LLAMA
+        | {"glu_activation": None, "activation": "xielu", "qk_norm": "head"}
+        | {"rotary_base": 100.0},
+        _APERTUS_NAMES,
+    ),
+    "qwen2": Family(
+        "Qwen2",
+        _LLAMA_SIZES | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+        _LLAMA | {"add_qkv_bias": True, "sliding_window": 5, "full_attention_layers": ":3"},
+    ),
+    "qwen3": Family("Qwen3", _LLAMA_SIZES | {"head_dim": HEAD_DIM}, _LLAMA | {"qk_norm": "head"}),
+    "qwen3-multi-query": Family(
+        "Qwen3",
+        _LLAMA_SIZES | {"head_dim": HEAD_DIM, "num_key_value_heads": 1, "attention_bias": False},
+        _LLAMA | {"qk_norm": "head", "num_query_groups": 1},
+    ),
+    "qwen2-multi-query": Family(
+        "Qwen2",
+        _LLAMA_SIZES | {"num_key_value_heads": 1},
+        _LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
+    ),
+    "olmo2": Family(
+        "Olmo2",
+        _LLAMA_SIZES,
+        _LLAMA | {"qk_norm": "full", "norm_placement": "output"},
+        _OLMO_NAMES,
+    ),
+    "olmo3": Family(
+        "Olmo3",
+        _LLAMA_SIZES
+        | {
+            "sliding_window": 5,
+            "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+        },
+        _LLAMA
+        | {
+            "qk_norm": "full",
+            "norm_placement": "output",
+            "rotary_base": 100.0,
+            "sliding_window": 5,
+            "full_attention_layers": "3::4",
+        },
+        _OLMO_NAMES,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        _LLAMA_SIZES | {"no_rope_layer_interval": 2, "rope_parameters": _ROPE},
+        _LLAMA | {"no_rope_layers": "1::2", "rotary_base": 100.0},
+    ),
+}
+"""Each family with the parts that make it different from the others."""

@@ -1,0 +1,179 @@
+"""Tests of logits, loss and gradients against the classes of `transformers`, on one and two ranks.
+
+The bound is 1e-5 of the largest element of each tensor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model.builders import tiny_config
+from model.reference_models import (
+    FAMILIES,
+    LAYERS,
+    LENGTH,
+    VOCAB,
+    Expected,
+    Family,
+    compute_expected,
+    make_tokens,
+)
+from process_pool import ProcessPool, succeed
+
+from megatron.model.flops import count_parameters
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.model.shape import ModelShape
+from megatron.parallel.grid import Grid
+from megatron.parallel.mesh import TensorParallel, build_mesh
+from megatron.parallel.rendezvous import start_process_group
+from megatron.parallel.rng import RandomStreams
+
+pytest.importorskip("transformers")
+BOUND = 1e-5
+PADDED = 128
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What one rank computed. Arrays and not tensors, because they are sent between processes."""
+
+    logits: np.ndarray
+    loss: float
+    slices: list[tuple[str, Index, np.ndarray]]
+    """Gradients: a global name, a part of this global tensor, and its gradient."""
+
+
+def build_model(changes: dict[str, Any], tp: TensorParallel) -> GPT:
+    config = tiny_config(num_layers=LAYERS, seq_length=LENGTH, **changes)
+    shape = ModelShape(config, VOCAB, PADDED)
+    return GPT(shape, tp, RandomStreams(7, torch.device("cpu")))
+
+
+def list_parameters(family: Family) -> list[str]:
+    return [name for name, _ in build_model(dict(family.ours), TensorParallel()).named_parameters()]
+
+
+def compute_ours(
+    changes: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    tensor_parallel: int,
+    sequence_parallel: bool,
+) -> Computed:
+    """Run our model with given weights on this rank's part."""
+    tp = TensorParallel()
+    if tensor_parallel > 1:
+        start_process_group("gloo", 1)
+        mesh = build_mesh(
+            Grid(1, 1, tensor_parallel),
+            torch.device("cpu"),
+            sequence_parallel=sequence_parallel,
+        )
+        tp = mesh.tensor_parallel
+    model = build_model(changes, tp)
+    for name, parameter in model.named_parameters():
+        parameter.data.zero_()
+        for whole, index, rows in list_slices(name, parameter, tp):
+            parameter.data[rows].copy_(torch.from_numpy(weights[whole][index]))
+    with torch.no_grad():
+        logits = model.compute_logits(make_tokens(1))
+    loss = model(None, Inputs(make_tokens(1), make_tokens(2)))
+    loss.backward()
+    slices = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if parameter.spec.partial_gradient:  # type: ignore[attr-defined]
+            torch.distributed.all_reduce(parameter.grad, group=tp.group)
+        for whole, index, rows in list_slices(name, parameter, tp):
+            slices.append((whole, index, parameter.grad[rows].numpy()))
+    return Computed(logits.numpy(), loss.item(), slices)
+
+
+def list_slices(
+    name: str, parameter: torch.nn.Parameter, tp: TensorParallel
+) -> Iterator[tuple[str, Index, slice]]:
+    """Yield a global name, a part of this global tensor, and the rows of `parameter` that hold it.
+
+    It is written here again, without the engine's own functions.
+    """
+    spec = parameter.spec  # type: ignore[attr-defined]
+    if spec.pieces is not None:
+        whole = f"{name.rpartition('.')[0]}.{spec.part_of}"
+        for piece in spec.pieces:
+            index = (slice(piece.start, piece.start + piece.rows),)
+            yield whole, index, slice(piece.local, piece.local + piece.rows)
+    elif spec.shard_dim is None:
+        yield name, (), slice(None)
+    else:
+        size = parameter.shape[spec.shard_dim]
+        start = tp.rank * size
+        # Rows after the last are padding of the vocabulary.
+        stop = max(start, min(start + size, spec.shape[spec.shard_dim]))
+        index = (slice(None),) * spec.shard_dim + (slice(start, stop),)
+        yield name, index, slice(0, stop - start) if spec.shard_dim == 0 else slice(None)
+
+
+def check(ranks: list[Computed], expected: Expected) -> None:
+    """Compare what all ranks computed with `transformers`."""
+    logits = np.concatenate([rank.logits for rank in ranks], axis=-1)
+    assert_close(logits, expected.logits.numpy(), "logits")
+    gradients = {name: np.full(t.shape, np.nan) for name, t in expected.gradients.items()}
+    for rank in ranks:
+        assert rank.loss == pytest.approx(expected.loss, rel=BOUND)
+        for name, index, values in rank.slices:
+            # A replica overwrites that of another rank, so it is compared first.
+            before = gradients[name][index]
+            assert np.isnan(before).all() or np.array_equal(before, values), name
+            gradients[name][index] = values
+    for name, values in gradients.items():
+        assert_close(values, expected.gradients[name].numpy(), name)
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
+    assert ours.shape == theirs.shape, what
+    largest = np.abs(theirs).max()
+    assert largest > 1e-4, f"{what}: too small to be compared"
+    worst = np.abs(ours - theirs).max() / largest
+    assert worst < BOUND, f"{what}: {worst:.2g} of the largest element"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_rank_equals_transformers(name: str) -> None:
+    family = FAMILIES[name]
+    expected = compute_expected(family, list_parameters(family))
+    weights = {n: t.numpy() for n, t in expected.weights.items()}
+    check([compute_ours(dict(family.ours), weights, 1, False)], expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_equal_transformers(name: str, pool: ProcessPool) -> None:
+    """With sequence parallelism, which makes the gradients of norms partial."""
+    family = FAMILIES[name]
+    expected = compute_expected(family, list_parameters(family))
+    weights = {n: t.numpy() for n, t in expected.weights.items()}
+    for sequence_parallel in (False, True):
+        outcomes = pool.run(2, compute_ours, dict(family.ours), weights, 2, sequence_parallel)
+        succeed(outcomes)
+        check([outcome.value for outcome in outcomes], expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_as_many_as_those_of_transformers(name: str) -> None:
+    family = FAMILIES[name]
+    config = tiny_config(num_layers=LAYERS, seq_length=LENGTH, **family.ours)
+    theirs = sum(parameter.numel() for parameter in family.build().parameters())
+    assert count_parameters(ModelShape(config, VOCAB, VOCAB)) == theirs
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_four_ranks_share_query_groups(groups: int, pool: ProcessPool) -> None:
+    family = FAMILIES["qwen3-multi-query" if groups == 1 else "qwen3"]
+    expected = compute_expected(family, list_parameters(family))
+    weights = {n: t.numpy() for n, t in expected.weights.items()}
+    outcomes = pool.run(4, compute_ours, dict(family.ours), weights, 4, True)
+    succeed(outcomes)
+    check([outcome.value for outcome in outcomes], expected)
