@@ -16,7 +16,13 @@ from megatron.commands.run_tool import run_tool
 from megatron.preprocess.bpe_training import train_bpe
 
 
-def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: str = "text") -> int:
+def train(
+    input: tuple[str, ...],
+    vocab_size: int,
+    output_dir: str,
+    json_key: str = "text",
+    overwrite: bool = False,
+) -> int:
     """Train a byte-level BPE tokenizer and write vocab.json, merges.txt and tokenizer.json.
 
     Args:
@@ -26,6 +32,8 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
             among them.
         output_dir: Folder for the three files.
         json_key: Key (column) that holds the text.
+        overwrite: Replace a tokenizer that is in the folder already. Data that were made with it
+            must then be preprocessed again.
     """
     made = train_bpe(
         input,
@@ -33,6 +41,7 @@ def train(input: tuple[str, ...], vocab_size: int, output_dir: str, json_key: st
         output_dir,
         json_key,
         say=lambda line: print(line, file=sys.stderr, flush=True),
+        overwrite=overwrite,
     )
     if made.size == vocab_size:
         short = ""

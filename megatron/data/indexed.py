@@ -81,8 +81,9 @@ def refuse_existing(prefix: str) -> None:
     for path in (get_idx_path(prefix), get_bin_path(prefix)):
         if path.exists():
             raise ConfigError(
-                f"{path} exists already. Use it as it is with --data-path {prefix}, give another "
-                "--output-prefix, or replace it with --overwrite."
+                f"{path} exists already. If input and tokenizer are unchanged, use it as it is "
+                f"with --data-path {prefix}. Otherwise give another --output-prefix, or replace it "
+                "with --overwrite."
             )
 
 

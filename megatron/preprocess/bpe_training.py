@@ -25,6 +25,8 @@ from megatron.tokenizer.build import END_OF_DOCUMENT, build_byte_level_bpe
 
 # 256 bytes and the end of a document.
 _SMALLEST = 257
+FILES = ("vocab.json", "merges.txt", "tokenizer.json")
+"""The files of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def train_bpe(
     output_folder: str,
     json_key: str = "text",
     say: Callable[[str], None] = lambda line: None,
+    *,
+    overwrite: bool = False,
 ) -> TrainedTokenizer:
     """Train a vocabulary and write it.
 
@@ -62,9 +66,11 @@ def train_bpe(
         output_folder: Where the files are written.
         json_key: The key of the text in a record.
         say: Receives a line for each folder, which describes the files that are used.
+        overwrite: Replace a tokenizer that is in the folder already.
 
     Raises:
-        ConfigError: `vocab_size` is below 257, or the folder is a file.
+        ConfigError: `vocab_size` is below 257, the folder is a file, or it has a tokenizer that may
+            not be replaced.
         DataError: a line is bad, or the inputs have no text.
     """
     if vocab_size < _SMALLEST:
@@ -76,6 +82,15 @@ def train_bpe(
     # A wrong folder must not be found after hours of training.
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output-dir {folder} is a file; give a folder.")
+    existing = [name for name in FILES if (folder / name).exists()]
+    # Data and checkpoints that were made with that tokenizer would be read with other ids, without
+    # an error if both vocabularies have the same size.
+    if existing and not overwrite:
+        raise ConfigError(
+            f"--output-dir {folder} has a tokenizer already ({', '.join(existing)}). Use it as it "
+            "is, choose another folder, or give --overwrite. Data that were made with it must then "
+            "be preprocessed again."
+        )
     paths = expand_inputs(patterns, say)
     backend = tokenizers.Tokenizer(models.BPE())
     # One id is left for the end of a document, which `_write` adds. As a special token of the

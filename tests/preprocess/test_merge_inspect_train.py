@@ -233,6 +233,20 @@ def test_training_refuses_wrong_inputs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--input none does not exist" in capsys.readouterr().err
 
 
+def test_training_keeps_a_tokenizer_that_exists(tmp_path: Path) -> None:
+    """Data that were made with it would be read with other ids."""
+    first = write_lines(tmp_path / "a.jsonl", {"text": "ab ab"})
+    made = train_bpe([str(first)], 300, str(tmp_path / "tok"))
+    before = made.merges.read_bytes()
+    second = write_lines(tmp_path / "b.jsonl", {"text": "xyz xyz"})
+    with pytest.raises(ConfigError, match="has a tokenizer already") as refusal:
+        train_bpe([str(second)], 300, str(tmp_path / "tok"))
+    assert "--overwrite" in str(refusal.value)
+    assert made.merges.read_bytes() == before
+    train_bpe([str(second)], 300, str(tmp_path / "tok"), overwrite=True)
+    assert made.merges.read_bytes() != before
+
+
 def test_training_on_a_short_text_gives_fewer_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
