@@ -37,6 +37,9 @@ OWN_VARIABLES = frozenset(
     ["PATH", "UID", "EUID", "PPID", "SHELLOPTS", "IFS", "ENV", "OPTIND", "SHLVL", "_", "PS4"],
 )
 
+# No command is found through this PATH, and messages are in English.
+_ENVIRONMENT = {"PATH": "/dev/null", "LC_ALL": "C"}
+
 # The limits come first, so that nothing below them can change a file. Even an assignment can: bash
 # truncates the file HISTFILE when HISTFILESIZE is set. The shell has read its input by then, or
 # reads it from the descriptor that it has.
@@ -177,7 +180,7 @@ def _run(command: list[str], script: str, seconds: float) -> tuple[bytes, int]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
-                env={"PATH": "/dev/null", "LC_ALL": "C"},
+                env=_ENVIRONMENT,
                 start_new_session=True,
                 **identity,  # type: ignore[call-overload]
             )

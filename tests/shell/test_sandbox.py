@@ -144,12 +144,22 @@ def is_unchanged(folder: Path) -> bool:
     return names == ["G"] and (folder / "G").read_text() == "content"
 
 
+MARK = f"CONTAINED_SHELL_OF={os.getpid()}"
+"""Variable of this process's contained shells. Other tests may start shells at the same time."""
+
+
+@pytest.fixture(autouse=True)
+def mark_shells(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, value = MARK.partition("=")
+    monkeypatch.setattr(sandbox, "_ENVIRONMENT", {**sandbox._ENVIRONMENT, name: value})
+
+
 def list_processes() -> set[str]:
     """Return the ids of contained shells and of what they started."""
     found = set()
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if (entry / "environ").read_bytes().startswith(b"PATH=/dev/null\0LC_ALL=C"):
+            if (entry / "environ").read_bytes().split(b"\0").count(MARK.encode()):
                 found.add(entry.name)
     return found
 
