@@ -41,6 +41,8 @@ from megatron.shell.syntax import (
 )
 from megatron.shell.values import MARK_CHARACTERS, Unknown, Values
 
+SCRIPT_SUFFIXES = (".slurm", ".sh", ".sbatch", ".bash")
+"""Endings of the names of launch scripts."""
 # The programs of Megatron, of trainers that derive from it, and of fms-fsdp. `main.py` is the
 # program of llm-baselines.
 TRAINING_SCRIPT = re.compile(r"(?:^|[/\s])(?:(?:pretrain|finetune|main_training)\w*|main)\.py$")

@@ -43,6 +43,7 @@ from megatron.data.epochs import (
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import (
+    SCRIPT_SUFFIXES,
     LaunchScript,
     expand_launch_script,
     parse_command,
@@ -56,7 +57,6 @@ from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
 
-SCRIPT_SUFFIXES = (".slurm", ".sh", ".sbatch", ".bash")
 SHOWN_SIZES = 8
 """A ramp-up with more batch sizes than this is shortened in the report."""
 

@@ -39,7 +39,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields, build_config
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.launch_script import parse_command, read_launch_script
+from megatron.launch_script import SCRIPT_SUFFIXES, parse_command, read_launch_script
 from megatron.plan import Plan, resolve
 
 NO_END = 10**15
@@ -117,9 +117,7 @@ def _translate(old: list[str], options: CurriculumArguments) -> int:
 def _find_first_file(argv: list[str]) -> int:
     """Return the position of the script or YAML file that the old command starts with."""
     files = (
-        i
-        for i, word in enumerate(argv)
-        if Path(word).suffix in (".slurm", ".sh", ".sbatch", ".bash", ".yaml", ".yml")
+        i for i, word in enumerate(argv) if Path(word).suffix in (*SCRIPT_SUFFIXES, ".yaml", ".yml")
     )
     return next(files, len(argv))
 
@@ -139,7 +137,7 @@ def read_old(words: list[str]) -> tuple[Plan, dict[str, str]]:
         first = None
     if first is not None and first.suffix in (".yaml", ".yml"):
         arguments = ["--config", *words]
-    elif first is not None and first.suffix in (".slurm", ".sh", ".sbatch", ".bash"):
+    elif first is not None and first.suffix in SCRIPT_SUFFIXES:
         arguments = [*read_launch_script(first, environment=os.environ).arguments, *words[1:]]
     else:
         arguments = list(parse_command(words).arguments)
