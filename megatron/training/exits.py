@@ -81,10 +81,9 @@ class Exits:
                 continue
             signal.signal(number, self._handle_signal)
 
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         # The handler only records the signal. Saving here would run in the middle of a collective,
         # and the other ranks may not have received the signal.
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             repeated = _REPEATED_KEY_SECONDS
         else:
