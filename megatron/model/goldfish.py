@@ -4,7 +4,7 @@ The ids of h successive tokens are multiplied. The product modulo the table size
 table of random numbers. The last of the h tokens is left out if the number there is below 1/k. The
 first h - 1 tokens of a sample are never left out. This is the strategy "hash-table" of the paper's
 program, with the same table size and seed. The table is drawn on the CPU, so every device leaves
-out the same tokens. Products wrap around at 64 bits. An id 0 makes the product 0, as in the program.
+out the same tokens. Products wrap around at 64 bits. An id 0 makes the product 0, as it does there.
 """
 
 import functools
