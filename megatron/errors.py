@@ -1,20 +1,20 @@
-"""The errors that a user can cause. Each message has the given value, the rule and the fix.
+"""The errors that a user can fix. Each message has the given value, the rule and the fix.
 
-Raise one of these for anything that a user can cause. Use `assert` with a message for mistakes in
+Raise one of these for anything that a user can fix. Use `assert` with a message for mistakes in
 this package.
 """
 
 import os
 
 LOST_EXIT_CODE = 1
-"""The exit code of a rank that cannot continue without another one.
+"""The exit code of a rank that ends because another rank is lost.
 
 It is the same code as after a crash, because a restart may succeed.
 """
 
 
 class MegatronError(Exception):
-    """Base of all errors that a user can fix. Entry points print them without a traceback."""
+    """Base class of all errors that a user can fix. Entry points print them without a traceback."""
 
 
 class ConfigError(MegatronError):
@@ -56,14 +56,14 @@ class OperationsError(MegatronError):
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the file of an error and what is wrong with it."""
+    """Return the name of the file that an error is about, and the system's message."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
 def make_error(kind: str, message: str) -> MegatronError:
-    """Return an error that another rank has sent as the name of its class and its message."""
+    """Return the error that another rank has sent, from the name of its class and its message."""
     for known in (ConfigError, DataError, CheckpointError, LayoutError, TrainingError):
         if known.__name__ == kind:
             return known(message)

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which is an optional dependency."""
+"""Functions that draw pictures with matplotlib, an optional dependency."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,9 @@ def make_figure(width_inches: float, height_inches: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure in the format that the suffix of `path` names.
+    """Write a figure in the format that the suffix of `path` names, or PNG without a suffix.
+
+    Missing folders are created.
 
     Raises:
         ConfigError: matplotlib does not know the format.

@@ -1,4 +1,4 @@
-"""Fixtures that many tests share."""
+"""Fixtures that many tests share, and the order in which pytest's workers run the tests."""
 
 import os
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
-"""The folders with most of the time, longest first. With several workers they start first."""
+"""The folders whose tests take longest, in this order. With several workers, they start first."""
 
 
 def find_folder(node: str) -> str:
-    """Return the folder below `tests/` of a test, whose name is like tests/data/test_x.py::test."""
+    """Return the folder of a test: "data" for tests/data/test_x.py::test_y."""
     return node.split("::")[0].split("/")[1]
 
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each folder to one of xdist's workers, so that its fixtures are made once."""
+    """Give all tests of a folder to the same xdist worker, so that its fixtures are made once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class FolderScheduling(LoadScopeScheduling):
@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["ProcessPool"]:
-    """Pool of eight real processes, which start once in a session."""
+    """Yield a pool of eight real processes, which start once in a session."""
     from process_pool import ProcessPool
 
     shared = ProcessPool()
@@ -51,6 +51,6 @@ def pool() -> Iterator["ProcessPool"]:
 
 @pytest.fixture(scope="session")
 def corpus() -> str:
-    """Prefix of a small indexed data set of real web text with a vocabulary of 5000."""
+    """Return the prefix of a small indexed data set: real web text, a vocabulary of 5000."""
     folder = Path(__file__).parent / "fixtures" / "openwebtext-100"
     return str(folder / "meg-gpt2-openwebtext_text_document")

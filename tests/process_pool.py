@@ -1,8 +1,8 @@
 """Real ranks for tests: processes that import torch once and run many small worlds.
 
-A launch by torchrun takes 5 to 10 seconds, most of which are imports. A world of this pool takes
-only the time of its process group. Most worlds run `megatron.training.pretrain.pretrain` with a
-command line, as torchrun would.
+A world is a distributed job: some ranks that call the same function. A launch by torchrun takes 5
+to 10 seconds, mostly for imports. A world of this pool only has to create its process group. Most
+worlds run `megatron.training.pretrain.pretrain` with a command line, as torchrun would.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import pytest
 WORKERS = 8
 _TIMEOUT_SECONDS = 300
 _MAX_THREADS = 40
-"""Threads of a worker without a world, above which it is replaced."""
+"""A worker that has more threads than this after a world is replaced."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def _is_spent() -> bool:
     """Return whether this process must be replaced before the next world.
 
     DeepSpeed's ZeRO 3 changes the process permanently: its parameters get running numbers, and
-    `linear` is patched. Other ranks of a later world would order their gradients and collectives
-    differently. DeepSpeed also keeps some process groups, whose threads add up.
+    `linear` is patched. In a later world, this rank would order its gradients and collectives in
+    another way than fresh ranks. DeepSpeed also keeps some process groups, whose threads add up.
     """
     zero_3 = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if zero_3 is not None and zero_3.Init.param_id > 0:
@@ -66,19 +66,19 @@ def _is_spent() -> bool:
 def _release_process_groups() -> None:
     """Free the process groups of the world that has ended.
 
-    Each one has three threads, and gloo's wakes up 100 times a second. After a hundred worlds, they
-    would take most of the time of both cores.
+    Each one has three threads, and the one of gloo wakes up 100 times a second. After a hundred
+    worlds, they would take most of the time of two cores.
     """
     from torch.distributed.tensor import debug
 
-    # DTensor's caches have the meshes of FSDP2 in their keys.
+    # DTensor's caches have the meshes of FSDP2 in their keys, which keeps the groups alive.
     debug._clear_sharding_prop_cache()
-    # Meshes and engines are in reference cycles.
+    # Meshes and engines are in reference cycles, so only a collection frees them.
     gc.collect()
 
 
 def _serve(pipe: Connection) -> None:
-    """Run the functions that the pool sends, until it closes the pipe."""
+    """Run the functions that the pool sends to this worker, until the pool closes the pipe."""
     import torch
     import torch.distributed as dist
 
@@ -110,11 +110,11 @@ def _serve(pipe: Connection) -> None:
 def start_fork_server() -> ForkServerContext:
     """Start the fork server if it does not run, and return the context that uses it.
 
-    A process has one fork server. It imports `worker_preload` once for all that it starts.
+    A process has one fork server. It imports `worker_preload` once for all processes that it forks.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["worker_preload"])
-    # The fork server of Python 3.11 does not get `sys.path`. It ignores what it cannot import.
+    # In Python 3.11, the fork server does not get `sys.path`, and it ignores a failed import.
     before = os.environ.get("PYTHONPATH")
     folders = [str(Path(__file__).parent), *([before] if before else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
@@ -154,8 +154,8 @@ class ProcessPool:
 
         Args:
             world_size: Number of ranks.
-            function: The function. It is imported by its name in the workers.
-            arguments: Its arguments. Of a `PerRank`, each rank gets its own value.
+            function: The function. The workers import it by its name.
+            arguments: Its arguments. From a `PerRank`, each rank gets its own value.
         """
         port = find_free_port()
         for rank in range(world_size):

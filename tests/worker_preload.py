@@ -1,4 +1,4 @@
-"""Imports that the fork server makes once, so that new workers have them from the start."""
+"""Modules that the fork server imports once, so that new workers have them from the start."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ import process_pool  # noqa: F401
 
 import megatron.engine.native
 
-# A run imports these two only if it uses them.
+# A run imports the next two only if it uses them.
 import megatron.engine.pipeline
 import megatron.engine.sharding
 import megatron.training.setup  # noqa: F401
@@ -18,5 +18,5 @@ from megatron.errors import ConfigError
 with contextlib.suppress(ConfigError):
     import_deepspeed("cpu")
 
-# The collections of the workers skip these objects, which are millions.
+# The garbage collections of the workers skip these objects. There are very many of them.
 gc.freeze()

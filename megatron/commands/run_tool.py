@@ -1,4 +1,4 @@
-"""The end of a tool: its exit code, and the message of an error."""
+"""The frame of every tool, which turns errors into messages and exit codes."""
 
 import io
 import os
@@ -13,24 +13,24 @@ def run_tool(work: Callable[[], int]) -> int:
     """Do the work of a tool and return its exit code.
 
     An error that a user can fix is printed without a traceback and gives 2. That includes every
-    `OSError`, such as a wrong path, a missing permission or a full disk. Ctrl-C gives 130, and an
-    output that nobody reads any more gives 141, as in a shell.
+    `OSError`, such as a wrong path, a missing permission or a full disk. As in a
+    shell, Ctrl-C gives 130, and a closed pipe at standard output gives 141.
 
     Args:
-        work: Does the work and returns the exit code.
+        work: The function that does the work and returns the exit code.
     """
     # A file name or a text may have characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work()
-        # Otherwise an error of the last lines would appear only when the interpreter exits.
+        # Otherwise an error in writing the last lines would appear only at the interpreter's exit.
         sys.stdout.flush()
         return code
     except MegatronError as error:
         message = str(error)
     except BrokenPipeError:
-        # The interpreter flushes standard output at its exit, which would fail again.
+        # The interpreter flushes standard output at its exit. That would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

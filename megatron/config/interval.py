@@ -1,4 +1,4 @@
-"""The range of a number. A field of the configuration declares it beside its type."""
+"""The range of a number. A field of the configuration declares it in its type annotation."""
 
 import math
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Range:
 POSITIVE = Range("(0, inf)")
 NOT_NEGATIVE = Range("[0, inf)")
 PROBABILITY = Range("[0, 1)")
-# Above 1e15, products with a usual sequence length exceed 64 bits.
+# Above 1e15, the product of a count and a usual sequence length may exceed 64 bits.
 COUNT = Range("[1, 1e15]")
 WORKERS = Range("[0, 64]")
 AT_LEAST_ONE = Range("[1, inf)")

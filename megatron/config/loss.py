@@ -11,13 +11,13 @@ class LossConfig:
     """Settings that change the training loss. The validation loss is always cross entropy."""
 
     z_loss_coefficient: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Add this times the mean square of log(sum of exp(logits)), which keeps the logits small
+    """Add this factor times the mean of log(sum of exp(logits))^2, which keeps the logits small
     (https://arxiv.org/abs/2204.02311). The logged training loss contains it. 0 turns it off."""
     goldfish_loss: bool = False
     """Leave out the loss of about one in --goldfish-k tokens, so that texts are not memorised
-    (https://arxiv.org/abs/2406.10209). The same tokens after the same text are always left out."""
-    # With 1 no token would be left.
+    (https://arxiv.org/abs/2406.10209). After the same text, the same tokens are always left out."""
+    # With 1, no token would be left.
     goldfish_k: Annotated[int, Range("[2, inf)")] = 50
-    """Leave out one in this many tokens."""
+    """Leave out about one in this many tokens."""
     goldfish_h: int = 50
-    """Tokens, including the one itself, that decide whether a token is left out."""
+    """Number of tokens, up to and including a token, that decide whether it is left out."""

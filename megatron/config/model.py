@@ -1,4 +1,4 @@
-"""The architecture of the network: all settings that change what a checkpoint's weights mean."""
+"""Settings of the architecture. They determine the meaning of a checkpoint's weights."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -47,16 +47,16 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Scale the rotary frequencies for longer contexts. linear: divide all by the factor
     (https://arxiv.org/abs/2306.15595). llama3: divide the low ones, leave the high ones, and
-    interpolate between (https://arxiv.org/abs/2407.21783). Default: no scaling."""
+    interpolate those between (https://arxiv.org/abs/2407.21783). Default: no scaling."""
     rope_scaling_factor: Annotated[float, POSITIVE] = 8.0
-    """What the scaled rotary frequencies are divided by."""
+    """Divisor of the scaled rotary frequencies."""
     rope_low_freq_factor: Annotated[float, POSITIVE] = 1.0
     """llama3: frequencies with fewer turns than this in the original length are divided."""
     rope_high_freq_factor: Annotated[float, POSITIVE] = 4.0
     """llama3: frequencies with more turns than this in the original length are left as they are."""
     rope_original_length: int = 8192
-    """llama3: length in tokens that the turns are counted in, that of the training before the
-    scaling."""
+    """llama3: sequence length in tokens of the training before the scaling. The turns of each
+    frequency are counted over this length."""
     sliding_window: int | None = None
     """Let each token attend to this many tokens, itself and those right before it
     (https://arxiv.org/abs/2004.05150). Default: to all tokens before it."""
@@ -64,19 +64,20 @@ class ModelConfig:
     """Layers without the sliding window, written as in --no-rope-layers. 3::4 is every fourth
     layer, as in OLMo 3. Default: none."""
     no_rope_layers: str | None = None
-    """Layers without rotary positions (https://arxiv.org/abs/2501.18795), as numbers from 0 and
-    START:STOP:STEP, separated by commas. 3::4 is every fourth layer. Default: none."""
+    """Layers without rotary positions (https://arxiv.org/abs/2501.18795), as numbers from 0 or
+    ranges START:STOP:STEP, separated by commas. 3::4 is every fourth layer. Default: none."""
     normalization: Normalization = "LayerNorm"
     """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Both compute their statistics in
     fp32."""
     layernorm_epsilon: Annotated[float, POSITIVE] = 1e-5
-    """Added to the variance in every norm."""
+    """Added to the variance in every LayerNorm, and to the mean square in every RMSNorm."""
     norm_placement: NormPlacement = "input"
-    """Where attention and MLP of a layer have their norms. input: before them, pre-norm as in
-    GPT-2. output: after them and before the sum with the residual stream, as in OLMo 2
+    """Where attention and MLP of a layer have their norms. input: before them, as in
+    GPT-2 (pre-norm). output: after them, before the sum with the residual stream, as in OLMo 2
     (https://arxiv.org/abs/2501.00656)."""
     norm_bias: bool = True
-    """Use biases in LayerNorm. RMSNorm has none. Off (--no-norm-bias): no biases."""
+    """Use biases in LayerNorm. RMSNorm has none. Off (--no-norm-bias): LayerNorm has none
+    either."""
     qk_norm: QKNorm | None = None
     """Normalise queries and keys before their rotation (https://arxiv.org/abs/2302.05442). head:
     each head by itself (Qwen 3). full: all heads together, only with RMSNorm (OLMo 2). Default: no
@@ -89,11 +90,11 @@ class ModelConfig:
     or xielu (https://arxiv.org/abs/2411.13010), which has two weights in each layer."""
     bias_gelu_fusion: bool = True
     """Use the tanh form of GELU, as Megatron's fused kernel does. Off (--no-bias-gelu-fusion): the
-    erf form. Exported models depend on it."""
+    erf form. A model that is converted to another format must use the same form."""
     add_bias_linear: bool = True
     """Use biases in the linear layers. Off (--no-add-bias-linear): no biases, as in Llama."""
     add_qkv_bias: bool = False
-    """Use biases in the projections to queries, keys and values also with --no-add-bias-linear, as
+    """Use biases in the projections to queries, keys and values even with --no-add-bias-linear, as
     in Qwen 2."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same input and add both to it, as in GPT-NeoX
@@ -102,7 +103,7 @@ class ModelConfig:
     """Give the output projection its own weights instead of those of the word embedding."""
     embed_layernorm: bool = False
     """Normalise the word embedding's output, which gives fewer loss spikes at 100B scale. It has
-    weights, so it can be used only from the first iteration on."""
+    weights, so it cannot be turned on or off on resume."""
     hidden_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
     attention_dropout: Annotated[float, PROBABILITY] = 0.1
@@ -110,5 +111,5 @@ class ModelConfig:
     kernels."""
     init_method_std: Annotated[float | Literal["small", "megatron"], POSITIVE] = 0.02
     """Standard deviation of the normal initialisation. small = sqrt(2/(5h))
-    (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)) (530B, 176B). Output projections of
-    attention and MLP use std / sqrt(2 x layers)."""
+    (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)), as in the models with 530B and
+    176B parameters. Output projections of attention and MLP use std / sqrt(2 x layers)."""

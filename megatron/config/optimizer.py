@@ -20,8 +20,8 @@ class OptimizerConfig:
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape after warm-up. inverse-square-root: --lr x root(warm-up / samples), and --min-lr after
-    the end of the decay. WSD: constant, then a decay over the last --lr-wsd-decay-*
+    """Shape after warm-up. inverse-square-root: --lr x sqrt(warm-up / samples), and --min-lr after
+    the end of the decay. WSD: constant, then a final decay, whose length is --lr-wsd-decay-*
     (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
@@ -39,13 +39,13 @@ class OptimizerConfig:
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Learning rate that the warm-up starts from, up to --lr."""
+    """Learning rate at the start of the warm-up, at most --lr."""
     lr_wsd_decay_iters: int | None = None
     """Length of WSD's final decay in iterations."""
     lr_wsd_decay_samples: int | None = None
     """Length of WSD's final decay in samples."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of WSD's final decay. minus_sqrt: 1 - root(part of the decay that is done)."""
+    """Shape of WSD's final decay. minus_sqrt: 1 - sqrt(finished fraction of the decay)."""
     override_lr_scheduler: bool = False
     """On resume, take the schedules of learning rate and curriculum from this command line, even if
     the checkpoint's differ."""
@@ -56,8 +56,8 @@ class OptimizerConfig:
     """Decoupled weight decay. It is not applied to biases and norms."""
     weight_decay_on_embeddings: bool = True
     """Apply weight decay to the tables of words and positions. Off
-    (--no-weight-decay-on-embeddings): not to them, as in OLMo 2. A tied output matrix is such a
-    table, and an untied one is not."""
+    (--no-weight-decay-on-embeddings): not to these, as in OLMo 2. A tied output matrix is the table
+    of words. An untied one has weight decay."""
     adam_beta1: Annotated[float, PROBABILITY] = 0.9
     """Decay rate of the first moment."""
     adam_beta2: Annotated[float, PROBABILITY] = 0.999
@@ -67,28 +67,28 @@ class OptimizerConfig:
     ademamix_beta3: Annotated[float, PROBABILITY] = 0.9999
     """AdEMAMix: decay rate of the slow average."""
     ademamix_alpha: Annotated[float, NOT_NEGATIVE] = 5.0
-    """AdEMAMix: weight of the slow average in an update. The fast one has the weight 1."""
+    """AdEMAMix: weight of the slow average in an update. The fast average has weight 1."""
     ademamix_beta3_warmup: int | None = None
-    """AdEMAMix: number of steps in which the slow decay rate rises from --adam-beta1. Default: it
-    does not rise. The paper takes the length of training."""
+    """AdEMAMix: number of steps in which --ademamix-beta3 is reached from --adam-beta1. Default: no
+    such warm-up. The paper uses the length of training."""
     ademamix_alpha_warmup: int | None = None
-    """AdEMAMix: number of steps in which the weight of the slow average rises from 0. Default: it
-    does not rise. The paper takes the length of training."""
+    """AdEMAMix: number of steps in which --ademamix-alpha is reached from 0. Default: no such
+    warm-up. The paper uses the length of training."""
     muon_momentum: Annotated[float, PROBABILITY] = 0.9
     """Muon: decay rate of the momentum."""
     muon_nesterov: bool = False
     """Muon: use Nesterov's momentum."""
     muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
-    """Muon: factor on the update of a matrix of m rows and n columns. spectral: root(max(m, n)).
-    shape_scaling: root(max(1, m / n)). unit_rms_norm: root(m / n)."""
+    """Muon: factor on the update of a matrix of m rows and n columns. spectral: sqrt(max(m, n)).
+    shape_scaling: sqrt(max(1, m / n)). unit_rms_norm: sqrt(m / n)."""
     muon_extra_scale_factor: Annotated[float, POSITIVE] = 1.0
-    """Muon: further factor on the update. With spectral, 0.2 gives updates the size of AdamW's."""
-    # torch has this limit, too. It finds steps that were given in place of a learning rate.
+    """Muon: another factor on the update. With spectral, 0.2 gives updates the size of AdamW's."""
+    # torch has the same limit. More steps would only cost time.
     muon_num_ns_steps: Annotated[int, Range("[1, 99]")] = 5
     """Muon: number of Newton-Schulz steps."""
     muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
-    """Muon: coefficients of the Newton-Schulz steps. quintic: another three in each of 5 steps.
-    simple: the same three in all steps."""
+    """Muon: coefficients of the Newton-Schulz steps. quintic: three others in each of 5
+    steps, and then again from the first. simple: the same three in all steps."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32."""
     cpu_optimizer: bool = False
@@ -97,6 +97,6 @@ class OptimizerConfig:
     use_bnb_optimizer: bool = False
     """Keep the moments of the layers' matrices in 8 bits, with bitsandbytes
     (https://arxiv.org/abs/2110.02861). Needs --deepspeed. This also turns --embed-layernorm on,
-    unless that is given."""
+    unless that flag is given."""
     clip_grad: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this. 0 turns clipping off."""

@@ -1,4 +1,4 @@
-"""The rule of each number by itself.
+"""The check that each number of the configuration is in its range.
 
 Invariant: every number of the configuration has a range. If its field declares none, a whole number
 must be at least 1 and any other number must be finite.
@@ -14,8 +14,8 @@ def check_ranges(settings: ConfigWithOrigin) -> Iterator[str]:
     """Yield a message for each number that is out of its range."""
     for dotted, value in settings.list_values().items():
         field = all_fields()[dotted]
-        # A tuple whose field declares a range is checked number by number. Other tuples have rules
-        # of their own.
+        # A tuple whose field declares a range is checked number by number. The numbers in other
+        # tuples are checked elsewhere.
         if isinstance(value, tuple) and field.declared_range is not None:
             several = value
         else:

@@ -1,6 +1,7 @@
 """AdEMAMix: AdamW with a second, slow moving average of the gradient.
 
-The slow average remembers gradients for ten thousands of steps (https://arxiv.org/abs/2409.03137).
+The slow average covers the gradients of tens of thousands of steps. Source:
+https://arxiv.org/abs/2409.03137.
 """
 
 import math
@@ -15,9 +16,9 @@ from megatron.parallel.shard import Kind
 
 _KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
 _BATCH = 1 << 24
-"""Number of elements that are updated by one group of calls.
+"""Number of elements that are updated together.
 
-It bounds the memory of the intermediate results to 128 MiB, or to twice the largest parameter.
+It limits the memory of the intermediate results to 128 MiB, or to twice the largest parameter.
 """
 
 
@@ -36,7 +37,7 @@ class AdEMAMix(Optimizer):
         }
 
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return the fast average, that of squares, and the slow one."""
+        """Return the kinds of the fast average, the average of squares and the slow average."""
         return _KINDS
 
     def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
@@ -66,7 +67,7 @@ class AdEMAMix(Optimizer):
             torch._foreach_div_(denominators, root_of_correction)
             torch._foreach_add_(denominators, config.adam_eps)
             updates = torch._foreach_div(fast, fast_correction)
-            # The slow average is not corrected, so it is small at first.
+            # As in the paper, the slow average has no bias correction. It is small at first.
             torch._foreach_add_(updates, slow, alpha=alpha)
             torch._foreach_div_(updates, denominators)
             if masters[0].decays:
@@ -105,8 +106,8 @@ def compute_alpha(config: OptimizerConfig, step: int) -> float:
 def compute_beta3(config: OptimizerConfig, step: int) -> float:
     """Return the decay rate of the slow average in a 1-based step.
 
-    It rises from `--adam-beta1` to `--ademamix-beta3`. Not the rate but its half-life, which is
-    proportional to -1 / log(rate), rises linearly.
+    It rises from `--adam-beta1` to `--ademamix-beta3`. The half-life of the average rises linearly,
+    and the rate does not. The half-life is proportional to -1 / log(rate).
     """
     warmup = config.ademamix_beta3_warmup
     if warmup is None or step >= warmup:
@@ -114,7 +115,7 @@ def compute_beta3(config: OptimizerConfig, step: int) -> float:
     part = step / warmup
     inverse = (1.0 - part) * _invert_log(config.adam_beta1)
     inverse += part * _invert_log(config.ademamix_beta3)
-    # Both rates are 0, so there is no memory at any time.
+    # Both rates are 0, so the slow average is always the last gradient.
     if inverse == 0.0:
         return 0.0
     return min(math.exp(1.0 / inverse), config.ademamix_beta3)

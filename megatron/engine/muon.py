@@ -1,18 +1,18 @@
-"""Muon: a matrix's momentum, orthogonalised, is its update.
+"""Muon, an optimizer that updates a matrix with its orthogonalised momentum.
 
-It updates the matrices of the layers. Embeddings, the output matrix, biases and norms are AdamW's.
-The fused projection to queries, keys and values counts as three matrices. The formulas are those of
-`torch.optim.Muon`. The choices of scale and coefficients are Megatron-LM's.
+It updates the matrices of the layers. AdamW updates embeddings, the output matrix, biases and
+norms. The fused projection to queries, keys and values counts as three matrices. The formulas are
+those of `torch.optim.Muon`. The choices of scale and coefficients are Megatron-LM's.
 Source: https://kellerjordan.github.io/posts/muon/.
 
-Orthogonalisation needs a whole matrix, but tensor parallelism and ZeRO leave a part of it on each
-rank. So each matrix has an owner among the ranks of its pipeline stage. In a step, the ranks send
-the owner their parts of the momentum, and it sends back their parts of the update. Momentum and
-weight stay where they are.
+Orthogonalisation needs a whole matrix, but tensor parallelism and ZeRO leave only a part of it on
+each rank. So each matrix has an owner among the ranks of its pipeline stage. In a step, the ranks
+send the owner their parts of the momentum, and it sends back their parts of the update. Momentum
+and weight stay where they are.
 
 The owners are chosen by `assign_owners`, so that all ranks do about the same work. A step has
-rounds. In a round each rank has at most one matrix as its owner, which bounds the memory to a few
-copies of the largest matrix. All ranks compute the same assignment without a message.
+rounds. In a round, each rank owns at most one matrix, which limits the memory to a few copies of
+the largest matrix. All ranks compute the same assignment without communication.
 
 The invariant: an owner orthogonalises the same numbers as a single process would, in the same
 precision. So the layout changes an update only as far as it changes gradients.
@@ -46,7 +46,7 @@ _COEFFICIENTS = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Name -> the coefficients of each step. After the last ones it begins again."""
+"""Name -> the coefficients of each step. After the last of them, the first ones follow."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of a layer, which is in parts on the ranks of its stage."""
+    """A matrix of a layer. Each rank of its stage holds a part of it."""
 
     master: MasterParameter
     momentum: Tensor
@@ -80,16 +80,17 @@ class _Matrix:
     """The part of each rank of the stage."""
     shape: tuple[int, int]
     blocks: tuple[Sequence[slice], ...]
-    """The rows of each matrix that is orthogonalised by itself. One for all but fused projections.
+    """The row ranges of each block, which is orthogonalised by itself.
 
-    The rows of one of them may be in several places. All places have the same number of rows.
+    A fused projection has three blocks, and any other matrix has one. The rows of a block may be in
+    several ranges. All ranges of a block have the same number of rows.
     """
     scales: Tensor
     """The factor on the update of each row of this rank's part, [rows, 1] in fp32."""
 
 
 def is_muon_matrix(master: MasterParameter) -> bool:
-    """Return whether Muon updates a parameter, which it does to the matrices of the layers."""
+    """Return whether Muon updates a parameter. It updates only the matrices of the layers."""
     return master.name.startswith("blocks.") and len(master.spec.shape) == 2
 
 
@@ -108,7 +109,7 @@ class Muon(Optimizer):
         Args:
             masters: The parameters of this rank.
             config: The optimizer's configuration.
-            shape: Sizes of the model, which the rows of fused projections follow from.
+            shape: Sizes of the model. They determine the rows of fused projections.
             mesh: This rank's mesh.
         """
         super().__init__(masters)
@@ -141,7 +142,7 @@ class Muon(Optimizer):
         )
 
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return the momentum of a matrix, and Adam's moments of the rest."""
+        """Return the kind of Muon's state for a matrix, and the kinds of AdamW's for the rest."""
         if is_muon_matrix(master):
             return ("momentum",)
         return self._adamw.get_kinds(master)
@@ -222,7 +223,7 @@ class Muon(Optimizer):
 
         Args:
             sent: The tensor for each rank. It is sent in the precision of the products.
-            sizes: The number of elements that come from each rank.
+            sizes: The number of elements that each rank sends to this one.
         """
         device = self._mesh.device
         flat = torch.cat([tensor.to(device=device, dtype=self._dtype) for tensor in sent])
@@ -243,11 +244,11 @@ class Muon(Optimizer):
 def orthogonalise(matrix: Tensor, steps: int, coefficients: str) -> Tensor:
     """Return a matrix with the same singular vectors and singular values near 1.
 
-    The Newton-Schulz iteration applies an odd polynomial to the singular values. It does not
-    converge to 1 exactly, and need not.
+    The Newton-Schulz iteration applies an odd polynomial to the singular values. They do not
+    converge to 1 exactly, and Muon does not need that.
 
     Args:
-        matrix: [m, n], fp32 or bf16. The products are computed in its type.
+        matrix: [m, n], fp32 or bf16. The products are computed in its dtype.
         steps: Number of iterations.
         coefficients: A key of `_COEFFICIENTS`.
     """
@@ -265,7 +266,7 @@ def orthogonalise(matrix: Tensor, steps: int, coefficients: str) -> Tensor:
 
 
 def compute_scale(rows: int, columns: int, config: OptimizerConfig) -> float:
-    """Return the factor on the update of a matrix, which has singular values near 1 without it."""
+    """Return the factor on an orthogonalised matrix, whose singular values are near 1."""
     factors = {
         "spectral": math.sqrt(max(rows, columns)),
         "shape_scaling": math.sqrt(max(1.0, rows / columns)),
@@ -277,8 +278,8 @@ def compute_scale(rows: int, columns: int, config: OptimizerConfig) -> float:
 def assign_owners(work: Sequence[int], ranks: int) -> list[int]:
     """Return the owner of each matrix.
 
-    The most expensive matrix that is left goes to the rank with the least work so far. The rank
-    with the most work then has at most 4/3 of the least possible maximum.
+    The most expensive matrix that has no owner yet goes to the rank with the least work so far. The
+    largest load of a rank is then at most 4/3 of the smallest possible one.
 
     Args:
         work: The work of each matrix, in any unit.
@@ -295,7 +296,7 @@ def assign_owners(work: Sequence[int], ranks: int) -> list[int]:
 
 
 def _count_work(matrix: _Matrix) -> int:
-    """Return the multiplications of one Newton-Schulz step, over the matrix's blocks."""
+    """Return the number of multiplications of one Newton-Schulz step on all blocks of a matrix."""
     work = 0
     for places in matrix.blocks:
         rows = sum(place.stop - place.start for place in places)
@@ -312,7 +313,7 @@ def _describe_matrix(
     parts = list_parts((rows, columns), master.spec.shard_dim, mesh.grid.data, mesh.grid.tensor)
     mine = parts[data * mesh.grid.tensor + mesh.coordinate.tensor]
     held = Part((master.offset[0], master.offset[1]), (len(master.weight), master.weight.shape[1]))
-    assert mine == held, f"{master.name} is divided in another way: {held}, not {mine}"
+    assert mine == held, f"{master.name} has the part {held} on this rank, but {mine} was computed"
     blocks = list_blocks(master.name, rows, shape)
     scales = torch.empty((rows, 1))
     for places in blocks:
@@ -359,7 +360,7 @@ def list_parts(
 
 
 def list_blocks(name: str, rows: int, shape: ModelShape) -> tuple[Sequence[slice], ...]:
-    """Return the rows of each matrix that is orthogonalised by itself. See `_Matrix.blocks`.
+    """Return the row ranges of each block of a matrix. See `_Matrix.blocks`.
 
     The rows of a fused projection are ordered by group: its query heads, its key and its value.
     """

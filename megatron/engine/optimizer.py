@@ -1,4 +1,4 @@
-"""Optimizers over fp32 master weights, and sums over gradients: their norm and number of zeros.
+"""Optimizers over fp32 master weights, and two statistics of gradients: norm and number of zeros.
 
 The invariant: an optimizer sees plain local fp32 tensors. They may be a module's own parameters,
 FSDP2's shards or masters of bf16 weights. Its numbers are therefore the same in every layout.
@@ -42,29 +42,29 @@ class MasterParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies, which it does to matrices but not to biases and norms."""
+        """Whether weight decay applies. It applies to matrices, but not to biases and norms."""
         if len(self.spec.shape) == 1:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 
 
 class Optimizer(ABC):
-    """The update of all masters of this rank.
+    """The rule that updates all master parameters of this rank.
 
-    Its states exist from the start, so that a checkpoint can be loaded into them.
+    The states exist from the start, so that a checkpoint can be loaded into them.
     """
 
     description: tuple[str, str, str]
     """The row of the table printed at start. See `Engine.describe_choices`."""
 
     def __init__(self, masters: list[MasterParameter]) -> None:
-        """Keep the masters."""
+        """Create an optimizer of this rank's master parameters."""
         self.masters = masters
         self.step_count = 0
 
     @abstractmethod
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return the kinds of a parameter's states."""
+        """Return the kinds of state that a parameter has, such as Adam's two moments."""
 
     @abstractmethod
     def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
@@ -75,7 +75,7 @@ class Optimizer(ABC):
         """Update the weights with the gradients of the masters and the learning rate `lr`."""
 
     def set_step_count(self, count: int) -> None:
-        """Set the number of steps in the states, which bias corrections depend on."""
+        """Set the number of steps that the states have had. Bias corrections depend on it."""
         self.step_count = count
 
     def reset(self) -> None:
@@ -90,7 +90,7 @@ class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
-        """Create the optimizer, apex's FusedAdam if it is installed and otherwise torch's AdamW."""
+        """Create the optimizer: apex's FusedAdam on a GPU if installed, otherwise torch's AdamW."""
         super().__init__(masters)
         groups: list[dict[str, Any]] = [
             {
@@ -125,7 +125,7 @@ class AdamW(Optimizer):
         self.set_step_count(0)
 
     def set_step_count(self, count: int) -> None:
-        """Set the number of steps in the moments. See `Optimizer.set_step_count`."""
+        """Set the number of steps that the moments have had. See `Optimizer.set_step_count`."""
         super().set_step_count(count)
         if self._step_in_groups:
             for group in self._optimizer.param_groups:
@@ -197,7 +197,7 @@ def compute_squared_norm(tensors: list[Tensor]) -> Tensor:
 
     On the CPU, torch's norm of a matrix adds up all squares one after the other in fp32. For a word
     embedding the result was wrong by 2e-5, and the error depended on the sharding. Rows are short,
-    so their norms are right to 1e-8. They are added in fp64 (docs/decisions/005).
+    so their norms are accurate to 1e-8. Their squares are added in fp64 (docs/decisions/005).
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)

@@ -3,9 +3,8 @@
 `SingleStageRunner` runs the microbatches one after the other. With several pipeline ranks,
 `PipelineRunner` (`megatron.engine.pipeline`) runs them in the order of a schedule.
 
-The invariant: every microbatch passes every block once, forward and backward, and each stage's
-gradient is that of `factor` x the sum of the losses. Only the rank with the last stage knows the
-loss.
+The invariant: every microbatch passes every block once, forward and backward. The gradients are
+those of `factor` x the sum of the losses. Only the rank with the last stage knows the loss.
 """
 
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ class Runner(Protocol):
     """Runs the microbatches of a global batch through this rank's stages."""
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
-        """Run forward and, with `train`, backward passes.
+        """Run the forward passes and, with `train`, the backward passes.
 
         Args:
             inputs: The microbatches of this rank.
-            factor: What each loss is multiplied by before its backward pass.
+            factor: The factor on each loss before its backward pass.
             train: Whether to add the gradients of `factor` x the sum of the losses to the
                 parameters' gradients.
 
@@ -40,7 +39,7 @@ class Runner(Protocol):
 
 
 class SingleStageRunner:
-    """A runner for the complete model on this rank, without a pipeline."""
+    """A runner without a pipeline. The only stage is the complete model."""
 
     def __init__(self, stage: RankStage) -> None:
         """Create a runner of the only stage."""
@@ -74,10 +73,10 @@ def build_runner(
     if mesh.grid.pipeline == 1:
         return SingleStageRunner(stages[0])
     # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
-    # without a pipeline needs neither.
+    # without a pipeline needs neither of them.
     from megatron.engine.pipeline import PipelineRunner
 
-    # Stages send the residual stream to each other in this type.
+    # Stages send the residual stream to each other in this dtype.
     if execution.fp32_residual:
         dtype = torch.float32
     else:

@@ -6,8 +6,8 @@ size.
 One weight matrix projects to queries, keys and values. Its rows are ordered by group. Each group
 has the rows of its n/g query heads, its key and its value. A rank's part consists of complete
 groups, so it is a contiguous slice of the matrix. With fewer groups than ranks, a rank has some of
-the query heads of one group, and keys and values are replicated (`SharedGroupsLinear`). This holds
-for multi-head (n/g = 1) and grouped-query attention alike (https://arxiv.org/abs/2305.13245).
+the query heads of one group, and keys and values are replicated (`SharedGroupsLinear`). Multi-head
+attention is the case n/g = 1 of grouped-query attention (https://arxiv.org/abs/2305.13245).
 """
 
 from itertools import pairwise
@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
 
         Args:
             shape: Sizes of the model.
-            layer: What this layer has.
+            layer: The settings that differ between layers.
             dropout: Dropout on the attention probabilities.
             tp: The tensor-parallel ranks.
         """
@@ -89,11 +89,11 @@ class SelfAttention(nn.Module):
         )
         self.dropout = dropout
         self.recompute_core = False
-        """Whether the attention core is computed again in the backward pass."""
+        """Whether the backward pass computes the attention core again (selective recomputation)."""
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        # g/t is 1 below, and n/g is n/t, if several ranks share a group.
+        # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
         n = self.heads_per_group
@@ -112,8 +112,8 @@ class SelfAttention(nn.Module):
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
         value = value.permute(1, 2, 0, 3)
-        # Selective recomputation. No random state is preserved, because the dropout seeds the
-        # generator itself and draws the same mask both times.
+        # No random state is preserved, because the dropout seeds the generator itself and draws the
+        # same mask both times.
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(
                 self._compute_core,
@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         Returns:
             The context, [b, n/t, s, d].
         """
-        # The kernel draws the mask itself. The generator must be seeded right before the call.
+        # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
         p = self.dropout.seed(dropout_key)
         bias = positions.window_bias if self.windowed else positions.bias
         if positions.documents is not None:
@@ -155,7 +155,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
 ) -> Tensor:
     """Call PyTorch's attention kernel. It chooses between flash and other implementations."""
-    # A bias includes the causal mask, and the kernel does not accept both.
+    # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -177,8 +177,8 @@ def _attend_by_document(
 ) -> Tensor:
     """Compute attention within each document separately.
 
-    No [s, s] mask is made, and shorter documents cost less. A bias depends on distances only, so
-    its upper left corner is the bias of a shorter document.
+    No [s, s] mask of document boundaries is made, and shorter documents cost less. A bias depends
+    on distances only, so its upper left corner is the bias of a shorter document.
     """
     samples = []
     for sample, bounds in enumerate(documents):

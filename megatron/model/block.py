@@ -7,7 +7,7 @@
 | input  | parallel   | x + attention(norm(x)) + MLP(norm(x))       |
 | output | parallel   | x + norm(attention(x)) + norm(MLP(x))       |
 
-The two norms of a layer have weights of their own. GPT-2 has the first row.
+Each of the two norms of a layer has its own weights. GPT-2 is the first row.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import DropoutKey, RandomStreams
 
-# Dropouts of one block: attention probabilities, attention output and MLP output.
+# One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
 Half = Callable[..., Tensor]
 
 
 class Block(nn.Module):
-    """Layer number `index` of the complete model, on whichever stage it is."""
+    """One transformer layer. Its number counts the layers of all pipeline stages."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Block(nn.Module):
 
     def compile_halves(self, *, dynamic: bool) -> None:
         """Compile both halves of the layer, for any sequence length if `dynamic` is set."""
-        # The functions are compiled and not the module. FSDP2's hooks and the recomputation stay
-        # outside of the graphs, and all blocks share the graphs. A graph break would only make the
-        # run slow, so it is turned into an error.
+        # The functions are compiled, not the module. So FSDP2's hooks and the recomputation stay
+        # outside of the graphs, and all blocks share the graphs. `fullgraph` makes a graph break an
+        # error. Otherwise it would only make the run slow.
         self._first_half = torch.compile(Block._attend, fullgraph=True, dynamic=dynamic)
         self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
         equal. One seed before each half is therefore enough for a compiled graph.
         """
         self.attention.dropout.seed(dropout_key)
-        # Every batch has other documents. With a graph for each, compilation would never end.
+        # The documents differ in every batch. Each batch would compile a new graph.
         if positions.documents is None:
             attend = self._first_half
         else:
@@ -142,11 +142,11 @@ def _normalise_input(
 
     Args:
         before: The norm before attention or MLP, or None.
-        after: The norm after it, or None. There is one of the two.
+        after: The norm after it, or None. Exactly one of the two norms exists.
         x: The residual stream.
     """
     if before is not None:
         return before(x)
-    # A norm would cast a residual stream that is kept in fp32.
-    assert after is not None, "a half has one of the two norms"
+    # A residual stream in fp32 must be cast here, because no norm does it.
+    assert after is not None, "attention and MLP each need one norm"
     return x.to(after.weight.dtype)

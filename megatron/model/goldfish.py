@@ -1,10 +1,10 @@
 """The tokens that the goldfish loss leaves out (https://arxiv.org/abs/2406.10209).
 
-The product of the ids of h tokens is an index into a table of random numbers. The last of the
-tokens is left out if its number is below 1/k. The first h - 1 tokens of a sample are never left
-out. This is the paper's choice "hash-table", with its size and its seed. The table is drawn on the
-CPU, so every device leaves out the same tokens. Products wrap around at 64 bits. An id 0 makes the
-product 0, as in the paper's program.
+The ids of h successive tokens are multiplied. The product modulo the table size is an index into a
+table of random numbers. The last of the h tokens is left out if the number there is below 1/k. The
+first h - 1 tokens of a sample are never left out. This is the strategy "hash-table" of the paper's
+program, with the same table size and seed. The table is drawn on the CPU, so every device leaves
+out the same tokens. Products wrap around at 64 bits. An id 0 makes the product 0, as it does there.
 """
 
 import functools
@@ -21,11 +21,11 @@ def keep_tokens(labels: Tensor, k: int, h: int) -> Tensor:
 
     Args:
         labels: Ids, [b, s].
-        k: One in k labels is left out.
-        h: Number of labels, the one itself included, that decide.
+        k: About one in k labels is left out.
+        h: A label and the h - 1 labels before it decide whether it is left out.
     """
     kept = torch.ones(labels.shape, dtype=torch.float32, device=labels.device)
-    # A shorter sample has no complete run of h labels.
+    # A shorter sample does not have h labels in a row.
     if labels.shape[1] < h:
         return kept
     index = labels.unfold(1, h, 1).prod(dim=-1) % _TABLE_SIZE
@@ -35,6 +35,6 @@ def keep_tokens(labels: Tensor, k: int, h: int) -> Tensor:
 
 @functools.cache
 def _make_table(device: torch.device) -> Tensor:
-    """Return the table of random numbers from 0 to 1 on a device."""
+    """Return the table of random numbers in [0, 1) on a device."""
     generator = torch.Generator().manual_seed(_TABLE_SEED)
     return torch.rand(_TABLE_SIZE, generator=generator).to(device)

@@ -13,8 +13,9 @@ The maximum is subtracted from the target's logit before log(sum) is added. With
 thousands, a loss near 0 would otherwise be rounded to multiples of 2.4e-4, the spacing of fp32
 numbers there.
 
-n = s x b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: loss and gradients
-equal `F.cross_entropy(F.linear(..))` over the real vocabulary, for every sharding and padding.
+n = s x b rows, v: padded vocabulary, t: tensor-parallel size. The invariant: without z-loss,
+loss and gradients equal those of `F.cross_entropy(F.linear(..))` over the real vocabulary, for
+every sharding and padding.
 """
 
 from collections.abc import Iterator
@@ -29,9 +30,9 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 
 _CHUNK_BYTES_CPU = 4 << 20
-"""Bytes of the fp32 logits of a chunk. It is small enough for the cache."""
+"""Largest size of a chunk's fp32 logits, in bytes. They fit into the cache."""
 _CHUNK_BYTES_GPU = 256 << 20
-"""Large enough to fill the device, and small compared with its memory."""
+"""The same on a GPU. It keeps the device busy, and is small compared with its memory."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ def cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the masked losses.
+    """Sum of the losses times the mask.
 
-    The forward pass computes the gradients up to the factor that arrives in the backward pass.
+    The forward pass computes the gradients. The backward pass multiplies them by its factor.
     """
 
     @staticmethod
@@ -143,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, local[part, None], -here[part, None].to(gradient.dtype))
             if mask is not None:
                 gradient.mul_(mask[part, None])
-            # Rounded to the compute dtype here, so that both matrix products below use it.
+            # The assignment rounds to the compute dtype, which both matrix products have.
             grad_logits[part] = gradient
             torch.mm(grad_logits[part], used, out=grad_hidden[part])
         if keep_gradients:
@@ -166,7 +167,7 @@ def _split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
 
     Args:
         n: Number of rows.
-        columns: Number of logits in a row. Without any, all rows are one chunk.
+        columns: Number of logits in a row. If it is 0, all rows are one chunk.
         on_gpu: Whether the logits are on a GPU.
     """
     if on_gpu:
@@ -194,7 +195,7 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
     """
     if logits.shape[1] == 0:
         # This rank holds nothing but padding. It still takes part in the all-gather, with values
-        # that change nothing: a maximum of -inf and a sum of 0.
+        # that do not change the result: a maximum of -inf and a sum of 0.
         zeros = logits.new_zeros(logits.shape[0])
         return logits.new_full((logits.shape[0],), float("-inf")), zeros, zeros
     # Each rank subtracts its own maximum, so that exp cannot overflow. `_combine` corrects for the
@@ -206,7 +207,7 @@ def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tenso
 
 
 def _compute_grad_weight(grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight`, whose rows of padding get a gradient of 0."""
+    """Return the gradient of `weight`. It is 0 for the rows of padding."""
     real = grad_logits.shape[1]
     if real < weight.shape[0]:
         grad_weight = torch.zeros_like(weight)
@@ -222,7 +223,7 @@ def _combine(
     target: Tensor,
     tp: TensorParallel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the ranks' parts of the vocabulary.
+    """Combine the results of the ranks, each for its part of the vocabulary.
 
     Args:
         top: [n'], the highest logit of this rank's part. It is -inf if all of it is padding.

@@ -35,10 +35,11 @@ def _square_relu(x: Tensor) -> Tensor:
 
 
 class XIELU(nn.Module):
-    """xIELU (https://arxiv.org/abs/2411.13010), with its two weights in each layer.
+    """xIELU (https://arxiv.org/abs/2411.13010), an activation with two weights in each layer.
 
     y = a x^2 + b x for x > 0 and c (exp(x) - 1 - x) + b x below, with a = softplus(alpha_p),
-    b = 1/2 and c = b + softplus(alpha_n). Above -1e-6, exp(x) - 1 has its value at -1e-6.
+    b = 1/2 and c = b + softplus(alpha_n). From -1e-6 to 0, exp(x) - 1 is replaced by its value at
+    -1e-6.
     """
 
     _BETA = 0.5
@@ -77,7 +78,7 @@ def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Te
         if tanh_gelu:
             return _gelu_tanh
         return _gelu_erf
-    # swiglu and the others are the names of Megatron-DeepSpeed's --glu-activation.
+    # The names are those of Megatron-DeepSpeed's --glu-activation.
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": F.silu,
         "geglu": _gelu_erf,
@@ -90,7 +91,8 @@ def choose_activation(glu: str | None, tanh_gelu: bool) -> Callable[[Tensor], Te
 class MLP(nn.Module):
     """Map [s, b, h] to [s, b, h] through an inner width f.
 
-    Gate and up are two matrices, so that each rank's part of either is a contiguous slice.
+    The gate and up projections are two matrices, so that a rank's part of each is a contiguous
+    slice.
     """
 
     def __init__(self, shape: ModelShape, tp: TensorParallel) -> None:
@@ -119,7 +121,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        # Entered once for both matrices. Two entries would double the communication.
+        # The tensor-parallel region is entered once for both matrices. Two entries would double the
+        # communication.
         x = enter_tensor_parallel(x, self.tp)
         up = self.up(x, entered=True)  # [s, b, f/t]
         if self.gate is None:

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over the last dimension, with statistics in fp32 for any input dtype.
+"""LayerNorm and RMSNorm, with statistics in fp32 for any input dtype.
 
-The output has the weights' dtype. This is the dtype of the computation, also if the residual stream
-is kept in fp32.
+The output has the weights' dtype. This is the dtype of the computation, even if the residual stream
+is kept in fp32. The norms are over the last dimension, except `ShardedRMSNorm`.
 """
 
 from collections.abc import Callable
@@ -65,14 +65,15 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
         if x.dtype != self.weight.dtype:
-            # The stream is in fp32 and the weights in half precision. The norm is computed in fp32.
+            # The residual stream is in fp32 and the weights in half precision. The norm is computed
+            # in fp32.
             weight = self.weight.to(x.dtype)
             bias = None
             if self.bias is not None:
                 bias = self.bias.to(x.dtype)
             return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
-        # A compiler cannot trace apex's kernel. It fuses PyTorch's operation with its neighbours.
-        # apex's kernel needs a bias.
+        # apex's kernel needs a bias. torch.compile cannot trace it, but fuses PyTorch's operation
+        # with its neighbours.
         if (
             x.is_cuda
             and self.bias is not None
@@ -151,7 +152,7 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over the channels of all heads, which the tensor-parallel ranks share out."""
+    """RMSNorm over the channels of all heads. Each tensor-parallel rank holds some of the heads."""
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         """Create this rank's part of the weight, uninitialised.
@@ -213,7 +214,7 @@ def build_query_key_norm(
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
-    """Return the implementation of the norm and the reason for it, for the start table."""
+    """Return the implementation of the norm and its reason, for the table printed at start."""
     if device_type == "cpu":
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"

@@ -1,6 +1,7 @@
-"""Rotary and ALiBi positions.
+"""Tables of rotary and ALiBi positions and of the sliding window.
 
-Their tables are computed once for a forward pass and given to every block.
+All blocks and steps share them. They are computed again only if the sequence length, the device or
+the dtype changes.
 """
 
 import math
@@ -20,9 +21,9 @@ from megatron.parallel.mesh import TensorParallel
 
 @dataclass(frozen=True)
 class Positions:
-    """The tables that attention needs for positions.
+    """The tables that attention needs for positions, sliding window and documents.
 
-    All are None for learned positions, which the embedding has added already.
+    Learned positions need no table, because the embedding has added them already.
     """
 
     cos: Tensor | None = None
@@ -32,8 +33,8 @@ class Positions:
     bias: Tensor | None = None
     """[1, heads/t, s, s], ALiBi including the causal mask, in the activations' dtype."""
     window_bias: Tensor | None = None
-    """[1, 1 or heads/t, s, s], the bias of the layers with a sliding window. It is `bias` for a
-    sequence that fits into the window."""
+    """[1, 1 or heads/t, s, s], the bias of the layers with a sliding window. If the sequence fits
+    into the window, it is the same as `bias`."""
     documents: Documents | None = None
     """If given, attention stays within a document."""
 
@@ -54,7 +55,10 @@ def make_rotary_table(
         dim: Number of rotated channels of a head.
         base: Base of the frequencies.
         device: Device of the result.
-        scale: Changes the frequencies [dim / 2], in radians for each token.
+        scale: A function that changes the frequencies [dim / 2], in radians per token.
+
+    Returns:
+        Two tables [s, 1, 1, 1, dim / 2] in fp32.
     """
     # fp32, because half precision cannot represent large positions exactly.
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
@@ -69,7 +73,7 @@ def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor
     """Return the rotary frequencies that `--rope-scaling` asks for.
 
     Args:
-        frequencies: In radians for each token.
+        frequencies: [dim / 2], in radians per token.
         config: The architecture.
     """
     if config.rope_scaling is None:
@@ -77,6 +81,7 @@ def scale_rotary_frequencies(frequencies: Tensor, config: ModelConfig) -> Tensor
     divided = frequencies / config.rope_scaling_factor
     if config.rope_scaling == "linear":
         return divided
+    # Full turns of a channel pair over the original length.
     turns = config.rope_original_length * frequencies / (2 * math.pi)
     low = config.rope_low_freq_factor
     # 0 where a frequency is divided, 1 where it is left as it is.
@@ -136,7 +141,7 @@ def compute_alibi_slopes(heads: int) -> list[float]:
     """Return ALiBi's slopes, 2^(-8i/n) (https://arxiv.org/abs/2108.12409).
 
     If the number of heads n is not a power of two, the slopes of the power below it come first.
-    Then follow slopes of the power above it, every other one.
+    Every other slope of the power above it follows.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8.0 * i / power) for i in range(1, power + 1)]
@@ -158,7 +163,7 @@ def make_alibi_bias(
     slopes = torch.tensor(
         [compute_alibi_slopes(total_heads)[i] for i in heads], device=device, dtype=torch.float32
     )
-    # Computed in fp32 and rounded once at the end. bf16 rounds distances above 256.
+    # Computed in fp32 and rounded once at the end, because bf16 rounds distances above 256.
     positions = torch.arange(seq_length, device=device, dtype=torch.float32)
     distance = positions.view(1, -1) - positions.view(-1, 1)
     distance.masked_fill_(distance > 0, float("-inf"))

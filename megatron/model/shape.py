@@ -1,4 +1,4 @@
-"""Every size of the network, derived once from `ModelConfig`."""
+"""Every size of the network. All of them are derived here from `ModelConfig`."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """What one layer has that others may lack. None of it has parameters."""
+    """The settings that may differ between layers. They do not change the parameters."""
 
     rotary: bool
     """Whether its queries and keys are rotated by their positions."""
     window: int | None
-    """Tokens that a token attends to, itself included. None: all before it."""
+    """Number of tokens that a token attends to, itself included. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ModelShape:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads. It equals the number of heads without grouped queries."""
+        """Number of key and value heads. Without grouped queries, it is the number of heads."""
         return self.config.num_query_groups or self.config.num_attention_heads
 
     @property
@@ -74,10 +74,11 @@ class ModelShape:
 
     @property
     def init_std(self) -> float:
-        """Sigma of the normal initialisation, as a number or a formula of the hidden size h.
+        """Standard deviation of the normal initialisation.
 
-        "small" is sqrt(2 / (5 h)) (https://arxiv.org/abs/1910.05895). "megatron" is
-        sqrt(1 / (3 h)) (https://arxiv.org/abs/2201.11990).
+        The flag gives a number, or the name of a formula of the hidden size h. "small" is
+        sqrt(2 / (5 h)) (https://arxiv.org/abs/1910.05895). "megatron" is sqrt(1 / (3 h))
+        (https://arxiv.org/abs/2201.11990).
         """
         std = self.config.init_method_std
         h = self.config.hidden_size
@@ -89,15 +90,15 @@ class ModelShape:
 
     @property
     def output_init_std(self) -> float:
-        """Sigma of the projections that write into the residual stream, sigma / sqrt(2 l).
+        """Standard deviation of the projections that write into the residual stream.
 
-        Source: https://arxiv.org/abs/1909.08053.
+        It is `init_std` / sqrt(2 l) for l layers. Source: https://arxiv.org/abs/1909.08053.
         """
         return self.init_std / math.sqrt(2.0 * self.config.num_layers)
 
 
 def _choose_layers(text: str | None, num_layers: int) -> frozenset[int]:
-    """Return the layers that a text chooses, and none for None."""
+    """Return the numbers of the layers that a text such as "3::4" chooses. None chooses none."""
     if text is None:
         return frozenset()
     return choose_layers(text, num_layers)

@@ -2,12 +2,13 @@
 
 Every parameter is a plain local tensor with a `ParameterSpec`. The spec holds the shape in the
 complete model, the kind of initialisation, the dimension that is sharded, and whether the gradient
-is partial. Engines, initialisation and checkpoints read nothing else.
+is partial. Engines, initialisation and checkpoints need nothing else of a layer.
 
 The invariant: a rank's shard is a rectangular slice of the global tensor, or several such slices
-one below the other (`Piece`). Legend: h hidden size,
-s sequence, b micro-batch, t tensor-parallel size. Source: https://arxiv.org/abs/1909.08053,
-section 3.
+one below the other (`Piece`).
+
+h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size. Source:
+https://arxiv.org/abs/1909.08053, section 3.
 """
 
 from collections.abc import Iterator
@@ -31,9 +32,9 @@ class Init(Enum):
     ZERO = "zero"
     ONE = "one"
     XIELU_P = "xIELU, positive side"
-    """The constant from which softplus makes 0.8."""
+    """A constant whose softplus is 0.8."""
     XIELU_N = "xIELU, negative side"
-    """The constant from which softplus makes 0.3, and 0.8 with the 0.5 that is added to it."""
+    """A constant whose softplus is 0.3. xIELU adds 0.5 to it, which gives 0.8."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,24 @@ class ParameterSpec:
     It needs `pieces`. `shard_dim` then only says whether the ranks hold different parts.
     """
     pieces: tuple[Piece, ...] | None = None
-    """Where the rows of the local tensor are in the global one. None: `shard_dim` says it."""
+    """Where the rows of the local tensor are in the global one. None: see `shard_dim`."""
 
     def get_global_name(self, name: str) -> str:
-        """Return the name in the complete model of a parameter that the module names `name`."""
+        """Return the name that a parameter `name` of a module has in the complete model."""
         if self.part_of is not None:
             return f"{name.rpartition('.')[0]}.{self.part_of}"
         return self.copy_of or name
 
     def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
-        """Yield the pieces of the global tensor in a run of rows, without vocabulary padding.
+        """Yield the pieces of the global tensor in a range of rows, without vocabulary padding.
 
         Args:
-            first: The run's first row, in the local tensor if there are `pieces`, and otherwise in
-                the global tensor.
-            rows: Number of rows in the run.
+            first: The first row of the range. It counts in the local tensor if there are `pieces`,
+                and otherwise in the global tensor.
+            rows: Number of rows in the range.
 
         Yields:
-            Pieces whose `local` counts from the beginning of the run.
+            Pieces whose `local` counts from the first row of the range.
         """
         pieces = self.pieces or (Piece(0, 0, self.shape[0]),)
         for piece in pieces:
@@ -115,8 +116,8 @@ def make_replicated_parameter(
 ) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
 
-    It is for places where the sequence may be sharded: norms, learned positions, and biases after
-    the sum. With sequence parallelism its gradient is therefore partial.
+    It is for places where the sequence may be sharded: norms, learned positions, and the biases of
+    `RowParallelLinear`. With sequence parallelism, its gradient is therefore partial.
     """
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
 
@@ -124,16 +125,16 @@ def make_replicated_parameter(
 def make_inner_parameter(shape: tuple[int, ...], tp: TensorParallel, init: Init) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
 
-    It is for places inside a tensor-parallel region. A rank's gradient is the part that comes from
-    its own heads or channels, also without sequence parallelism.
+    It is for places inside a tensor-parallel region. A rank's gradient covers only its own heads
+    or channels, even without sequence parallelism.
     """
     return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.size > 1))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
-    """Return this rank's part of a dimension.
+    """Return the size of this rank's part of a dimension.
 
-    The plan has refused sizes that do not divide, so a remainder is a bug of this program.
+    The plan refuses sizes that are not divisible, so a remainder is a bug of this program.
     """
     assert size % tp.size == 0, f"{size} is not divisible by tensor-parallel size {tp.size}"
     return size // tp.size
@@ -185,7 +186,7 @@ class SharedGroupsLinear(nn.Module):
     The global matrix has for each group the rows of its queries, its key and its value. A rank has
     the queries of n/t heads, which belong to one group. Keys and values of all groups are on every
     rank, because several ranks need the same ones. They are small. A rank computes only those of
-    its own group, so its gradient is a part of the sum over the ranks.
+    its own group, so the gradients of keys and values must be added up over the ranks.
 
     n: heads, g: query groups, d: width of a head.
     """
@@ -201,7 +202,7 @@ class SharedGroupsLinear(nn.Module):
         tp: TensorParallel,
         init: Init,
     ) -> None:
-        """Create the rank's queries, and keys and values of all groups.
+        """Create the weights for the rank's queries, and for keys and values of all groups.
 
         Args:
             in_features: Width of the input.

@@ -1,8 +1,8 @@
-"""Commands in processes that are forked, so that a hundred of them start in a few seconds.
+"""Runs commands in forked processes, so that a hundred of them start in a few seconds.
 
 One process imports all commands. It forks for each command line, and the fork runs the command as
-its console script would: with its own working folder, environment, arguments and streams. Nothing
-of one command reaches the next.
+its console script would, with its own working folder, environment, arguments and streams. A command
+changes no state of the process that later commands are forked from.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _LATE_IMPORTS = (
     "torch.utils.tensorboard",
     "zstandard",
 )
-"""Modules that commands import when they need them. Here they are imported once."""
+"""Modules that commands import only when they need them. Here they are imported before the fork."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class CommandLine:
     absent: str | None = None
     """A package that cannot be imported, as if it were not installed."""
     obey_modes: bool = False
-    """Whether the modes of files apply, as for a user who is not root."""
+    """Whether file modes restrict the command, as for a user who is not root."""
     new_process: bool = False
-    """Whether the command is started as a program of its own."""
+    """Whether the command runs in a new Python process instead of a fork."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ class Result:
 
 
 def list_entry_points() -> dict[str, str]:
-    """Return the function of each console script, as `module:function`, by name."""
+    """Return each console script: its name without `megatron-` -> `module:function`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {name.removeprefix("megatron-"): target for name, target in project["scripts"].items()}
 
 
 class ForkedCommands:
-    """The process that forks for each command line."""
+    """Handle of the process that is forked for each command line."""
 
     def __init__(self, streams: Path) -> None:
         """Start the process.
 
         Args:
-            streams: An existing folder for what the commands print.
+            streams: An existing folder. The output of the commands is written to files in it.
         """
         self._streams = streams
         context = start_fork_server()
@@ -94,7 +94,7 @@ class ForkedCommands:
         other_end.close()
 
     def run(self, line: CommandLine) -> Result:
-        """Run a command line to its end."""
+        """Run a command line and return its result."""
         if line.new_process:
             return _run_new_process(line)
         self._pipe.send(line)
@@ -117,10 +117,10 @@ def _serve(pipe: Connection, streams: Path) -> None:
     for target in entry_points.values():
         importlib.import_module(target.partition(":")[0])
     for module in _LATE_IMPORTS:
-        # Without one of them, its rows fail with a clear message.
+        # If one is not installed, the rows that need it fail with a clear message.
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # The collections of the forks skip these objects, so that their memory stays shared.
+    # Garbage collections in the forks skip these objects, so that their memory stays shared.
     gc.freeze()
     while (line := pipe.recv()) is not None:
         child = os.fork()
@@ -133,8 +133,8 @@ def _serve(pipe: Connection, streams: Path) -> None:
 
 
 def _become_command(line: CommandLine, target: str, streams: Path) -> NoReturn:
-    """Run the command and end this process as Python would end."""
-    # A command that hangs is ended by the kernel.
+    """Run the command, and end this process with the exit code that Python would give."""
+    # The kernel ends a command that hangs.
     signal.alarm(_LIMIT_SECONDS)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         opened = os.open(streams / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -168,10 +168,10 @@ def _hide_package(package: str) -> None:
 
 
 def _give_up_rights_over_modes() -> None:
-    """Make the modes of files apply to this process, also if it is root's."""
+    """Make file modes restrict this process even if it runs as root."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    # Two structures of effective, permitted and inheritable capabilities.
+    # Two structures, each with effective, permitted and inheritable capabilities.
     data = (ctypes.c_uint32 * 6)()
     libc.capget(header, data)
     for number in range(3):

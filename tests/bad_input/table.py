@@ -14,7 +14,7 @@ _COLUMNS = 5
 
 @dataclass(frozen=True)
 class BadInput:
-    """One row of the table."""
+    """One row of the table. `table.md` describes the columns."""
 
     what: str
     before: str
@@ -23,9 +23,9 @@ class BadInput:
     phrase: str
 
     def split_command(self, words: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-        """Return the variables before the command, and the words of the command."""
+        """Return the variables before the command, and its words. All `$` words are replaced."""
         text = self.command
-        # A word may stand for other words.
+        # The replacement of a word may contain further words.
         while "$" in text:
             text = Template(text).substitute(words)
         command = shlex.split(text)
@@ -37,7 +37,7 @@ class BadInput:
 
 
 def read_table() -> tuple[dict[str, str], list[BadInput]]:
-    """Return the words that commands may use, by name, and the rows."""
+    """Return the words that commands may use (name -> replacement), and the rows."""
     words = {"LONG_NAME": "n" * 300, "MANY_DIGITS": "9" * 5000}
     rows = []
     for line in _TABLE.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""Bad input ends a command with its exit code and a message that helps, and loses nothing.
+"""Tests that bad input ends a command with an exit code and a helpful message, and no lost file.
 
-The rows are in `table.md`. Each runs in a fresh copy of one folder, which has everything that a
-valid command line needs.
+The cases are the rows of `table.md`. Each runs in a fresh copy of one folder, which has every file
+that a valid command line needs.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ WORDS, ROWS = read_table()
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommands]:
     started = ForkedCommands(tmp_path_factory.mktemp("streams"))
     yield started
-    # Shown with -s.
+    # pytest shows this with -s.
     print(f"the commands took {started.close():.1f} s of CPU")
 
 
 @pytest.fixture(scope="module")
 def busy_port() -> Iterator[int]:
-    """A port that another program listens on."""
+    """Yield a port that another program listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -42,7 +42,7 @@ def busy_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def pristine(commands: ForkedCommands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, a tokenizer, a configuration, and a run with two checkpoints."""
+    """Make a folder with a corpus, a tokenizer, a configuration, and a run with two checkpoints."""
     folder = tmp_path_factory.mktemp("pristine")
     prefix = str(REFERENCE_PREFIX)
     shutil.copy(get_bin_path(prefix), folder / "corpus.bin")

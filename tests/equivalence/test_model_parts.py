@@ -1,6 +1,6 @@
-"""Tests that the parts of recent models train in each layout as on one process.
+"""Tests that models with the parts of recent models train in each layout as on one process.
 
-The covering set of `layouts.py` has three shapes of models. These have the other parts.
+The covering set of `layouts.py` has only three models. The models here have the other parts.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MODELS = {
     "--no-add-bias-linear --rope-scaling llama3 --rope-original-length 128",
     "neox": "--position-embedding-type rotary --rotary-percent 0.25 --parallel-residual "
     "--no-norm-bias --no-add-bias-linear --add-qkv-bias --activation squared_relu",
-    # Two ranks share the only query group, and four ranks share two.
+    # Two or four tensor-parallel ranks share these query groups.
     "multi-query": f"{_ROTARY} --num-query-groups 1 --qk-norm head",
     "two groups": f"{_ROTARY} --num-query-groups 2 --no-add-bias-linear",
 }
@@ -32,7 +32,10 @@ TWO_BY_TWO = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-s
 def alone(
     pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Return a function that trains a model on one process, once, and returns its folder."""
+    """Return a function that trains a model on one process and returns the folder.
+
+    Each model is trained only once.
+    """
     folders: dict[str, Path] = {}
 
     def run(model: str) -> Path:

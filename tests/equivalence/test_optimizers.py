@@ -1,4 +1,4 @@
-"""Tests that each optimizer trains any layout as it trains one process, also across a resume."""
+"""Tests that each optimizer gives the numbers of one process in any layout, also on resume."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ BOUND = 1e-5
 OPTIMIZERS = {
     "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
     "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
-    # This scale differs between queries and keys.
+    # With this mode, the scale differs between queries and keys.
     "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
 }
 IN_BF16 = "--muon-fp32-matmul-prec medium --muon-nesterov"
@@ -33,16 +33,17 @@ Saved = Callable[[str, str], Path]
 
 
 def arguments(folder: Path, corpus: str, optimizer: str, layout: str, *flags: str) -> list[str]:
-    # With two groups, the rows of one group of queries, key and value are on several ranks.
+    # With two query groups, several ranks hold rows of the same group.
     small = "--num-layers 2 --num-query-groups 2", NO_DROPOUT
     return command(folder, corpus, "llama", "ramp", *small, OPTIMIZERS[optimizer], layout, *flags)
 
 
 @pytest.fixture(scope="module")
 def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Return a function from optimizer and layout to the folder of a run.
+    """Return a function that trains with an optimizer and a layout, and returns the folder.
 
-    The run has 10 iterations, with checkpoints after 5 and 10. The empty layout is one process.
+    The run has 10 iterations, with checkpoints after 5 and 10. It is trained only once. The layout
+    "" is one process.
     """
     folders: dict[tuple[str, str], Path] = {}
 
@@ -61,7 +62,7 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def resume(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> Callable[..., Outcome]:
-    """Return a function that continues a run from iteration 5, in a folder of its own."""
+    """Return a function that continues a run from iteration 5 and saves to another folder."""
 
     def run(optimizer: str, before: str, after: str, flags: str = "") -> Outcome:
         argv = arguments(
@@ -95,7 +96,7 @@ def test_a_layout_trains_as_one_process(optimizer: str, layout: str, saved: Save
     found = read_global_tensors(together / "global_step10")
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        # The states of a parameter may be small, so their bound is relative to their size.
+        # The states of a parameter may be small, so the bound is relative to their largest element.
         bound = BOUND * float(expected[name].abs().max())
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=max(bound, 1e-12))
 
@@ -131,7 +132,7 @@ def test_another_optimizer_is_refused_unless_states_are_not_loaded(
     output = succeed([resume(optimizer, "", "", "--optimizer adam --no-load-optim")])
     assert "--optimizer" in output
     assert len(curve(tmp_path)) == 5
-    # The first loss is that of the loaded weights. What follows is another optimizer's.
+    # The first loss is that of the loaded weights. The later ones depend on the new optimizer.
     same = curve(saved(optimizer, ""))[5:]
     differences = [abs(a[0] - b[0]) for a, b in zip(curve(tmp_path), same, strict=True)]
     assert differences[0] == 0
@@ -143,7 +144,7 @@ def test_an_update_of_muon_in_bf16_is_near_that_of_one_process(
     layout: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     weights = {}
-    # The first iteration of a warm-up has the rate 0, so the second one makes the first update.
+    # The learning rate of the first iteration is 0, so the second one makes the first update.
     for name, flags, last in (("start", ONE, 1), ("", ONE, 2), (layout, LAYOUTS[layout], 2)):
         folder = tmp_path / (name or "alone")
         argv = arguments(folder, corpus, "muon", flags, IN_BF16, f"--exit-interval {last}")
@@ -155,8 +156,8 @@ def test_an_update_of_muon_in_bf16_is_near_that_of_one_process(
         if name.startswith("weight/blocks.") and tensor.dim() == 2
     ]
     assert len(matrices) == 10
-    # bf16 rounds differently as soon as one number differs in its last bit. A matrix that is nearly
-    # singular amplifies that, so the update of the model is compared.
+    # In bf16, numbers that differ only in the last bit may be rounded differently. A matrix that is
+    # nearly singular amplifies that, so the update of all matrices together is compared.
     alone = torch.cat([(weights[""][n] - weights["start"][n]).flatten() for n in matrices])
     together = torch.cat([(weights[layout][n] - weights["start"][n]).flatten() for n in matrices])
     assert float(alone.norm()) > 0

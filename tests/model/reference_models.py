@@ -1,7 +1,7 @@
-"""Small models of `transformers`, and the same models in this trainer's words.
+"""Small models of `transformers`, and the settings that give the same models here.
 
-Weights are large, biases are not zero and norms are away from one. A part that is wrong, left out
-or in the wrong place then changes the results by far more than rounding.
+Weights are large, biases are not zero and the weights of norms are not one. A part that is wrong,
+missing or in the wrong place then changes the results by far more than rounding.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,12 +88,13 @@ class Family:
     ours: Mapping[str, Any]
     """Fields of `ModelConfig` that differ from those of `tests/model/builders.py`."""
     names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NAMES)
-    """Our name of a module -> theirs. Inside a layer, both without the layer's prefix."""
+    """Our name of a module -> theirs. Names inside a layer have no prefix of the layer."""
     layers: str = "model.layers"
+    """Their name of the list of layers."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Their projections to queries, keys and values."""
     split_qkv: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-    """Divides a fused projection into queries, keys and values. None: there are three."""
+    """Divides a fused projection into queries, keys and values. None: they are not fused."""
     transposed: bool = False
     """Whether their linear layers have the shape [in, out]."""
 
@@ -119,7 +120,7 @@ class Family:
         return model
 
     def convert(self, tensors: Mapping[str, Tensor], our_names: list[str]) -> dict[str, Tensor]:
-        """Return their weights, or the gradients of these, under our names and in our shapes."""
+        """Return their weights or gradients under our names and in our shapes."""
         return {name: self._convert_one(tensors, name) for name in our_names}
 
     def _convert_one(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -140,7 +141,7 @@ class Family:
                 fused = fused.t()
             found = list(self.split_qkv(fused))
         groups = self.ours.get("num_query_groups", HEADS)
-        # Our rows are the query heads of a group, its key and its value, group by group.
+        # Our rows are ordered by group: its query heads, its key and its value.
         parts = [t.reshape(groups, -1, HEAD_DIM, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
 
@@ -151,7 +152,7 @@ def make_tokens(seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model of `transformers` computes, under our names."""
+    """The results of a model of `transformers`, under our names."""
 
     weights: dict[str, Tensor]
     logits: Tensor
@@ -160,7 +161,7 @@ class Expected:
 
 
 def compute_expected(family: Family, our_names: list[str]) -> Expected:
-    """Run the model of `transformers` forward and backward."""
+    """Return the results of a forward and a backward pass of the model of `transformers`."""
     model = family.build()
     logits = model(make_tokens(1)).logits.float()
     loss = F.cross_entropy(logits.flatten(0, 1), make_tokens(2).flatten())
@@ -265,7 +266,7 @@ FAMILIES = {
         _split_heads,
     ),
     "llama": Family("Llama", _LLAMA_SIZES, _LLAMA),
-    # With an original length of 32 and 1 to 4 turns, the three kinds of frequencies all occur.
+    # With these values, some frequencies are divided, some are interpolated and some are unchanged.
     "llama3": Family(
         "Llama",
         _LLAMA_SIZES
@@ -348,4 +349,4 @@ FAMILIES = {
         _LLAMA | {"no_rope_layers": "1::2", "rotary_base": 100.0},
     ),
 }
-"""Each family with the parts that make it different from the others."""
+"""Name -> family. Each has parts that the others lack."""

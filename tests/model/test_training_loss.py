@@ -1,4 +1,4 @@
-"""Tests of what training adds to cross entropy or leaves out of it."""
+"""Tests of the z-loss and of the goldfish loss."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def build_with(loss: LossConfig) -> GPT:
     plain = build(tiny_config())
     model = GPT(plain.shape, plain.tp, RandomStreams(7, torch.device("cpu")), loss=loss)
     model.load_state_dict(plain.state_dict())
-    # Large logits, so that their normaliser is far from 1.
+    # With large logits, log(Z) is far from 0.
     assert model.embedding is not None
     model.embedding.word.weight.data.mul_(20.0)
     return model
@@ -63,14 +63,14 @@ def test_evaluation_is_plain_cross_entropy(loss: LossConfig) -> None:
 
 
 def leave_out_by_the_paper(labels: list[int], k: int, h: int) -> list[int]:
-    """Return the positions that are left out, with whole numbers of Python."""
+    """Return the positions that are left out, computed with Python's integers."""
     table = torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073)).tolist()
     positions = []
     for last in range(h - 1, len(labels)):
         product = 1
         for token in labels[last - h + 1 : last + 1]:
             product *= token
-        # 64-bit arithmetic with a sign.
+        # Wrap around as signed 64-bit integers do.
         product = (product + 2**63) % 2**64 - 2**63
         if table[product % 1_000_003] < 1 / k:
             positions.append(last)

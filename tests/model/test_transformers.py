@@ -1,6 +1,6 @@
-"""Tests of logits, loss and gradients against the classes of `transformers`, on one and two ranks.
+"""Tests of logits, loss and gradients against the classes of `transformers`.
 
-The bound is 1e-5 of the largest element of each tensor.
+They run on one, two and four ranks. The bound is 1e-5 of the largest element of each tensor.
 """
 
 from collections.abc import Iterator
@@ -40,12 +40,12 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Computed:
-    """What one rank computed. Arrays and not tensors, because they are sent between processes."""
+    """The results of one rank, as arrays that can be sent between processes."""
 
     logits: np.ndarray
     loss: float
     slices: list[tuple[str, Index, np.ndarray]]
-    """Gradients: a global name, a part of this global tensor, and its gradient."""
+    """Gradients: name of a global tensor, index of a part of it, and the gradient of this part."""
 
 
 def build_model(changes: dict[str, Any], tp: TensorParallel) -> GPT:
@@ -64,7 +64,7 @@ def compute_ours(
     tensor_parallel: int,
     sequence_parallel: bool,
 ) -> Computed:
-    """Run our model with given weights on this rank's part."""
+    """Return the results of our model on this rank, with this rank's part of given weights."""
     tp = TensorParallel()
     if tensor_parallel > 1:
         start_process_group("gloo", 1)
@@ -96,9 +96,9 @@ def compute_ours(
 def list_slices(
     name: str, parameter: torch.nn.Parameter, tp: TensorParallel
 ) -> Iterator[tuple[str, Index, slice]]:
-    """Yield a global name, a part of this global tensor, and the rows of `parameter` that hold it.
+    """Yield a global tensor's name, the index of a part, and the rows of `parameter` that hold it.
 
-    It is written here again, without the engine's own functions.
+    It does not use the engine's own functions, so the test also finds errors in those.
     """
     spec = parameter.spec  # type: ignore[attr-defined]
     if spec.pieces is not None:
@@ -125,7 +125,7 @@ def check(ranks: list[Computed], expected: Expected) -> None:
     for rank in ranks:
         assert rank.loss == pytest.approx(expected.loss, rel=BOUND)
         for name, index, values in rank.slices:
-            # A replica overwrites that of another rank, so it is compared first.
+            # Replicas on other ranks have the same index. They must be equal.
             before = gradients[name][index]
             assert np.isnan(before).all() or np.array_equal(before, values), name
             gradients[name][index] = values
@@ -151,7 +151,7 @@ def test_one_rank_equals_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_equal_transformers(name: str, pool: ProcessPool) -> None:
-    """With sequence parallelism, which makes the gradients of norms partial."""
+    """Test without and with sequence parallelism, which makes the gradients of norms partial."""
     family = FAMILIES[name]
     expected = compute_expected(family, list_parameters(family))
     weights = {n: t.numpy() for n, t in expected.weights.items()}
