@@ -218,6 +218,8 @@ def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
     if device_type == "cpu":
         own = config.normalization == "RMSNorm"
         return f"{config.normalization}, {'our own' if own else 'torch'}", "statistics in fp32"
+    if config.normalization == "LayerNorm" and not config.norm_bias:
+        return "LayerNorm, torch, fused", "apex's kernel needs a bias; statistics in fp32"
     if config.normalization == "LayerNorm":
         fused = _apex_layer_norm
     else:

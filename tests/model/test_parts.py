@@ -6,12 +6,13 @@ import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
 
+from megatron.model import norm
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import Inputs
 from megatron.model.mlp import choose_activation
-from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.norm import LayerNorm, RMSNorm, describe_norm
 from megatron.model.positions import (
     Positions,
     compute_alibi_slopes,
@@ -266,3 +267,14 @@ def test_dropout_follows_its_key_and_is_off_in_evaluation() -> None:
     assert len({loss(1, 0), loss(2, 0), loss(1, 1)}) == 3
     model.eval()
     assert loss(1, 0) == loss(2, 1)
+
+
+def test_a_norm_without_bias_is_described_as_torchs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """apex's kernel needs a bias, so it is not used even if apex is installed."""
+    monkeypatch.setattr(norm, "_apex_layer_norm", object())
+    assert describe_norm(tiny_config(), "cuda")[0] == "LayerNorm, apex, fused"
+    kernel, reason = describe_norm(tiny_config(norm_bias=False), "cuda")
+    assert kernel == "LayerNorm, torch, fused"
+    assert "needs a bias" in reason
