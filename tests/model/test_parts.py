@@ -6,7 +6,6 @@ import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
 
-from megatron.model import norm
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
@@ -273,7 +272,7 @@ def test_a_norm_without_bias_is_described_as_torchs_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """apex's kernel needs a bias, so it is not used even if apex is installed."""
-    monkeypatch.setattr(norm, "_apex_layer_norm", object())
+    monkeypatch.setattr("megatron.model.norm._apex_layer_norm", object())
     assert describe_norm(tiny_config(), "cuda")[0] == "LayerNorm, apex, fused"
     kernel, reason = describe_norm(tiny_config(norm_bias=False), "cuda")
     assert kernel == "LayerNorm, torch, fused"
