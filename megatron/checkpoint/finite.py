@@ -93,7 +93,8 @@ def refuse_not_finite(checkpoint: Checkpoint, mine: Sequence[str], ranks: Ranks)
             "dropped:\n  " + "\n  ".join(found) + "\nGo back to an older checkpoint with: python "
             f"tools/rollback.py {checkpoint.folder.parent} --to ITERATION. "
             "tools/inspect_checkpoint.py --verify reports whether that one is finite. If only "
-            "exp_avg and exp_avg_sq are not finite, --no-load-optim resumes with new moments"
+            "the optimizer's states are not finite, which are all kinds but weight, "
+            "--no-load-optim resumes with new ones"
         )
 
 

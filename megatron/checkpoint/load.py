@@ -157,7 +157,7 @@ class Checkpoint:
                     f"{shard.global_shape} in this run"
                 )
         if problems:
-            # A weight and its two moments give the same line. One is enough, in the same order.
+            # A weight and its states give the same line. One is enough, in the same order.
             problems = list(dict.fromkeys(problems))
             raise CheckpointError(
                 f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems)

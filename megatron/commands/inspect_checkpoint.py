@@ -220,7 +220,7 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     with add_folder_to_errors(checkpoint.folder):
         manifest = checkpoint.manifest
         tensors = checkpoint.read_index().tensors
-    # Keys are `kind/name`, where kind is `weight`, `exp_avg` or `exp_avg_sq`.
+    # Keys are `kind/name`, where kind is `weight` or a state of the optimizer. See `Kind`.
     kinds: Counter[str] = Counter()
     for key, tensor in tensors.items():
         kinds[key.partition("/")[0]] += _ITEM * math.prod(tensor["shape"])
@@ -231,7 +231,7 @@ def summarise_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             for name in ("iteration", "version", "format", "layout", "state", "optimizer")
         },
         "learning_rate": _compute_learning_rate(manifest),
-        # The weights alone count as parameters. Moments have the same number of elements each.
+        # The weights alone count as parameters.
         "parameters": kinds["weight"] // _ITEM,
         "tensors": len(tensors),
         "bytes_by_kind": kinds,

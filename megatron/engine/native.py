@@ -225,8 +225,9 @@ class NativeEngine(EngineBase):
         """Add up the partial gradients over the tensor-parallel ranks.
 
         With sequence parallelism, the gradients of norms, learned positions and some biases cover
-        only this rank's part of the sequence. One all-reduce sends all of them, because each is
-        small.
+        only this rank's part of the sequence. Norms of heads, xIELU's weights, and keys and values
+        that ranks share have gradients of this rank's heads or channels. One all-reduce sends all
+        of them, because most are small.
         """
         gradients = [
             m.weight.grad

@@ -100,7 +100,8 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
     run("--exit-interval 2")
     output = run(
         "--exit-interval 4 --adam-beta2 0.95 --adam-eps 1e-6 --weight-decay 0.2 --clip-grad 0.5 "
-        "--hidden-dropout 0.1 --bf16 --global-batch-size 8",
+        "--hidden-dropout 0.1 --z-loss-coefficient 1e-4 --goldfish-loss --bf16 "
+        "--no-weight-decay-on-embeddings --global-batch-size 8",
         ranks=2,
     )
     assert output.count("changed since the checkpoint") == 1
@@ -109,9 +110,12 @@ def test_changed_settings_are_listed_once_with_both_values(run: Runner) -> None:
         ["--hidden-dropout", "0.0", "0.1"],
         ["--global-batch-size", "4", "8"],
         ["--weight-decay", "0.01", "0.2"],
+        ["--weight-decay-on-embeddings", "on", "off"],
         ["--adam-beta2", "0.999", "0.95"],
         ["--adam-eps", "1e-08", "1e-06"],
         ["--clip-grad", "1.0", "0.5"],
+        ["--z-loss-coefficient", "0.0", "0.0001"],
+        ["--goldfish-loss", "off", "on"],
         ["--bf16", "off", "on"],
     ]
     assert output.index("changed since the checkpoint") < output.index("iteration        3/")
