@@ -40,6 +40,7 @@ from megatron.data.epochs import (
     measure_training_data,
     warn_of_many_epochs,
 )
+from megatron.data.phases import PlannedPhase
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import (
@@ -124,6 +125,7 @@ def _report_failure(
             "parameters": None,
             "data_parallel_size": None,
             "train_iters": None,
+            "data_phases": [],
             "at": [],
             "warnings": list(warnings),
             "flags_without_effect": [],
@@ -233,7 +235,12 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
     if not plan.train_tokens:
         return []
     try:
-        return measure_training_data(plan.config.data, plan.train_tokens)
+        return measure_training_data(
+            plan.config.data,
+            plan.train_tokens,
+            phases=plan.data_phases,
+            samples=plan.train_samples,
+        )
     except (MegatronError, OSError):
         # The plan warns of data that are missing here. Training reports those that are damaged.
         return []
@@ -399,12 +406,25 @@ def build_json(
         "training_data": [
             {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
         ],
+        "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
         "flops": compute_flops(plan),
         "errors": list(plan.errors),
         "warnings": warnings,
         "flags_without_effect": split_off_flags_without_effect(warnings)[1],
+    }
+
+
+def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
+    """Return a phase of the training data as plain data."""
+    phase = planned.phase
+    return {
+        "first_iteration": planned.first_iteration,
+        "start_sample": planned.start_sample,
+        "seed": phase.seed,
+        "data_path": list(phase.data_path),
+        "train_weighted_split_paths": list(phase.train_weighted_split_paths),
     }
 
 
@@ -563,6 +583,7 @@ def format_plan(
     lines = [
         *_format_model(plan),
         *_format_training(plan),
+        *_format_phases(plan),
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
         *_format_memory(plan),
         *_format_flops(plan),
@@ -676,6 +697,23 @@ def _format_training(plan: Plan) -> list[str]:
         )
     lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
     return lines
+
+
+def _format_phases(plan: Plan) -> list[str]:
+    """Format the phases of the training data, one in each line."""
+    rows = []
+    for number, planned in enumerate(plan.data_phases, 1):
+        phase = planned.phase
+        seed = plan.config.batch.seed if phase.seed is None else phase.seed
+        data = " ".join(phase.data_path or phase.train_weighted_split_paths)
+        rows.append(
+            _format_row(
+                f"data phase {number}",
+                f"from iteration {planned.first_iteration:,} (sample {planned.start_sample:,}), "
+                f"seed {seed}: {data}",
+            )
+        )
+    return rows
 
 
 def _describe_schedule(lr: LRSchedule) -> str:
