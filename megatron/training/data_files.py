@@ -51,7 +51,7 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
         data.valid_weighted_split_paths_path,
         data.test_weighted_split_paths_path,
     )
-    files |= {f"file {name}": Path(name) for name in named if name is not None}
+    files |= {f"split file {name}": Path(name) for name in named if name is not None}
     if data.data_phases is not None:
         files[f"--data-phases {data.data_phases}"] = Path(data.data_phases)
     facts = {name: _describe_small(path) for name, path in files.items()}

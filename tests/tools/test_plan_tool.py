@@ -442,7 +442,7 @@ def test_document_may_have_any_name(capsys, tmp_path, name):
 
 
 def test_data_that_cannot_be_read_are_no_error(capsys, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, **named):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(plan, "measure_training_data", refuse)
