@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -148,20 +148,28 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     source = read_source(training, expand=options.expand)
-    with _write_documents(source) as arguments:
+    with _write_documents(source) as paths:
+        arguments = tuple(_rename_document(word, paths) for word in source.arguments)
+
+        def show(text: str) -> str:
+            """Return the text with the script's names of the documents."""
+            for name, path in paths.items():
+                text = text.replace(path, name)
+            return text
+
         try:
-            return _plan_source(options, replace(source, arguments=arguments))
+            return _plan_source(options, replace(source, arguments=arguments), show)
         except MegatronError as failure:
             # A value that is not known in the script may be the cause, so its warnings are printed.
-            return _report_failure(failure, options, source.warnings)
+            return _report_failure(ConfigError(show(str(failure))), options, source.warnings)
 
 
 @contextmanager
-def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
+def _write_documents(source: CommandSource) -> Iterator[dict[str, str]]:
     """Write the documents that the arguments name to a temporary folder.
 
     Yields:
-        The arguments, in which the paths of these documents are those in the folder.
+        The script's name of each document, and its path in the folder.
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         paths: dict[str, str] = {}
@@ -173,17 +181,17 @@ def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
                 path.parent.mkdir()
                 path.write_text(text, errors="surrogateescape")
                 paths[name] = str(path)
-        yield tuple(_rename_document(word, paths) for word in source.arguments)
+        yield paths
 
 
-def _rename_document(word: str, paths: dict[str, str]) -> str:
+def _rename_document(word: str, paths: Mapping[str, str]) -> str:
     flag, mark, value = word.partition("=")
     if mark and value in paths:
         return f"{flag}={paths[value]}"
     return paths.get(word, word)
 
 
-def _plan_source(options: PlanArguments, source: CommandSource) -> int:
+def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[str], str]) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
     warnings = [*source.warnings, *loaded.warnings]
@@ -216,7 +224,9 @@ def _plan_source(options: PlanArguments, source: CommandSource) -> int:
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
-    warnings = list(dict.fromkeys([*warnings, *plan.warnings, *warn_of_many_epochs(uses)]))
+    warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
+    warnings = list(dict.fromkeys(map(show, warnings)))
+    plan = replace(plan, errors=tuple(map(show, plan.errors)))
     if options.json:
         print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
     else:
