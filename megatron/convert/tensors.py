@@ -35,7 +35,7 @@ class TensorPair:
 
     def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return their tensors with the numbers of ours."""
-        parts = (tensor,)
+        parts: tuple[Tensor, ...] = (tensor,)
         if self.rows is not None:
             groups, heads, width = self.rows
             by_group = tensor.reshape(groups, heads + 2, width, *tensor.shape[1:])
