@@ -210,7 +210,11 @@ def write_tensors(
             file = _SINGLE
         else:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(_take(iterator, names), folder / file, metadata={"format": "pt"})
+        taken = _take(iterator, names)
+        try:
+            save_file(taken, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file} cannot be written: {error}") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
