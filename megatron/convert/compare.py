@@ -68,12 +68,12 @@ class TheirModel:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest differences that were found."""
+    """The differences that were found, relative to the standard deviation of what is compared."""
 
     layers: float
-    """Over all layers: of what a layer adds to the residual stream, relative to its deviation."""
+    """Largest difference of what a layer adds to the residual stream, over all layers."""
     logits: float | None
-    """Of the logits of the complete model. None: it does not fit into the memory."""
+    """Largest difference of the logits. None: the complete model does not fit into the memory."""
     divergence: float | None
     """Mean Kullback-Leibler divergence of the predictions, in nats."""
     same_argmax: float | None

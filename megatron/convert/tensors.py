@@ -29,7 +29,7 @@ class TensorPair:
     """Number of the layer, or None for the embedding and the head."""
     transposed: bool
     rows: tuple[int, int, int] | None
-    """For queries, keys and values: groups, query heads of a group, and the width of a head."""
+    """Groups, query heads of a group, and width of a head. None: no queries, keys and values."""
     fused: bool
     """Whether theirs is one tensor with all queries before all keys and values."""
 
