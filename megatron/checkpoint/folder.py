@@ -196,7 +196,9 @@ def locate_checkpoint(path: Path, iteration: int | None = None) -> tuple[Path, i
     """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give a run's folder (--save) or a checkpoint in it")
+        raise CheckpointError(
+            f"{path} {what}; give the folder that a run saved to, or a checkpoint in it"
+        )
     named = parse_iteration(path.name)
     if named is not None and iteration is None:
         return path.parent, named

@@ -1,31 +1,44 @@
-"""A checkpoint as a complete model in one process, for text generation, export and tests.
+"""A checkpoint as a model in evaluation mode, for text generation, export and tests.
 
-It needs no engine and no process group.
+It needs no engine, and in one process no process group.
 """
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import Ranks
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
+from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shard import TensorShard
+from megatron.tokenizer import compute_padded_vocab_size
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GPT:
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device | None = None,
+    tp: TensorParallel | None = None,
+    ranks: Ranks | None = None,
+) -> GPT:
     """Return the model of a checkpoint in fp32 and evaluation mode.
 
     Args:
         checkpoint: A checkpoint of any parallel layout.
         device: Where the model goes. Default: the CPU.
+        tp: The tensor-parallel ranks, each of which gets its part. Default: one process alone.
+        ranks: The same ranks, for the error that they raise together. Default: one process alone.
 
     Raises:
         CheckpointError: If the checkpoint is damaged or not complete, or a weight is not finite.
     """
     device = device or torch.device("cpu")
+    tp = tp or TensorParallel()
     config = checkpoint.read_config()
     # The vocabulary size depends on the tokenizer, which is not needed here. Padding is not stored,
     # so the first dimension of the embedding is the vocabulary size.
@@ -34,8 +47,8 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
     # checkpoint replace them all.
     with torch.device("meta"):
         model = GPT(
-            ModelShape(config.model, vocab_size, vocab_size),
-            TensorParallel(),
+            ModelShape(config.model, vocab_size, compute_padded_vocab_size(vocab_size, 1, tp.size)),
+            tp,
             RandomStreams(0, device),
         )
     # `to_empty` makes new parameters, which do not have the attribute `spec`. So it is read first.
@@ -45,11 +58,23 @@ def load_model(checkpoint: Checkpoint, device: torch.device | None = None) -> GP
     }
     model.to_empty(device=device)
     shards = [
-        TensorShard(
-            "weight", name, specs[name].shape, (0,) * parameter.dim(), parameter.data, owner=True
-        )
+        shard
         for name, parameter in model.named_parameters()
+        for shard in _locate_shards(name, specs[name], parameter.data, tp)
     ]
     checkpoint.load_into(shards)
-    refuse_not_finite(checkpoint, describe_not_finite(shards), Ranks())
+    refuse_not_finite(checkpoint, describe_not_finite(shards), ranks or Ranks())
     return model.eval()
+
+
+def _locate_shards(
+    name: str, spec: ParameterSpec, tensor: Tensor, tp: TensorParallel
+) -> Iterator[TensorShard]:
+    """Yield the slices of the complete model that a local tensor holds, without padding."""
+    offset = [0] * tensor.dim()
+    if spec.shard_dim is not None and spec.pieces is None:
+        offset[spec.shard_dim] = tp.rank * tensor.shape[spec.shard_dim]
+    for piece in spec.locate_rows(offset[0], tensor.shape[0]):
+        rows = tensor[piece.local : piece.local + piece.rows]
+        place = (piece.start, *offset[1:])
+        yield TensorShard("weight", spec.get_global_name(name), spec.shape, place, rows, owner=True)

@@ -1,28 +1,45 @@
-"""Continue a text with a checkpoint's model.
+"""Continue texts with a checkpoint's model.
 
-python tools/generate.py --load DIR --prompt "Once upon a time"
+    python tools/generate.py --load DIR --prompt "Once upon a time"
+    python tools/generate.py --load DIR --prompt-file prompts.txt --json > texts.jsonl
+    python tools/generate.py --load DIR --interactive
+    torchrun --nproc-per-node 2 tools/generate.py --load DIR --tensor-model-parallel-size 2 ...
+
+The last form divides a model that does not fit on one device. A checkpoint of any parallel layout
+can be loaded in each form.
 """
 
-import math
+import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-import torch
 import tyro
 
 from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.model import load_model
 from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.run_tool import run_tool
 from megatron.errors import ConfigError
-from megatron.tokenizer import build_tokenizer
+from megatron.generate.generation import (
+    CONTEXT_LENGTH,
+    Continuation,
+    GenerationOptions,
+    check_prompt,
+    generate,
+)
+from megatron.generate.load import DTYPES, join_tensor_parallel_ranks, load_part
+from megatron.generate.sampling import SamplingOptions
+from megatron.model.gpt import GPT
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import broadcast_json
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
 
-_BOUND = 2**63
-"""Torch stores seeds and sizes in 64 bits, one of them for the sign."""
+_BETWEEN_TEXTS = "---"
 
 
 @dataclass(frozen=True)
@@ -31,42 +48,203 @@ class GenerateArguments:
 
     load: str
     """Folder of the run's checkpoints."""
-    prompt: str
+    prompt: str | None = None
     """The text to continue."""
+    prompt_file: Path | None = None
+    """File with one prompt a line, or with objects {"prompt": TEXT} if it ends in .jsonl."""
+    interactive: bool = False
+    """Read prompts from standard input, and answer each immediately."""
     max_new_tokens: int = 60
-    """Tokens to add. The end-of-document token ends the text earlier."""
+    """Tokens to add. The end-of-document token ends the text earlier, and so does the sequence
+    length of the training, which prompt and continuation share."""
     temperature: float = 0.8
     """Divides the logits. 0 always takes the most likely token."""
     top_k: int = 40
     """Sample from the k most likely tokens. 0 samples from all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that have this probability together."""
+    repetition_penalty: float = 1.0
+    """Values above 1 make tokens less likely that the text has already."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text. They are not printed."""
     seed: int = 1234
-    """Seed of the sampling."""
+    """Seed of the sampling. With the same seed, a prompt gives the same text in any batch."""
+    batch_size: int = 8
+    """Prompts of --prompt-file that are continued together."""
+    json: bool = False
+    """Print an object for each prompt, on one line: prompt, text, tokens, and reason of the end."""
     iteration: int | None = None
     """Iteration of the checkpoint. Default: the one that `latest` names."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the weights and of the computation."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Default: cuda if there is a GPU."""
+    tensor_model_parallel_size: int = 1
+    """Processes that divide the model. torchrun starts them."""
+    pipeline_model_parallel_size: int = 1
+    """Only 1 is possible. Use tensor parallelism for a model that does not fit on one device."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
+    tokenizer_name_or_path: str | None = None
+    """Folder of a Hugging Face tokenizer, if the run's has moved."""
 
 
-def generate(arguments: GenerateArguments) -> str:
-    """Return the prompt and its continuation.
+def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
+    """Check the command line, and return the part that describes the texts.
+
+    Raises:
+        ConfigError: A value is out of range, or flags exclude each other.
+    """
+    sources = (arguments.prompt is not None, arguments.prompt_file is not None)
+    if sum(sources) + arguments.interactive != 1:
+        raise ConfigError(
+            "no text to continue, or several sources of it: give one of --prompt, --prompt-file "
+            "and --interactive"
+        )
+    sampling = SamplingOptions(
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.repetition_penalty,
+        arguments.seed,
+    )
+    sampling.check()
+    for flag, value, least in (
+        ("--max-new-tokens", arguments.max_new_tokens, 0),
+        ("--batch-size", arguments.batch_size, 1),
+        ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value} must be at least {least}.")
+    if arguments.pipeline_model_parallel_size != 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {arguments.pipeline_model_parallel_size} is not "
+            "possible in text generation; use --tensor-model-parallel-size. A checkpoint of any "
+            "layout can be loaded."
+        )
+    if "" in arguments.stop:
+        raise ConfigError("--stop '' is empty; it would end each text before it starts")
+    return GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
+
+
+class TextGenerator:
+    """A checkpoint's model and its tokenizer, with the options of the command line."""
+
+    def __init__(self, arguments: GenerateArguments, options: GenerationOptions, mesh: Mesh):
+        """Load the checkpoint.
+
+        Raises:
+            CheckpointError: There is no checkpoint to load.
+            ConfigError: The tokenizer is not the one of the training, or cannot be read.
+        """
+        self._arguments = arguments
+        self._options = options
+        self._mesh = mesh
+        self._prints = mesh.rank == 0
+        self._model, self._tokenizer = load(arguments, mesh)
+
+    def continue_prompts(self, prompts: Sequence[str]) -> None:
+        """Print the continuation of each prompt.
+
+        Raises:
+            ConfigError: A prompt is empty or too long. Nothing was generated.
+        """
+        ids = self._tokenizer.encode_batch(list(prompts))
+        for number, prompt in enumerate(ids, 1):
+            check_prompt(prompt, self._model, self._name_prompt(number))
+        if len(prompts) == 1 and not self._arguments.json:
+            self._stream(prompts[0], ids[0])
+            return
+        size = self._arguments.batch_size
+        for start in range(0, len(ids), size):
+            group = ids[start : start + size]
+            results = generate(self._model, self._tokenizer, group, self._options)
+            for row, result in enumerate(results, start):
+                self._print_result(row + 1, prompts[row], result)
+
+    def answer_lines(self) -> None:
+        """Continue each line of standard input, until its end."""
+        while True:
+            line = None
+            if self._prints:
+                line = read_line()
+            line = broadcast_json(line, self._mesh.control)
+            if line is None:
+                return
+            if not line:
+                continue
+            # A prompt that is too long must not end the session.
+            try:
+                self.continue_prompts([line])
+            except ConfigError as error:
+                self._print_error(str(error))
+
+    def _name_prompt(self, number: int) -> str:
+        if self._arguments.prompt_file is not None:
+            return f"--prompt-file {self._arguments.prompt_file}: prompt {number}"
+        if self._arguments.interactive:
+            return "the prompt"
+        return "--prompt"
+
+    def _stream(self, prompt: str, ids: list[int]) -> None:
+        """Print a text while it is generated."""
+
+        def show(index: int, text: str) -> None:
+            if self._prints:
+                print(text, end="", flush=True)
+
+        show(0, prompt)
+        (result,) = generate(self._model, self._tokenizer, [ids], self._options, show)
+        show(0, "\n")
+        self._warn_of_context(1, result)
+
+    def _print_result(self, number: int, prompt: str, result: Continuation) -> None:
+        """Print the text of one of several prompts, or its JSON object."""
+        if self._prints and self._arguments.json:
+            facts = {
+                "prompt": prompt,
+                "text": result.text,
+                "new_tokens": len(result.ids),
+                "reason": result.reason,
+            }
+            print(json.dumps(facts, ensure_ascii=False), flush=True)
+        elif self._prints:
+            if number > 1:
+                print(_BETWEEN_TEXTS)
+            print(prompt + result.text, flush=True)
+        self._warn_of_context(number, result)
+
+    def _warn_of_context(self, number: int, result: Continuation) -> None:
+        if result.reason == CONTEXT_LENGTH:
+            self._print_error(
+                f"{self._name_prompt(number)}: the text ends after {len(result.ids)} new tokens, "
+                f"at the model's context of {self._model.shape.config.seq_length} tokens",
+                "warning",
+            )
+
+    def _print_error(self, message: str, kind: str = "error") -> None:
+        if self._prints:
+            print(f"{kind}: {message}", file=sys.stderr, flush=True)
+
+
+def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
+    """Return this rank's part of the model, and the tokenizer.
 
     Raises:
         CheckpointError: There is no checkpoint to load.
-        ConfigError: A value is out of range, the prompt is empty, or the tokenizer is not the one
-            of the training.
+        ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    check_arguments(arguments)
     root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
     # The run may be active and remove this checkpoint while it is loaded.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
         checkpoint = open_checkpoint(root, iteration)
-        model = load_model(checkpoint)
+        model = load_part(checkpoint, mesh, DTYPES[arguments.dtype])
     config = checkpoint.read_config()
     files = {
         name: getattr(arguments, name)
-        for name in ("vocab_file", "merge_file")
+        for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
         if getattr(arguments, name)
     }
     tokenizer_config = replace(config.tokenizer, **files)
@@ -75,63 +253,86 @@ def generate(arguments: GenerateArguments) -> str:
     check_tokenizer(
         replace(config, tokenizer=tokenizer_config), TrainState.from_json(checkpoint.state)
     )
-    ids = tokenizer.encode(arguments.prompt)
-    if not ids:
-        raise ConfigError("--prompt is empty; give some text to continue")
-    # A generator of its own makes the text depend only on the seed.
-    generator = torch.Generator().manual_seed(arguments.seed)
-    with torch.no_grad():
-        for _ in range(arguments.max_new_tokens):
-            # The model has seen no positions after `seq_length`, so only the last tokens are given
-            # to it.
-            window = torch.tensor([ids[-config.model.seq_length :]])
-            token = draw(
-                model.compute_logits(window)[0, -1],
-                arguments.temperature,
-                arguments.top_k,
-                generator,
-            )
-            if token == tokenizer.eod:
-                break
-            ids.append(token)
-    return tokenizer.decode(ids)
+    return model, tokenizer
 
 
-def check_arguments(arguments: GenerateArguments) -> None:
-    """Check the numbers of the command line.
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file. Empty lines are left out.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: The file has no prompt, is not UTF-8, or has a line of another form.
+        OSError: It cannot be read.
     """
-    # NaN fails this comparison as well.
-    if not 0 <= arguments.temperature < math.inf:
-        raise ConfigError(f"--temperature {arguments.temperature} must be at least 0, and finite.")
-    for flag, value in (
-        ("--max-new-tokens", arguments.max_new_tokens),
-        ("--top-k", arguments.top_k),
-        ("--seed", arguments.seed),
-    ):
-        if not 0 <= value < _BOUND:
-            raise ConfigError(f"{flag} {value} must be at least 0 and below {_BOUND}.")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
+    if path.suffix == ".jsonl":
+        prompts = list(_parse_objects(path, lines))
+    else:
+        prompts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompt-file {path} has no prompt; give one a line")
+    return prompts
 
 
-def draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Sample one token id from logits [v]."""
-    # Division by 0 would make every probability NaN.
-    if temperature == 0:
-        return int(logits.argmax())
-    logits = logits / temperature
-    if 0 < top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
+    """Yield the prompts of a .jsonl file.
+
+    Raises:
+        ConfigError: A line has another form.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f'--prompt-file {path}: line {number} must have the form {{"prompt": "a text"}}'
+            )
+        yield prompt
+
+
+def read_line() -> str | None:
+    """Return a line of standard input without its end, or None after the last one."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    return line.rstrip("\r\n")
+
+
+def run(arguments: GenerateArguments) -> None:
+    """Print what the command line asks for.
+
+    Raises:
+        MegatronError: An argument, the checkpoint or the tokenizer is at fault.
+        OSError: The file with the prompts cannot be read.
+    """
+    options = check_arguments(arguments)
+    prompts: list[str] = []
+    if arguments.prompt is not None:
+        prompts = [arguments.prompt]
+    if arguments.prompt_file is not None:
+        prompts = read_prompts(arguments.prompt_file)
+    with join_tensor_parallel_ranks(arguments.tensor_model_parallel_size, arguments.device) as mesh:
+        generator = TextGenerator(arguments, options, mesh)
+        if arguments.interactive:
+            generator.answer_lines()
+        else:
+            generator.continue_prompts(prompts)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the continuation that `argv` asks for and return the exit code."""
+    """Print the continuations that `argv` asks for and return the exit code."""
     arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
 
     def work() -> int:
-        print(generate(arguments))
+        run(arguments)
         return 0
 
     return run_tool(work)

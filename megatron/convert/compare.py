@@ -170,7 +170,7 @@ def _compare_layer(theirs: TheirModel, layer: int) -> float:
     _load_ours(ours, theirs, inside, {layer: 0})
     with torch.no_grad():
         inputs = Inputs(torch.zeros((1, length), dtype=torch.long))
-        positions = ours._positions.make_positions(inputs, torch.float32)
+        positions = ours.position_tables.make_positions(inputs, torch.float32)
         out = ours.get_blocks()[0](
             seen["in"].transpose(0, 1).contiguous(), positions, inputs.dropout_key
         ).transpose(0, 1)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
+from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.norm import build_query_key_norm
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
@@ -53,6 +54,7 @@ class SelfAttention(nn.Module):
         """
         super().__init__()
         config = shape.config
+        self.number = layer.number
         self.rotary = layer.rotary
         self.windowed = layer.window is not None
         self.head_dim = shape.head_dim
@@ -148,6 +150,10 @@ class SelfAttention(nn.Module):
         bias = positions.window_bias if self.windowed else positions.bias
         if positions.documents is not None:
             return _attend_by_document(query, key, value, bias, positions.documents, p)
+        if positions.cache is not None:
+            key, value = positions.cache.append(self.number, key, value)
+            if query.shape[2] < key.shape[2]:
+                return attend_with_new_token(query, key, value, bias)
         return _attend(query, key, value, bias, p)
 
 

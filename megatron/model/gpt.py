@@ -19,7 +19,7 @@ from megatron.model.inputs import Inputs
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import build_norm
 from megatron.model.partition import Stage, make_single_stage
-from megatron.model.positions import PositionTables
+from megatron.model.positions import Positions, PositionTables
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.head: Head | None = None
         if stage.last:
             self.head = Head(shape, tp, stage)
-        self._positions = PositionTables(shape, tp)
+        self.position_tables = PositionTables(shape, tp)
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows
@@ -148,23 +148,34 @@ class GPT(nn.Module):
         Returns:
             Logits in fp32 without the padding, [b, s, v/t].
         """
-        assert self.head is not None, "only the last stage has logits"
-        hidden = enter_tensor_parallel(
-            self.head.norm(self.run_blocks(None, Inputs(tokens))), self.tp
-        )
-        return (
-            torch.nn.functional.linear(hidden, self._get_output_weight()[: self._vocab.real])
-            .float()
-            .transpose(0, 1)
-        )
+        return self.project_to_logits(self.run_blocks(None, Inputs(tokens))).transpose(0, 1)
 
-    def run_blocks(self, x: Tensor | None, inputs: Inputs) -> Tensor:
-        """Return the residual stream after the last block of this stage."""
+    def project_to_logits(self, x: Tensor) -> Tensor:
+        """Map the residual stream after the last block, [s, b, h], to logits [s, b, v/t] in fp32.
+
+        The logits are those of this rank's real ids, without the padding.
+        """
+        assert self.head is not None, "only the last stage has logits"
+        hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
+        weight = self._get_output_weight()[: self._vocab.real]
+        return torch.nn.functional.linear(hidden, weight).float()
+
+    def run_blocks(
+        self, x: Tensor | None, inputs: Inputs, positions: Positions | None = None
+    ) -> Tensor:
+        """Return the residual stream after the last block of this stage.
+
+        Args:
+            x: The residual stream before this stage, or None for the first stage.
+            inputs: The microbatch.
+            positions: The tables for attention. By default, they are those of complete samples.
+        """
         if self.embedding is not None:
             x = self.embedding(inputs)
         assert x is not None, "a stage after the first needs the residual stream"
         # The blocks' dtype may differ from the dtype of an fp32 residual stream.
-        positions = self._positions.make_positions(inputs, self._dtype or x.dtype)
+        if positions is None:
+            positions = self.position_tables.make_positions(inputs, self._dtype or x.dtype)
         for block in self.blocks.values():
             x = block(x, positions, inputs.dropout_key)
         return x

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.model.inputs import Documents, Inputs
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 
@@ -37,6 +38,8 @@ class Positions:
     into the window, it is the same as `bias`."""
     documents: Documents | None = None
     """If given, attention stays within a document."""
+    cache: KeyValueCache | None = None
+    """If given, keys and values are stored in it. It is for text generation only."""
 
 
 def make_rotary_table(

@@ -11,6 +11,8 @@ from megatron.config.model import ModelConfig
 class LayerDescription:
     """The settings that may differ between layers. They do not change the parameters."""
 
+    number: int
+    """Number of the layer in the complete model, from 0."""
     rotary: bool
     """Whether its queries and keys are rotated by their positions."""
     window: int | None
@@ -65,6 +67,7 @@ class ModelShape:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         return LayerDescription(
+            number=index,
             rotary=config.position_embedding_type == "rotary"
             and index not in _choose_layers(config.no_rope_layers, config.num_layers),
             window=None

@@ -1,0 +1,102 @@
+"""Logits with the cache of keys and values, beside those of complete texts."""
+
+from typing import Any
+
+import pytest
+import torch
+from model.builders import build, some_tokens, tiny_config
+from model.reference_models import FAMILIES
+
+from megatron.generate.cached_model import CachedModel
+from megatron.model.gpt import GPT
+
+LENGTH = 24
+PROMPTS = (5, 9, 5, 1)
+"""Lengths of the prompts of a batch. Two are equal, and one is a single token."""
+TOKENS = some_tokens(len(PROMPTS), LENGTH)
+MODELS: dict[str, dict[str, Any]] = {name: dict(each.ours) for name, each in FAMILIES.items()} | {
+    "alibi with a window": {
+        "position_embedding_type": "alibi",
+        "sliding_window": 6,
+        "full_attention_layers": "1::2",
+    },
+    "alibi with groups": {"position_embedding_type": "alibi", "num_query_groups": 2},
+    "learned positions with a window": {"sliding_window": 4},
+}
+
+
+def make_model(name: str) -> GPT:
+    """Return a model with large weights, so that every part changes the logits."""
+    model = build(tiny_config(**{"num_layers": 4} | MODELS[name])).eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def compute_cached(model: GPT, rows: list[int]) -> list[torch.Tensor]:
+    """Return the logits after each token from the last one of the prompt on, [s, v] for each row.
+
+    The texts are those of `TOKENS`. A text that has all its tokens leaves the batch.
+    """
+    prompts = [TOKENS[row, : PROMPTS[row]].tolist() for row in rows]
+    cached = CachedModel(model, prompts, LENGTH)
+    found: dict[int, list[torch.Tensor]] = {row: [] for row in rows}
+    logits = cached.read_prompts()
+    used = {row: PROMPTS[row] for row in rows}
+    active = rows
+    while True:
+        for row, each in zip(active, logits, strict=True):
+            found[row].append(each)
+        kept = [place for place, row in enumerate(active) if used[row] < LENGTH]
+        if not kept:
+            return [torch.stack(found[row]) for row in rows]
+        if len(kept) < len(active):
+            cached.keep(torch.tensor(kept))
+            active = [active[place] for place in kept]
+        logits = cached.add_tokens(torch.stack([TOKENS[row, used[row]] for row in active]))
+        for row in active:
+            used[row] += 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cache_does_not_change_logits(name: str) -> None:
+    model = make_model(name)
+    with torch.no_grad():
+        complete = model.compute_logits(TOKENS)
+        cached = compute_cached(model, list(range(len(PROMPTS))))
+    for row, logits in enumerate(cached):
+        expected = complete[row, PROMPTS[row] - 1 :]
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_a_text_does_not_depend_on_its_batch() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        together = compute_cached(model, [0, 1, 2, 3])
+        for row in range(len(PROMPTS)):
+            (alone,) = compute_cached(model, [row])
+            torch.testing.assert_close(together[row], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_wrong_position_would_be_found() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        complete = model.compute_logits(TOKENS)
+        cached = CachedModel(model, [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()], 4)
+        cached.read_prompts()
+        cached._positions._empty += 1
+        logits = cached.add_tokens(torch.stack([TOKENS[0, 5], TOKENS[1, 9]]))
+    assert (logits[0] - complete[0, 5]).abs().max() > 0.1
+
+
+def test_bf16_logits_are_those_of_complete_texts() -> None:
+    model = make_model("qwen3").to(torch.bfloat16)
+    with torch.no_grad():
+        complete = model.compute_logits(TOKENS)
+        cached = compute_cached(model, [0, 1])
+    assert cached[0].dtype == torch.float32
+    for row, logits in enumerate(cached):
+        expected = complete[row, PROMPTS[row] - 1 :]
+        torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.3)
