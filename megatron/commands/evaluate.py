@@ -1,0 +1,276 @@
+"""Evaluate a checkpoint: tasks of lm-evaluation-harness, and the loss of text files.
+
+    python tools/evaluate.py --load DIR --text-files held_out.txt other.txt
+    python tools/evaluate.py --load DIR --tasks hellaswag piqa --num-fewshot 0 --out scores.json
+    python tools/evaluate.py --load DIR --tasks my_task --task-folder my_tasks
+    torchrun --nproc-per-node 2 tools/evaluate.py --load DIR --tensor-model-parallel-size 2 ...
+
+A checkpoint of any parallel layout can be loaded. Tasks need pip install 'megatron-3d[eval]'. The
+harness downloads the data of its own tasks. Tasks in --task-folder may have their data in local
+files, and need no network.
+
+Exit code 0 means success. Exit code 2 means that nothing was evaluated.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from megatron.checkpoint.folder import locate_checkpoint
+from megatron.commands.generate import GenerateArguments, load
+from megatron.commands.run_tool import run_tool
+from megatron.durable import replace_file
+from megatron.errors import ConfigError
+from megatron.generate.load import join_tensor_parallel_ranks
+from megatron.model.gpt import GPT
+from megatron.parallel.mesh import Mesh
+from megatron.scoring.likelihood import Scorer, TextLoss
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EvaluateArguments:
+    """The command line."""
+
+    load: str
+    """Folder of the run's checkpoints."""
+    iteration: int | None = None
+    """Iteration of the checkpoint. Default: the one that `latest` names."""
+    text_files: tuple[Path, ...] = ()
+    """UTF-8 text files. Each gives a loss, a perplexity and bits per byte."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness."""
+    task_folder: Path | None = None
+    """Folder with further tasks as YAML files."""
+    num_fewshot: int | None = None
+    """Examples in each prompt. Default: that of the task."""
+    limit: int | None = None
+    """Evaluate only the first items of each task."""
+    batch_size: int = 8
+    """Sequences that are computed together."""
+    out: Path | None = None
+    """JSON file of all results, with each item of the tasks."""
+    tensorboard_dir: Path | None = None
+    """Also write the results as TensorBoard events, at the checkpoint's iteration."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the weights and of the computation."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Default: cuda if there is a GPU."""
+    tensor_model_parallel_size: int = 1
+    """Processes that divide the model. torchrun starts them."""
+    vocab_file: str | None = None
+    """Vocabulary file, if the run's has moved."""
+    merge_file: str | None = None
+    """Merges file, if the run's has moved."""
+    tokenizer_name_or_path: str | None = None
+    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+
+
+@dataclass
+class Evaluation:
+    """The results of a checkpoint."""
+
+    texts: dict[str, TextLoss] = field(default_factory=dict)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task -> metric -> value."""
+    items: dict[str, list[Any]] = field(default_factory=dict)
+    """Task -> what the harness records of each item."""
+
+    def list_numbers(self) -> list[tuple[str, str, float]]:
+        """Return task or file, measure, and value of each result."""
+        rows = []
+        for name, loss in self.texts.items():
+            rows += [
+                (name, "loss", loss.loss),
+                (name, "perplexity", loss.perplexity),
+                (name, "bits per byte", loss.bits_per_byte),
+            ]
+        for task, metrics in self.tasks.items():
+            rows += [
+                (task, metric, float(value))
+                for metric, value in metrics.items()
+                if isinstance(value, int | float) and not isinstance(value, bool)
+            ]
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all results as plain data."""
+        texts = {
+            name: {
+                "tokens": loss.tokens,
+                "bytes": loss.bytes,
+                "loss": loss.loss,
+                "perplexity": loss.perplexity,
+                "bits_per_byte": loss.bits_per_byte,
+            }
+            for name, loss in self.texts.items()
+        }
+        return {"texts": texts, "tasks": self.tasks, "items": self.items}
+
+
+def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
+    """Check the command line, and return the texts of the files.
+
+    Raises:
+        ConfigError: A value is out of range, there is nothing to evaluate, or a file is wrong.
+    """
+    if not arguments.tasks and not arguments.text_files:
+        raise ConfigError("there is nothing to evaluate: give --text-files or --tasks")
+    for flag, value in (
+        ("--batch-size", arguments.batch_size),
+        ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size),
+        ("--limit", 1 if arguments.limit is None else arguments.limit),
+    ):
+        if value < 1:
+            raise ConfigError(f"{flag} {value} must be at least 1.")
+    if arguments.task_folder is not None and not arguments.task_folder.is_dir():
+        raise ConfigError(f"--task-folder {arguments.task_folder} is not a folder.")
+    texts = {}
+    for path in arguments.text_files:
+        try:
+            texts[path] = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--text-files {path} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--text-files {path} is not UTF-8 text: {error}.") from error
+        if not texts[path]:
+            raise ConfigError(f"--text-files {path} is empty.")
+    return texts
+
+
+def find_tasks(arguments: EvaluateArguments) -> Any:
+    """Return the harness's manager of tasks, which knows all tasks of the command line.
+
+    Raises:
+        ConfigError: The harness is not installed, or a task does not exist.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            "--tasks needs lm-evaluation-harness: pip install 'megatron-3d[eval]'"
+        ) from error
+    folder = None if arguments.task_folder is None else str(arguments.task_folder)
+    manager = TaskManager(include_path=folder)
+    unknown = [task for task in arguments.tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ConfigError(
+            f"--tasks {' '.join(unknown)}: lm-evaluation-harness has no such task; "
+            "lm_eval ls tasks lists them, and --task-folder adds others"
+        )
+    return manager
+
+
+def evaluate(
+    arguments: EvaluateArguments, mesh: Mesh, texts: dict[Path, str], manager: Any
+) -> Evaluation:
+    """Compute all results. Under tensor parallelism, all ranks call it.
+
+    Raises:
+        CheckpointError: There is no checkpoint to load.
+        ConfigError: The tokenizer is not the one of the training, or cannot be read.
+    """
+    model, tokenizer = load(
+        GenerateArguments(
+            load=arguments.load,
+            iteration=arguments.iteration,
+            dtype=arguments.dtype,
+            vocab_file=arguments.vocab_file,
+            merge_file=arguments.merge_file,
+            tokenizer_name_or_path=arguments.tokenizer_name_or_path,
+        ),
+        mesh,
+    )
+    found = Evaluation()
+    scorer = Scorer(model, arguments.batch_size)
+    for path, text in texts.items():
+        ids = tokenizer.encode(text)
+        found.texts[str(path)] = scorer.measure_text(ids, text, tokenizer.eod)
+    if arguments.tasks:
+        run_tasks(arguments, model, tokenizer, manager, found)
+    return found
+
+
+def run_tasks(
+    arguments: EvaluateArguments, model: GPT, tokenizer: Tokenizer, manager: Any, found: Evaluation
+) -> None:
+    """Run the tasks of the harness, and add their results to `found`."""
+    from lm_eval import simple_evaluate
+
+    from megatron.scoring.harness import CheckpointLM
+
+    results = simple_evaluate(
+        model=CheckpointLM(model, tokenizer, arguments.batch_size),
+        tasks=list(arguments.tasks),
+        task_manager=manager,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        log_samples=True,
+        confirm_run_unsafe_code=False,
+    )
+    assert results is not None, "each rank evaluates all items"
+    for task, metrics in results["results"].items():
+        found.tasks[task] = {
+            name.removesuffix(",none"): value
+            for name, value in metrics.items()
+            if isinstance(value, int | float)
+        }
+    found.items = {
+        task: [
+            {name: item[name] for name in ("doc_id", "target", "filtered_resps")} for item in items
+        ]
+        for task, items in results["samples"].items()
+    }
+
+
+def write_results(
+    arguments: EvaluateArguments, found: Evaluation, iteration: int, say: Callable[[str], None]
+) -> None:
+    """Print the table of results, and write the files.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    rows = found.list_numbers()
+    name_width = max(len(name) for name, _, _ in rows)
+    measure_width = max(len(measure) for _, measure, _ in rows)
+    for name, measure, value in rows:
+        say(f"{name:<{name_width}}  {measure:<{measure_width}}  {value:.6g}")
+    if arguments.out is not None:
+        record = {"load": arguments.load, "iteration": iteration, **found.to_json()}
+        replace_file(arguments.out, json.dumps(record, indent=1, default=str) + "\n")
+    if arguments.tensorboard_dir is not None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(arguments.tensorboard_dir)) as writer:
+            for name, measure, value in rows:
+                writer.add_scalar(f"eval/{name}/{measure}", value, iteration)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Evaluate what `argv` names and return the exit code."""
+    arguments = tyro.cli(EvaluateArguments, args=argv, description=__doc__)
+
+    def work() -> int:
+        texts = check_arguments(arguments)
+        # A wrong name of a task is found before the model is loaded.
+        manager = find_tasks(arguments) if arguments.tasks else None
+        _, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
+        with join_tensor_parallel_ranks(
+            arguments.tensor_model_parallel_size, arguments.device
+        ) as mesh:
+            found = evaluate(arguments, mesh, texts, manager)
+            if mesh.rank == 0:
+                write_results(arguments, found, iteration, print)
+        return 0
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

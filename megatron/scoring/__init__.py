@@ -1,0 +1,1 @@
+"""Likelihoods of texts under a checkpoint's model, and the tasks of lm-evaluation-harness."""

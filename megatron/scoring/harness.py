@@ -1,0 +1,107 @@
+"""A model of this trainer for the tasks of lm-evaluation-harness.
+
+Source: https://github.com/EleutherAI/lm-evaluation-harness. How contexts and continuations are
+divided into tokens is that package's, so the scores equal those of an exported model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from tqdm import tqdm
+
+from megatron.generate.generation import GenerationOptions, generate
+from megatron.generate.sampling import SamplingOptions
+from megatron.model.gpt import GPT
+from megatron.scoring.likelihood import Scorer, iterate_windows
+from megatron.tokenizer import Tokenizer
+
+_NEW_TOKENS = 256
+"""Tokens that are generated if a task does not say how many."""
+
+
+class CheckpointLM(TemplateLM):
+    """A loaded checkpoint."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int) -> None:
+        """Take a model in evaluation mode.
+
+        Args:
+            model: The model, or this rank's part of it.
+            tokenizer: The tokenizer of the training.
+            batch_size: Sequences that are computed together.
+        """
+        super().__init__()
+        self._model = model
+        self._text_tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._scorer = Scorer(model, batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document."""
+        return self._text_tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the model's context."""
+        return self._scorer.context
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+        return self._text_tokenizer.encode(string)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each complete text."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="texts"):
+            (text,) = request.args
+            ids = self._text_tokenizer.encode(text)
+            windows = list(iterate_windows(ids, self.prefix_token_id, self.max_length))
+            found.append(sum(each.log_likelihood for each in self._scorer.score(windows)))
+        return found
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each text, up to one of its stop strings."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="generated texts"):
+            text, settings = request.args
+            found.append(self._generate_one(text, dict(settings)))
+        return found
+
+    def _generate_one(self, text: str, settings: dict[str, Any]) -> str:
+        stops = settings.get("until") or []
+        if isinstance(stops, str):
+            stops = [stops]
+        new_tokens = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), self.max_length - 1)
+        temperature = 0.0
+        if settings.get("do_sample"):
+            temperature = float(settings.get("temperature", 1.0))
+        sampling = SamplingOptions(
+            temperature=temperature,
+            top_k=int(settings.get("top_k", 0)),
+            top_p=float(settings.get("top_p", 1.0)),
+        )
+        # As in the harness, the start of a long text is left out.
+        ids = self._text_tokenizer.encode(text)[-(self.max_length - new_tokens) :]
+        options = GenerationOptions(new_tokens, sampling, tuple(filter(None, stops)))
+        (result,) = generate(
+            self._model, self._text_tokenizer, [ids or [self.eot_token_id]], options
+        )
+        return result.text
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, following) for _, context, following in requests]
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="requests") as bar:
+            scored = self._scorer.score(pairs, bar.update)
+        found = [(each.log_likelihood, each.greedy) for each in scored]
+        for (key, _, _), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", key, answer)
+        return found

@@ -1,0 +1,192 @@
+"""Scores of a checkpoint, compared with those of its export in lm-evaluation-harness' own model."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_pool import ProcessPool, pretrain, succeed
+from tiny_corpus import JSONL, MERGES, VOCAB
+
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.model import load_model
+from megatron.commands import convert_checkpoint, evaluate
+from megatron.scoring.likelihood import Scorer, iterate_windows
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --lr 1e-2 --train-iters 6 "
+    "--eval-iters 0 --init-method-std 0.2 --num-query-groups 2 --ffn-hidden-size 48 "
+    "--glu-activation swiglu --normalization RMSNorm --position-embedding-type rotary "
+    "--no-add-bias-linear --untie-embeddings-and-output-weights"
+)
+
+
+@pytest.fixture(scope="module")
+def run(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    paths = (
+        f"--data-path {corpus} --data-cache-path {folder}/cache --vocab-file {VOCAB} "
+        f"--merge-file {MERGES} --save {folder}"
+    )
+    succeed(pool.run(1, pretrain, f"{FLAGS} {paths}".split()))
+    return folder
+
+
+def read_texts(count: int, length: int) -> list[str]:
+    lines = JSONL.read_text(encoding="utf-8").splitlines()[:count]
+    return [json.loads(line)["text"][:length] for line in lines]
+
+
+def test_windows_cover_each_token_once() -> None:
+    tokens = list(range(100, 125))
+    windows = list(iterate_windows(tokens, 7, 10))
+    assert [token for _, following in windows for token in following] == tokens
+    assert windows[0] == ([7], tokens[:10])
+    # The last window is filled up with the text before it.
+    assert windows[-1] == (tokens[14:20], tokens[20:])
+    assert all(len(before) + len(after) - 1 <= 10 for before, after in windows)
+
+
+def test_likelihoods_do_not_depend_on_the_batch(run: Path) -> None:
+    model = load_model(open_checkpoint(run, 6))
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for length in (2, 3, 9, 20, 33, 50):
+        ids = torch.randint(0, 5000, (length,), generator=generator).tolist()
+        requests.append((ids[:1], ids[1:][:32]))
+    together = Scorer(model, 4).score(requests)
+    for request, found in zip(requests, together, strict=True):
+        (alone,) = Scorer(model, 1).score([request])
+        assert found.log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-5)
+        assert found.greedy == alone.greedy
+        context, following = request
+        inputs = torch.tensor([[*context, *following][:-1]])
+        predicted = model.compute_logits(inputs)[0].log_softmax(-1)
+        expected = sum(predicted[i, token].item() for i, token in enumerate(following))
+        assert found.log_likelihood == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate_files(run: Path, files: list[Path], out: Path, *flags: str) -> dict[str, Any]:
+    command = ["--load", str(run), "--text-files", *map(str, files), "--out", str(out), *flags]
+    assert evaluate.main(command) == 0
+    return json.loads(out.read_text())["texts"]
+
+
+def test_text_files_have_a_loss_and_bits_per_byte(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "Grüße an alle. " + read_texts(1, 700)[0]
+    (tmp_path / "held_out.txt").write_text(text, encoding="utf-8")
+    found = evaluate_files(
+        run, [tmp_path / "held_out.txt"], tmp_path / "out.json", "--tensorboard-dir", str(tmp_path)
+    )[str(tmp_path / "held_out.txt")]
+    assert found["bytes"] == len(text.encode())
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["bits_per_byte"] == pytest.approx(
+        found["loss"] * found["tokens"] / math.log(2) / found["bytes"]
+    )
+    # A model of random weights has about log(5000) nats. This one was trained a little.
+    assert 4 < found["loss"] < 12
+    assert "bits per byte" in capsys.readouterr().out
+    assert list(tmp_path.glob("events.out.tfevents*"))
+
+
+def evaluate_in_pool(arguments: list[str]) -> int:
+    return evaluate.main(arguments)
+
+
+def test_tensor_parallel_ranks_give_the_same_numbers(
+    run: Path, pool: ProcessPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(read_texts(1, 500)[0], encoding="utf-8")
+    alone = evaluate_files(run, [path], tmp_path / "alone.json")
+    out = tmp_path / "two.json"
+    command = ["--load", str(run), "--text-files", str(path), "--out", str(out)]
+    outcomes = pool.run(2, evaluate_in_pool, [*command, "--tensor-model-parallel-size", "2"])
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].error
+    two = json.loads(out.read_text())["texts"]
+    assert two[str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
+
+
+def write_tasks(folder: Path) -> list[str]:
+    """Write three tasks with local data: choices, texts, and generation."""
+    texts = read_texts(6, 90)
+    documents = [
+        {"text": text, "choices": [" the end", " a beginning", text[-20:]], "label": i % 3}
+        for i, text in enumerate(texts)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
+    common = (
+        "dataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        "test_split: test\nnum_fewshot: 0\n"
+    )
+    (folder / "choose.yaml").write_text(
+        f"task: choose_locally\n{common}output_type: multiple_choice\n"
+        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: label\n'
+        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    (folder / "read.yaml").write_text(
+        f"task: read_locally\n{common}output_type: loglikelihood_rolling\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n"
+    )
+    (folder / "write.yaml").write_text(
+        f"task: write_locally\n{common}output_type: generate_until\n"
+        'doc_to_text: "{{text}}"\ndoc_to_target: "{{text}}"\n'
+        'generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 8, do_sample: false}\n'
+        "metric_list: [{metric: exact_match}]\n"
+    )
+    return ["choose_locally", "read_locally", "write_locally"]
+
+
+def test_scores_equal_those_of_the_exported_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    tasks = write_tasks(tmp_path)
+    out = tmp_path / "scores.json"
+    command = ["--load", str(run), "--tasks", *tasks, "--task-folder", str(tmp_path)]
+    assert evaluate.main([*command, "--out", str(out), "--batch-size", "4"]) == 0
+    ours = json.loads(out.read_text())
+    exported = tmp_path / "exported"
+    assert convert_checkpoint.main(["to-hf", "--load", str(run), "--out", str(exported)]) == 0
+    theirs = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(exported), "dtype": "float32", "max_length": 32},
+        tasks=tasks,
+        task_manager=TaskManager(include_path=str(tmp_path)),
+        device="cpu",
+        batch_size=1,
+    )
+    for task in tasks:
+        for metric, value in ours["tasks"][task].items():
+            if not metric.endswith("stderr"):
+                expected = theirs["results"][task][f"{metric},none"]
+                assert value == pytest.approx(expected, rel=1e-4), (task, metric)
+        assert len(ours["items"][task]) == 6
+        for mine, item in zip(ours["items"][task], theirs["samples"][task], strict=True):
+            assert mine["doc_id"] == item["doc_id"]
+            compare_answers(mine["filtered_resps"], item["filtered_resps"])
+
+
+def compare_answers(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(other, tuple):
+            # The likelihood of a choice, and whether it is the most likely text.
+            assert float(mine[0]) == pytest.approx(other[0], rel=1e-4)
+            assert str(mine[1]) == str(other[1])
+        elif isinstance(other, float):
+            assert mine == pytest.approx(other, rel=1e-4)
+        else:
+            assert mine == other
