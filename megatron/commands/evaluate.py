@@ -218,7 +218,8 @@ def run_tasks(
         found.tasks[task] = {
             name.removesuffix(",none"): value
             for name, value in metrics.items()
-            if isinstance(value, int | float)
+            # The harness names a metric and its filter. Other entries describe the task.
+            if "," in name and isinstance(value, int | float)
         }
     found.items = {
         task: [
