@@ -42,6 +42,9 @@ class ToHF:
     """Model type to write, as in config.json. Default: the first that can express the model."""
     max_shard_bytes: int = SHARD_BYTES
     """Largest size of a tensor file."""
+    compare_model: bool = True
+    """Compare the complete model as well, if it fits into the memory. Without it
+    (--no-compare-model), the layers are compared one by one, with the memory of one layer."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class FromHF:
     """Folder of the new checkpoint. It must not exist."""
     seq_length: int | None = None
     """Sequence length of the training that follows. Default: that of config.json."""
+    compare_model: bool = True
+    """See to-hf."""
 
 
 Command = (
@@ -78,7 +83,12 @@ def export(command: ToHF) -> None:
     root, iteration = locate_checkpoint(command.load, command.iteration)
     # The run may be active and remove this checkpoint while it is read.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
-        options = ExportOptions(command.dtype, command.architecture, command.max_shard_bytes)
+        options = ExportOptions(
+            command.dtype,
+            command.architecture,
+            command.max_shard_bytes,
+            command.compare_model,
+        )
         comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
     for line in comparison.describe():
         say(line)
@@ -91,7 +101,13 @@ def run_import(command: FromHF) -> None:
     Raises:
         MegatronError: See `import_model`.
     """
-    comparison = import_model(command.model, command.out, command.seq_length, say)
+    comparison = import_model(
+        command.model,
+        command.out,
+        command.seq_length,
+        say,
+        compare_complete=command.compare_model,
+    )
     for line in comparison.describe():
         say(line)
     say(f"{command.model} is imported to {command.out}")

@@ -50,6 +50,8 @@ class ExportOptions:
     architecture: str | None = None
     """Their model type. None: the first that can express the model."""
     shard_bytes: int = SHARD_BYTES
+    compare_complete: bool = True
+    """Compare the complete model with `transformers` as well, if it fits into the memory."""
     tokenizer: TokenizerConfig | None = None
     """The tokenizer to write. None: that of the training."""
 
@@ -107,7 +109,9 @@ def export_checkpoint(
             names = {name: name for pair in pairs for name in pair.theirs}
             model = normalise_model(config.model)
             comparison = compare_models(
-                TheirModel(architecture, model, their_config, pairs, names, tensors), say
+                TheirModel(architecture, model, their_config, pairs, names, tensors),
+                say,
+                complete=options.compare_complete,
             )
         _write_card(unfinished, checkpoint, architecture, options, comparison)
         _sync(unfinished)

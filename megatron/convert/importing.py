@@ -29,7 +29,7 @@ from megatron.parallel.shard import TensorShard
 from megatron.tokenizer import build_tokenizer, tokenizer_digests
 from megatron.training.state import TrainState
 
-_FILE_BYTES = 2 * 10**9
+FILE_BYTES = 5 * 10**8
 """Largest size of a tensor file, unless one tensor is larger."""
 _ITEM = 4
 """Bytes of an fp32 number."""
@@ -40,6 +40,8 @@ def import_model(
     out: Path,
     seq_length: int | None = None,
     say: Callable[[str], None] = lambda line: None,
+    *,
+    compare_complete: bool = True,
 ) -> Comparison:
     """Write the model of a folder as the checkpoint of iteration 0 in `out`.
 
@@ -48,6 +50,7 @@ def import_model(
         out: Folder of the new checkpoint. It must not exist.
         seq_length: Sequence length of the training that follows. Default: that of config.json.
         say: Receives messages.
+        compare_complete: See `ExportOptions`.
 
     Raises:
         ConfigError: the architecture is not supported, or `out` exists.
@@ -78,7 +81,7 @@ def import_model(
         tensors,
     )
     tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
-    comparison = compare_models(theirs, say)
+    comparison = compare_models(theirs, say, complete=compare_complete)
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
     state = TrainState(tokenizer=tokenizer_digests(tokenizer))
     contents = CheckpointContents(
@@ -141,7 +144,7 @@ def _divide(pairs: Sequence[TensorPair]) -> Iterator[list[TensorPair]]:
     used = 0
     for pair in pairs:
         size = _ITEM * torch.Size(pair.our_shape).numel()
-        if part and used + size > _FILE_BYTES:
+        if part and used + size > FILE_BYTES:
             yield part
             part = []
             used = 0
