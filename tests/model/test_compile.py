@@ -63,7 +63,6 @@ PRESETS = {
     "tr11-176b": 2,
     "llama2-70b": 2,
     "llama3-8b": 2,
-    "qwen3-0.6b": 2,
     "qwen3-8b": 2,
     "olmo2-7b": 2,
     "olmo3-7b": 3,
