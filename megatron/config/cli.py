@@ -131,7 +131,7 @@ def _read_preset(
     choice: ValueWithOrigin | None,
 ) -> tuple[dict[str, ValueWithOrigin], list[str]]:
     """Return the values of the chosen preset and the errors. Without a choice, both are empty."""
-    if choice is None:
+    if choice is None or choice.value is None:
         return {}, []
     try:
         return dict(read_preset(choice.value).values), []

@@ -26,7 +26,7 @@ class CommandLine:
     given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
     preset: ValueWithOrigin | None = None
-    """Name of the preset."""
+    """Name of the preset, or None as its value if --preset None was given."""
     help: bool = False
     help_group: str | None = None
     """The group that --help names."""
@@ -96,7 +96,9 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
             line.errors.append("--config needs the name of a YAML file.")
     elif flag == "--preset":
         if len(values) == 1:
-            line.preset = ValueWithOrigin(_strip_quotes(values[0]), typed)
+            name = _strip_quotes(values[0])
+            # The word None unsets the preset of the --config file.
+            line.preset = ValueWithOrigin(None if name == "None" else name, typed)
         else:
             line.errors.append("--preset needs the name of a preset; --list-presets lists all.")
     # The compatibility table comes first. A flag of this trainer may also be in it, with a row for
