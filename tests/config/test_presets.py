@@ -240,7 +240,7 @@ def test_unknown_preset_of_a_file_names_the_line(tmp_path: Path):
         load("--config", str(file))
 
 
-@pytest.mark.parametrize("value", ["[llama2-7b]", "{name: llama2-7b}"])
+@pytest.mark.parametrize("value", ["[llama2-7b]", "{name: llama2-7b}", "!!binary llama2-7b"])
 def test_a_preset_of_a_file_is_a_name(value: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(f"preset: {value}\n")
