@@ -45,7 +45,11 @@ from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.position import Progress, Steps
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
+from megatron.tokenizer import (
+    check_same_vocab_size,
+    compute_padded_vocab_size,
+    find_vocab_size,
+)
 
 
 @dataclass(frozen=True)
@@ -290,8 +294,16 @@ def resolve(
 
 
 def _find_vocab_size(report: PlanReport) -> int:
-    """Return the number of real token ids, and add a warning to the report if there is one."""
-    size, warning = find_vocab_size(report.config.tokenizer)
+    """Return the number of real token ids, and add a warning to the report if there is one.
+
+    Raises:
+        ConfigError: The size is not known, or a preset's size is not that of the tokenizer.
+    """
+    tokenizer = report.config.tokenizer
+    # Given by hand, the size may be larger on purpose. Data with too many ids are refused later.
+    if report.asked.is_from_preset("tokenizer.vocab_size"):
+        check_same_vocab_size(tokenizer, report.describe("tokenizer.vocab_size"))
+    size, warning = find_vocab_size(tokenizer)
     if warning:
         report.warnings.append(warning)
     return size

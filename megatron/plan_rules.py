@@ -375,6 +375,7 @@ def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
         model.ffn_hidden_size is not None
         and model.glu_activation is None
         and model.ffn_hidden_size != 4 * h
+        and not report.asked.is_from_preset("model.ffn_hidden_size")
     ):
         report.warnings.append(
             f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "

@@ -54,6 +54,7 @@ from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
+from megatron.preset_table import format_preset_table, is_preset_list_asked
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
@@ -103,6 +104,9 @@ class CommandSource:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
+    if is_preset_list_asked(training):
+        print(format_preset_table())
+        return 0
     options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
     def work() -> int:

@@ -10,7 +10,9 @@ from config.minimal import REQUIRED
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.config.compat_row import Row
+from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
+from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
 from megatron.errors import ConfigError
 from megatron.plan import resolve
@@ -85,12 +87,30 @@ def of_kind(kind: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", named)
 
 
+def spell_new_flags(row: Row) -> list[str]:
+    """Return the flags that the row's flag is read as.
+
+    A preset is spelled as the flags of its fields without the sequence length. The row's flag
+    replaces what was given before it, and --preset itself replaces only defaults.
+    """
+    if row.to[0] != "--preset":
+        return list(row.to)
+    words = []
+    for dotted, item in read_preset(row.to[1]).values.items():
+        field = all_fields()[dotted]
+        if field.is_bool:
+            words.append(field.flag if item.value else field.negative_flag)
+        elif dotted != "model.seq_length":
+            words += [field.flag, str(item.value)]
+    return words
+
+
 @of_kind("renamed")
 def test_renamed_flags_set_what_their_new_name_sets(row: Row):
     values = values_of(row)
     passed = [] if row.only else values
     old = load(*needed_flags(row), row.flag, *values)
-    new = load(*needed_flags(row), *row.to, *passed)
+    new = load(*needed_flags(row), *spell_new_flags(row), *passed)
     assert old.config == new.config
     (warning,) = old.warnings
     assert warning.startswith(" ".join([row.flag, *values]))
@@ -133,7 +153,8 @@ def test_table_is_consistent(row: Row):
     assert "_" not in row.flag
     assert row.kind == "renamed" or row.reason
     assert (row.kind == "renamed") == bool(row.to)
-    assert all(word in list_known_flags() for word in row.to if word.startswith("--"))
+    known = [*list_known_flags(), "--preset"]
+    assert all(word in known for word in row.to if word.startswith("--"))
     assert not row.reason.endswith(".")
     if row.flag.endswith("*"):
         own = [flag for flag in list_known_flags() if flag.startswith(row.flag.removesuffix("*"))]
