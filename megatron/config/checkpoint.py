@@ -35,6 +35,10 @@ class CheckpointConfig:
     keep_every: int | None = None
     """With --keep-latest-checkpoints, keep the checkpoints of iterations divisible by this
     permanently."""
+    hf_export_interval: int | None = None
+    """Export the first checkpoint of every this many iterations to the format of Hugging Face, in
+    the folder hf below --save. A process of its own does it while training continues. Checkpoints
+    that --keep-latest-checkpoints removes too early are not exported."""
     save_optim: bool = True
     """Save the optimizer's state. Without it (--no-save-optim) a resumed run starts with new
     moments."""

@@ -377,6 +377,7 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
         # A run with --async-save and no folder would train to its end and leave no checkpoint.
         "checkpoint.async_save": checkpoint.async_save,
         "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
+        "checkpoint.hf_export_interval": checkpoint.hf_export_interval is not None,
     }
     for dotted, wanted in saving.items():
         if wanted and checkpoint.save is None:

@@ -11,6 +11,7 @@ from megatron.plan import Plan
 from megatron.training.data_files import DataFiles
 from megatron.training.divergence import DivergenceWatch
 from megatron.training.exits import Exits
+from megatron.training.hf_export import HFExporter
 from megatron.training.report import Reporter
 from megatron.training.state import TrainState
 
@@ -30,6 +31,8 @@ class Run:
     exits: Exits
     saver: Saver | None
     """None if nothing is saved."""
+    exporter: HFExporter | None = None
+    """Only on rank 0, with --hf-export-interval."""
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
 

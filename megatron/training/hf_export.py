@@ -1,0 +1,137 @@
+"""Export of checkpoints to the format of Hugging Face while training continues.
+
+Rank 0 starts `megatron-convert-checkpoint` as a process of its own. Training never waits for it,
+except at the end of the run. A failure of an export is a warning.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.config.checkpoint import CheckpointConfig
+
+FOLDER = "hf"
+"""Folder below --save that has the exported models."""
+LOG = "export.log"
+_END_SECONDS = 3600.0
+"""Longest time that the end of a run waits for an export."""
+_LOWER_PRIORITY = 10
+_LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class HFExporter:
+    """Exports the checkpoints of a run, one at a time."""
+
+    def __init__(self, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+        """Create an exporter without an export in progress.
+
+        Args:
+            config: The flags of checkpoints, with --save and --hf-export-interval.
+            say: Prints a message.
+        """
+        assert config.save is not None, "config.rules checks it"
+        assert config.hf_export_interval is not None
+        self._root = Path(config.save)
+        self._interval = config.hf_export_interval
+        self._say = say
+        self._last = 0
+        """Iteration of the last checkpoint that was seen."""
+        self._waiting: int | None = None
+        """Iteration of the newest checkpoint to export after the present one."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._iteration = 0
+        """Iteration that `_process` exports."""
+
+    def record_start(self, iteration: int) -> None:
+        """Record the iteration at which this launch starts. Earlier intervals are over."""
+        self._last = iteration
+
+    def record_checkpoint(self, iteration: int) -> None:
+        """Export a checkpoint that is safe, if it is the first one of an interval."""
+        due = iteration // self._interval > self._last // self._interval
+        self._last = iteration
+        if not due or (self._root / FOLDER / f"global_step{iteration}").exists():
+            return
+        if self._waiting is not None:
+            self._say(
+                f"warning: iteration {self._waiting} is not exported, because the export before it "
+                "is still in progress; use a longer --hf-export-interval"
+            )
+        self._waiting = iteration
+        self.poll()
+
+    def poll(self) -> None:
+        """Report an export that has ended, and start the next one. It returns immediately."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._report(code)
+            self._process = None
+        if self._waiting is not None:
+            self._iteration = self._waiting
+            self._waiting = None
+            self._start()
+
+    def finish(self) -> None:
+        """Wait for the exports that are due, at the end of a run."""
+        while True:
+            self.poll()
+            if self._process is None:
+                return
+            self._say(f"waiting for the export of iteration {self._iteration}")
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.stop()
+                self._say(
+                    f"warning: the export of iteration {self._iteration} took longer than "
+                    f"{_END_SECONDS:g} s and was ended; repeat it with "
+                    "tools/convert_checkpoint.py to-hf"
+                )
+                return
+
+    def stop(self) -> None:
+        """End an export in progress. Its unfinished folder is replaced by the next one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._waiting = None
+
+    def _start(self) -> None:
+        folder = self._root / FOLDER
+        out = folder / f"global_step{self._iteration}"
+        command = [
+            *(sys.executable, "-m", "megatron.commands.convert_checkpoint", "to-hf"),
+            *("--load", str(self._root), "--iteration", str(self._iteration), "--out", str(out)),
+        ]
+        # The launcher's variables would make it a rank of this run, and the GPUs are in use.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_LAUNCHER_PREFIXES)
+        } | {"CUDA_VISIBLE_DEVICES": ""}
+        try:
+            folder.mkdir(exist_ok=True)
+            with open(folder / LOG, "ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
+                )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWER_PRIORITY)
+        except OSError as error:
+            # The process may have ended already, so it has no priority to change.
+            if self._process is None:
+                self._say(f"warning: iteration {self._iteration} is not exported: {error}")
+
+    def _report(self, code: int) -> None:
+        folder = self._root / FOLDER
+        if code == 0:
+            self._say(f"exported iteration {self._iteration} to {folder}")
+        else:
+            self._say(
+                f"warning: the export of iteration {self._iteration} failed (exit code {code}); "
+                f"see {folder / LOG}"
+            )
