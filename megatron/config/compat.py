@@ -13,6 +13,7 @@ from megatron.config.compat_megatron import MEGATRON
 from megatron.config.compat_megatron_core import MEGATRON_CORE
 from megatron.config.compat_models import OTHER_MODELS
 from megatron.config.compat_row import Row
+from megatron.config.compat_swiss_ai import SWISS_AI
 
 SYSTEMS: dict[str, tuple[Row, ...]] = {
     "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (
@@ -20,6 +21,7 @@ SYSTEMS: dict[str, tuple[Row, ...]] = {
         *MEGATRON_CORE,
         *OTHER_MODELS,
     ),
+    "swiss-ai's Megatron-LM (Apertus)": SWISS_AI,
     "fms-fsdp": FMS,
     "llm-baselines": LLM_BASELINES,
 }

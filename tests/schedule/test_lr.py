@@ -90,6 +90,10 @@ FORMULAS = {
     ("linear", None): lambda s: rate_from((END - s) / (END - WARMUP)),
     # cos^2(x / 2) is half of 1 + cos(x).
     ("cosine", None): lambda s: rate_from(math.cos(math.pi / 2 * (s - WARMUP) / 48_000) ** 2),
+    # 1 - sin(x) is 1 + cos(pi / 2 + x).
+    ("half-cosine", None): lambda s: rate_from(
+        1 + math.cos(math.pi / 2 * (1 + (s - WARMUP) / 48_000))
+    ),
     ("inverse-square-root", None): lambda s: max(FLOOR, PEAK * (WARMUP / s) ** 0.5),
     ("WSD", "linear"): lambda s: rate_from(1 - part_done(s)),
     ("WSD", "cosine"): lambda s: rate_from(math.cos(math.pi / 2 * part_done(s)) ** 2),
