@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from megatron.config.compat_fms import FMS
+from megatron.config.compat_forks import FORKS
 from megatron.config.compat_llm_baselines import LLM_BASELINES
 from megatron.config.compat_megatron import MEGATRON
 from megatron.config.compat_megatron_core import MEGATRON_CORE
@@ -20,6 +21,7 @@ SYSTEMS: dict[str, tuple[Row, ...]] = {
         *MEGATRON,
         *MEGATRON_CORE,
         *OTHER_MODELS,
+        *FORKS,
     ),
     "swiss-ai's Megatron-LM (Apertus)": SWISS_AI,
     "fms-fsdp": FMS,

@@ -124,9 +124,11 @@ _MODEL = (
         "--apply-residual-connection-post-layernorm",
         "residuals are taken before the norm (pre-LN), as in GPT-2",
     ),
-    refuse_flag(
+    # With weights w + 1 a norm has the same function, start and gradients, and there is no decay.
+    ignore_flag(
         "--apply-layernorm-1p",
-        "norms store their weight directly, in fp32 master weights: remove it",
+        "the weight of a norm is stored as it is, which is the same in exact arithmetic, and the "
+        "master weights are fp32",
     ),
     refuse_flag(
         "--embedding-weights-in-fp32",

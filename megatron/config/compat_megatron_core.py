@@ -224,9 +224,10 @@ _OPTIMIZER_AND_LOSS = (
         "use --skip-train-iteration-range, as in 5-5 for one iteration",
         arity="*",
     ),
-    refuse_flag(
+    # It changes only batch sizes that the ranks cannot divide.
+    ignore_flag(
         "--decrease-batch-size-if-needed",
-        "the batch size is never changed silently: choose --global-batch-size",
+        "a batch size that the ranks cannot divide is an error",
     ),
 )
 

@@ -43,10 +43,10 @@ class OptimizerConfig:
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the start of the warm-up, at most --lr."""
-    lr_wsd_decay_iters: int | None = None
-    """Length of WSD's final decay in iterations."""
-    lr_wsd_decay_samples: int | None = None
-    """Length of WSD's final decay in samples."""
+    lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in iterations. With 0 there is none."""
+    lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in samples. With 0 there is none."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay. minus_sqrt: 1 - sqrt(finished fraction of the decay)."""
     override_lr_scheduler: bool = False

@@ -115,10 +115,10 @@ class LRSchedule:
                 "--lr-decay-style WSD needs the length of its final decay: "
                 "--lr-wsd-decay-samples or -iters."
             ]
-        if not 1 <= self.wsd_decay_steps <= self.decay_steps:
+        if not 0 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
-                f"-iters) must be at least 1 and at most {self.decay_steps}, the end of the decay."
+                f"-iters) must be at least 0 and at most {self.decay_steps}, the end of the decay."
             ]
         return []
 

@@ -16,7 +16,10 @@ from megatron.errors import ConfigError
 from megatron.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
-SOURCES = ("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines", "swiss_ai")
+SOURCES = (
+    *("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines", "swiss_ai"),
+    *("bigcode", "llm_jp"),
+)
 
 OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
@@ -166,6 +169,8 @@ def test_every_flag_of_the_other_system_is_known(source: str):
             "megatron_lm": 595,
             "llm_baselines": 185,
             "swiss_ai": 28,
+            "bigcode": 13,
+            "llm_jp": 7,
         }[source]
     )
     assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
@@ -254,6 +259,8 @@ REFUSED_CHOICES = {
         "--attention-type": ["random_block"],
     },
     "swiss_ai": {},
+    "llm_jp": {"--tokenizer-type": ["Llama3Tokenizer"]},
+    "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--training-stage": ["initial"],

@@ -235,3 +235,64 @@ def test_llama2_of_fms_fsdp_trains_its_tokens() -> None:
 def test_no_setting_of_a_file_is_without_effect(name: str, world_size: int) -> None:
     warnings: tuple[Any, ...] = resolve_file(name, world_size).warnings
     assert [text for text in warnings if "no effect" in text] == []
+
+
+# ---- The models of further projects, in Megatron's flags ----
+
+_LLAMA = (
+    "--position-embedding-type rope --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--group-query-attention --untie-embeddings-and-output-weights"
+)
+FURTHER = {
+    "Pythia 6.9B": (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 "
+        "--position-embedding-type rope --rotary-percent 0.25 --parallel-residual "
+        "--untie-embeddings-and-output-weights --vocab-size 50277 --pad-vocab-size-to 50432",
+        6_857_302_016,
+    ),
+    "StarCoder 15B": (
+        "--num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 8192 "
+        "--attention-head-type multiquery --vocab-size 49152",
+        15_517_456_384,
+    ),
+    "StarCoder2 7B": (
+        "--num-layers 32 --hidden-size 4608 --num-attention-heads 36 --num-query-groups 4 "
+        "--seq-length 16384 --sliding-window 4096 --position-embedding-type rope "
+        "--rotary-base 1000000 --vocab-size 49152",
+        7_173_923_840,
+    ),
+    "Qwen2.5 7B": (
+        f"{_LLAMA} --num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 "
+        "--num-attention-heads 28 --num-query-groups 4 --seq-length 4096 --add-qkv-bias "
+        "--vocab-size 152064",
+        7_615_616_512,
+    ),
+    "TinyLlama 1.1B": (
+        f"{_LLAMA} --num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632 "
+        "--num-attention-heads 32 --num-query-groups 4 --seq-length 2048 --vocab-size 32000",
+        1_100_048_384,
+    ),
+    "Falcon 40B": (
+        "--num-layers 60 --hidden-size 8192 --num-attention-heads 128 --num-query-groups 8 "
+        "--seq-length 2048 --position-embedding-type rope --disable-bias-linear "
+        "--parallel-residual --vocab-size 65024",
+        41_303_293_952,
+    ),
+    # 3.2B parameters of embeddings and 12.5B others.
+    "Nemotron-4 15B": (
+        "--num-layers 32 --hidden-size 6144 --num-attention-heads 48 --group-query-attention "
+        "--num-query-groups 8 --seq-length 4096 --position-embedding-type rope "
+        "--rotary-percent 0.5 --squared-relu --disable-bias-linear --apply-layernorm-1p "
+        "--untie-embeddings-and-output-weights --vocab-size 256000",
+        2 * 256_000 * 6144
+        + 32 * (2 * 6144 * 6144 + 2 * 6144 * 1024 + 2 * 6144 * 24_576 + 4 * 6144)
+        + 2 * 6144,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", FURTHER)
+def test_a_model_of_another_project_has_its_published_size(model: str) -> None:
+    flags, parameters = FURTHER[model]
+    run = "--micro-batch-size 1 --train-iters 10 --lr 1e-4 --bf16"
+    assert resolve_command(f"{flags} {run}".split(), 1).parameters == parameters

@@ -139,6 +139,13 @@ def test_the_inverse_square_root_reaches_its_floor_before_the_end() -> None:
     assert by_tokens.get_lr(8_000, 9_001, 2_000) == PEAK / 4
 
 
+def test_wsd_without_a_final_decay_is_constant_to_its_end() -> None:
+    """As in Apertus' long-context phases, whose decay is a run of its own."""
+    schedule = LRSchedule(PEAK, FLOOR, "WSD", WARMUP, END, wsd_decay_steps=0)
+    assert [schedule.get_lr(s) for s in (WARMUP, 26_000, END)] == [PEAK] * 3
+    assert schedule.get_lr(END + 1) == FLOOR
+
+
 def test_published_final_decays_begin_at_their_steps() -> None:
     apertus = LRSchedule(
         1.1e-4,
@@ -232,7 +239,7 @@ def test_differences_name_the_flags():
         ({"decay_steps": 0}, "must end at 1 or later"),
         ({"decay_tokens": 0}, "--lr-decay-tokens 0 must be at least 1"),
         ({"style": "WSD"}, "needs the length of its final decay"),
-        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 1 and at most 200000000"),
+        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 0 and at most 200000000"),
         (
             {"style": "WSD", "wsd_decay_steps": 1, "decay_tokens": 10**9},
             "leave out --lr-decay-tokens",
