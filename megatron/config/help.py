@@ -40,6 +40,10 @@ def print_help(prog: str | None = None, group: str | None = None) -> None:
         ConfigError: There is no such group.
     """
     if group is not None and group not in list_groups():
+        name = group.lstrip("-").replace("-", "_")
+        owners = [field.group for field in all_fields().values() if field.name == name]
+        if owners:
+            raise ConfigError(f"--help {group}: this flag is in the group {owners[0]}.")
         raise ConfigError(f"--help {group}: the groups are {', '.join(list_groups())}.")
     # tyro exits after it printed the help. The caller decides how the process ends.
     with contextlib.suppress(SystemExit):

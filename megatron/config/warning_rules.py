@@ -187,7 +187,12 @@ def warn_data_with_mock_data(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about real data that are named together with --mock-data."""
     if not settings.config.data.mock_data:
         return
-    for name in ("data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"):
+    for name in (
+        "data_path",
+        "data_phases",
+        "train_weighted_split_paths",
+        "train_weighted_split_paths_path",
+    ):
         if settings[f"data.{name}"]:
             yield (
                 f"{settings.describe(f'data.{name}')} has no effect with --mock-data, which trains "

@@ -42,46 +42,54 @@ def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[st
 
     `name` replaces the file's name in origins and messages.
     """
+    root, broken = compose(text, name)
+    if broken is not None:
+        return {}, [broken]
+    given: dict[str, ValueWithOrigin] = {}
+    errors: list[str] = []
+    for group, value in read_items(root, name, "the file", errors):
+        if group.value not in list_groups():
+            errors.append(
+                f"{name}:{get_line(group)} has an unknown group "
+                f"'{group.value}'{_suggest_group(group.value)}"
+            )
+            continue
+        for key, node in read_items(value, name, f"'{group.value}'", errors):
+            field = all_fields().get(f"{group.value}.{key.value}")
+            if field is None:
+                unknown = f"{group.value}.{key.value}"
+                errors.append(
+                    f"{name}:{get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
+                )
+                continue
+            try:
+                given[field.dotted] = ValueWithOrigin(
+                    read_value(field, node), f"{name}:{get_line(key)}"
+                )
+            except ValueError as error:
+                errors.append(
+                    f"{field.dotted}: {_format_node(node)} ({name}:{get_line(node)}) {error}."
+                )
+    return given, errors
+
+
+def compose(text: str, name: str) -> tuple[yaml.Node | None, str | None]:
+    """Return the tree of a YAML text, or None and a message if it is not YAML.
+
+    No object is constructed, so no text can run code. Each scalar keeps its text and line.
+    """
     try:
-        # `compose` stops at the tree of nodes. It keeps each scalar's text and line, and constructs
-        # no object.
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=yaml.SafeLoader), None
     except yaml.MarkedYAMLError as error:
         if error.problem_mark:
             line = error.problem_mark.line + 1
         else:
             line = 1
-        return {}, [f"{name}:{line} is not YAML: {error.problem}."]
+        return None, f"{name}:{line} is not YAML: {error.problem}."
     except yaml.YAMLError as error:
-        return {}, [f"{name}:1 is not YAML: {str(error).splitlines()[0]}."]
+        return None, f"{name}:1 is not YAML: {str(error).splitlines()[0]}."
     except RecursionError:
-        return {}, [f"{name} is nested too deeply; a configuration has groups and their keys."]
-    given: dict[str, ValueWithOrigin] = {}
-    errors: list[str] = []
-    for group, value in _read_items(root, name, "the file", errors):
-        if group.value not in list_groups():
-            errors.append(
-                f"{name}:{_get_line(group)} has an unknown group "
-                f"'{group.value}'{_suggest_group(group.value)}"
-            )
-            continue
-        for key, node in _read_items(value, name, f"'{group.value}'", errors):
-            field = all_fields().get(f"{group.value}.{key.value}")
-            if field is None:
-                unknown = f"{group.value}.{key.value}"
-                errors.append(
-                    f"{name}:{_get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
-                )
-                continue
-            try:
-                given[field.dotted] = ValueWithOrigin(
-                    _read_value(field, node), f"{name}:{_get_line(key)}"
-                )
-            except ValueError as error:
-                errors.append(
-                    f"{field.dotted}: {_format_node(node)} ({name}:{_get_line(node)}) {error}."
-                )
-    return given, errors
+        return None, f"{name} is nested too deeply; a configuration has groups and their keys."
 
 
 def read_flat_flags(path: str) -> list[str] | None:
@@ -169,7 +177,7 @@ def _convert_for_dump(value: Any) -> Any:
     return value
 
 
-def _read_items(
+def read_items(
     node: yaml.Node | None, name: str, what: str, errors: list[str]
 ) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     """Return keys and values of a mapping. An absent or empty one has none.
@@ -181,19 +189,19 @@ def _read_items(
         return []
     if not isinstance(node, yaml.MappingNode):
         errors.append(
-            f"{name}:{_get_line(node)} {what} must be a mapping (key: value), not "
+            f"{name}:{get_line(node)} {what} must be a mapping (key: value), not "
             f"{_format_node(node)}."
         )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            errors.append(f"{name}:{_get_line(key)} has a key that is not a word.")
+            errors.append(f"{name}:{get_line(key)} has a key that is not a word.")
         # PyYAML would keep the last of two equal keys without a message.
         elif key.value in items:
-            first = _get_line(items[key.value][0])
+            first = get_line(items[key.value][0])
             errors.append(
-                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); "
+                f"{name}:{get_line(key)} gives '{key.value}' again (first in line {first}); "
                 "remove one."
             )
         else:
@@ -201,7 +209,7 @@ def _read_items(
     return list(items.values())
 
 
-def _read_value(field: Field, node: yaml.Node) -> Any:
+def read_value(field: Field, node: yaml.Node) -> Any:
     """Return the value in `node`.
 
     Raises:
@@ -240,7 +248,7 @@ def _is_null(node: yaml.ScalarNode) -> bool:
     return not node.style and node.value in _NULLS
 
 
-def _get_line(node: yaml.Node) -> int:
+def get_line(node: yaml.Node) -> int:
     """Return the 1-based line of a node. PyYAML counts from 0."""
     return node.start_mark.line + 1
 

@@ -114,6 +114,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--valid-weighted-split-paths v and --valid-weighted-split-paths-path f both name the data",
     ),
     (
+        {"data_phases": "p.yaml", "data_path": ("a",)},
+        "--data-phases p.yaml and --data-path a both name the training data",
+    ),
+    (
         {"lr_warmup_tokens": 9, "lr_warmup_iters": 5},
         "--lr-warmup-tokens 9 and --lr-warmup-iters 5 both",
     ),
