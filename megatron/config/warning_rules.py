@@ -117,6 +117,10 @@ def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
         ):
             if settings.is_changed(f"precision.{name}"):
                 yield f"{settings.describe(f'precision.{name}')} has no effect without --fp16."
+        logging = settings.config.logging
+        # Without a folder, `warn_tensorboard_without_folder` reports this flag.
+        if logging.tensorboard_dir is not None and not logging.log_loss_scale_to_tensorboard:
+            yield "--no-log-loss-scale-to-tensorboard has no effect without --fp16."
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -263,6 +267,16 @@ def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[
                 )
 
 
+def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --max-position-embeddings in a model without a table of learned positions."""
+    positions = settings.config.model.position_embedding_type
+    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
+        yield (
+            f"{settings.describe('model.max_position_embeddings')} has no effect with "
+            f"--position-embedding-type {positions}, which has no table of positions."
+        )
+
+
 def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
     scaling = settings.config.model.rope_scaling
@@ -360,6 +374,7 @@ WARNINGS = (
     warn_save_without_interval,
     warn_tensorboard_without_folder,
     warn_rotary_settings_without_rotary,
+    warn_size_of_missing_position_table,
     warn_rope_settings_without_scaling,
     warn_biases_without_effect,
     warn_full_attention_without_window,

@@ -18,7 +18,10 @@ from megatron.errors import ConfigError
 from megatron.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
-SOURCES = ("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines")
+SOURCES = (
+    *("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines", "swiss_ai"),
+    *("bigcode", "llm_jp"),
+)
 
 OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
@@ -186,6 +189,9 @@ def test_every_flag_of_the_other_system_is_known(source: str):
             "fms_fsdp": 65,
             "megatron_lm": 595,
             "llm_baselines": 185,
+            "swiss_ai": 28,
+            "bigcode": 13,
+            "llm_jp": 7,
         }[source]
     )
     assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
@@ -273,6 +279,9 @@ REFUSED_CHOICES = {
         "--weight-decay-scheduler": ["linear", "cos", "stable-decay", "wsd"],
         "--attention-type": ["random_block"],
     },
+    "swiss_ai": {},
+    "llm_jp": {"--tokenizer-type": ["Llama3Tokenizer"]},
+    "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--training-stage": ["initial"],
@@ -318,7 +327,9 @@ def test_launch_script_of_microsoft():
     ):
         load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
     loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "HFTokenizer"])
-    assert check_rules(loaded.config, loaded.origin) == ([], [])
+    errors, (warning,) = check_rules(loaded.config, loaded.origin)
+    assert errors == []
+    assert "--max-position-embeddings 2048 has no effect" in warning
     plan = resolve(loaded.config, 8, loaded.origin)
     assert plan.errors == ()
     assert plan.parameters == 6_738_415_616
