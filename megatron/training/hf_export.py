@@ -24,29 +24,28 @@ _LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER
 class HFExporter:
     """Exports the checkpoints of a run, one at a time."""
 
-    def __init__(self, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: CheckpointConfig, say: Callable[[str], None], iteration: int
+    ) -> None:
         """Create an exporter without an export in progress.
 
         Args:
             config: The flags of checkpoints, with --save and --hf-export-interval.
             say: Prints a message.
+            iteration: Iteration at which this launch starts. Earlier intervals are over.
         """
         assert config.save is not None, "config.rules checks it"
         assert config.hf_export_interval is not None
         self._root = Path(config.save)
         self._interval = config.hf_export_interval
         self._say = say
-        self._last = 0
+        self._last = iteration
         """Iteration of the last checkpoint that was seen."""
         self._waiting: int | None = None
         """Iteration of the newest checkpoint to export after the present one."""
         self._process: subprocess.Popen[bytes] | None = None
         self._iteration = 0
         """Iteration that `_process` exports."""
-
-    def record_start(self, iteration: int) -> None:
-        """Record the iteration at which this launch starts. Earlier intervals are over."""
-        self._last = iteration
 
     def record_checkpoint(self, iteration: int) -> None:
         """Export a checkpoint that is safe, if it is the first one of an interval."""
@@ -86,19 +85,19 @@ class HFExporter:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
                 self.stop()
-                self._say(
-                    f"warning: the export of iteration {self._iteration} took longer than "
-                    f"{_END_SECONDS:g} s and was ended; repeat it with "
-                    "tools/convert_checkpoint.py to-hf"
-                )
                 return
 
     def stop(self) -> None:
-        """End an export in progress. Its unfinished folder is replaced by the next one."""
+        """End an export in progress. A later export of the iteration replaces what it wrote."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+            self._say(
+                f"warning: the export of iteration {self._iteration} was ended with the run; "
+                f"repeat it with tools/convert_checkpoint.py to-hf --load {self._root} "
+                f"--iteration {self._iteration}"
+            )
         self._waiting = None
 
     def _start(self) -> None:

@@ -64,6 +64,8 @@ def train(run: Run) -> StopReason:
         # the same samples as a run that was never interrupted.
         evaluate_validation(run)
     evaluate_test(run)
+    if run.exporter is not None:
+        run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
     return stop
 
@@ -110,6 +112,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         # iteration if it was not due here.
         stop = run.exits.decide(before, state.iteration)
         save_when_due(run, before)
+        if run.exporter is not None:
+            run.exporter.poll()
     return stop, evaluated_at
 
 

@@ -52,6 +52,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
+from megatron.training.hf_export import HFExporter
 from megatron.training.job import Job, confirm_job
 from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
@@ -184,7 +185,8 @@ def start_run(
         for line in format_warnings(job.notes):
             say(line)
         reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
-        saver = build_saver(job, mesh, reporter, lease)
+        exporter = build_exporter(job, mesh, reporter)
+        saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
         if saver is not None:
@@ -195,7 +197,7 @@ def start_run(
         else:
             wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
-            return build_run(job, mesh, engine, reporter, saver, exits, timers)
+            return build_run(job, mesh, engine, reporter, saver, exporter, exits, timers)
         assert job.checkpoint is not None
         damage[job.checkpoint.iteration] = wrong
         # The next engine needs as much memory. Reference cycles would keep this one allocated.
@@ -291,6 +293,7 @@ def build_run(
     engine: Engine,
     reporter: Reporter,
     saver: Saver | None,
+    exporter: HFExporter | None,
     exits: Exits,
     timers: Timers,
 ) -> Run:
@@ -349,17 +352,29 @@ def build_run(
         reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
-    run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
+    run = Run(
+        plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver, exporter
+    )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
     timers.take()
     return run
 
 
-def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver | None:
+def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> HFExporter | None:
+    """Build the exporter of --hf-export-interval on rank 0, or return None."""
+    config = job.plan.config
+    if mesh.rank != 0 or config.checkpoint.hf_export_interval is None or config.batch.eval_only:
+        return None
+    return HFExporter(config.checkpoint, reporter.say, job.state.iteration)
+
+
+def build_saver(
+    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: HFExporter | None
+) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 
-    It reports its checkpoints through the reporter.
+    It reports its checkpoints through the reporter, and passes them to the exporter.
     """
     config = job.plan.config.checkpoint
     if config.save is None or job.plan.config.batch.eval_only:
@@ -372,6 +387,8 @@ def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
+        if exporter is not None:
+            exporter.record_checkpoint(iteration)
 
     ranks = build_ranks(mesh)
     root = Path(str(config.save))
