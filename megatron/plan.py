@@ -21,6 +21,7 @@ from megatron.plan_rules import (
     check_curriculum,
     check_grid,
     check_muon,
+    check_profile,
     check_tensor_parallel,
     clamp_sizes,
     warn_of_files,
@@ -249,6 +250,7 @@ def resolve(
     check_curriculum(
         curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
     )
+    check_profile(world_size, train_iters, report)
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
     if vocab_size is None:
