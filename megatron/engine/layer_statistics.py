@@ -83,11 +83,10 @@ class LayerRecorder:
     @torch.no_grad()
     def _read_output(self, number: int, block: Block, arguments: Any, output: Tensor) -> None:
         """Record the squares of a layer's output for one microbatch."""
-        tp = self._mesh.tensor_parallel
-        # Without sequence parallelism, the tensor-parallel ranks have the same output.
-        if tp.rank == 0 or tp.sequence_parallel:
-            self._sums[_OUTPUT_SQUARES, number] += compute_squared_norm([output.float()])
-            self._sums[_OUTPUT_NUMBERS, number] += output.numel()
+        # Without sequence parallelism, the tensor-parallel ranks have the same output. All of them
+        # count it in both sums, which does not change the mean.
+        self._sums[_OUTPUT_SQUARES, number] += compute_squared_norm([output.float()])
+        self._sums[_OUTPUT_NUMBERS, number] += output.numel()
 
     @torch.no_grad()
     def _read_head(self, stage: GPT, norm: nn.Module, arguments: Any, output: Tensor) -> None:

@@ -5,6 +5,7 @@ training. A file with the name of a trace is complete.
 """
 
 import gzip
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -124,21 +125,23 @@ def _export(stopped: "profile", folder: Path, file: BinaryIO) -> None:
     """
     # The exporter needs a name, and does not report a full disk. The folder of the trace has space
     # more often than that of the system's temporary files.
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".trace-", suffix=".json") as plain:
-        stopped.export_chrome_trace(plain.name)
-        _check_complete(Path(plain.name))
-        with open(plain.name, "rb") as text, gzip.GzipFile(fileobj=file, mode="wb") as packed:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
+        plain = Path(temporary) / "trace.json"
+        stopped.export_chrome_trace(str(plain))
+        _check_complete(plain)
+        with open(plain, "rb") as text, gzip.GzipFile(fileobj=file, mode="wb") as packed:
             shutil.copyfileobj(text, packed)
 
 
 def _check_complete(path: Path) -> None:
-    """Check the end of a JSON object in a file.
+    """Check that a file has the end of a trace, which names the file.
 
     Raises:
         OSError: The end is missing.
     """
     with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 64))
-        if not file.read().rstrip().endswith(b"}"):
-            raise OSError(f"only {size} bytes could be written; is the disk full?")
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 100 - 2 * len(os.fsencode(path))))
+        end = file.read().rstrip()
+    if not (b'"traceName"' in end and end.endswith(b"}")):
+        raise OSError(f"only {size} bytes could be written; is the disk full?")

@@ -1,15 +1,17 @@
-"""Tests of the largest attention logit against the complete matrix of logits in fp64."""
+"""Tests of the largest logits of attention and of the output against complete matrices in fp64."""
 
 import math
 from itertools import pairwise
 
 import pytest
 import torch
+from model.builders import build, tiny_config
 from torch import Tensor
 
 from megatron.model import loss
 from megatron.model.attention_logits import find_largest_attention_logit
-from megatron.model.positions import make_alibi_bias, make_window_bias
+from megatron.model.loss import VocabSlice, find_largest_output_logit
+from megatron.model.positions import Positions, make_alibi_bias, make_window_bias
 
 LENGTH = 13
 WIDTH = 8
@@ -74,3 +76,34 @@ def test_nan_is_not_hidden() -> None:
     query = draw(4, seed=1)
     query[1, 3, 7, 0] = math.nan
     assert math.isnan(float(find_largest_attention_logit(query, draw(2, seed=2), None, None)))
+
+
+def test_a_block_stays_within_documents() -> None:
+    """A document of one token has the logit of that token with itself."""
+    block = build(tiny_config()).get_blocks()[0]
+    x = torch.randn(6, 1, 32, generator=torch.Generator().manual_seed(0))
+    documents = (tuple(range(7)),)
+    with torch.no_grad():
+        found = block.find_largest_attention_logit(x, Positions(documents=documents))
+        each = [block.find_largest_attention_logit(x[i : i + 1], Positions()) for i in range(6)]
+        together = block.find_largest_attention_logit(x, Positions())
+    assert float(found) == pytest.approx(float(max(each)), rel=1e-6)
+    assert found < together
+
+
+@pytest.mark.parametrize("bytes_of_a_chunk", [1, 1 << 20])
+def test_output_logits_count_by_their_absolute_value_and_without_padding(
+    bytes_of_a_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "_CHUNK_BYTES_CPU", bytes_of_a_chunk)
+    hidden = draw(4, seed=1).flatten(0, 1)
+    weight = draw(1, seed=2).flatten(0, 2)
+    # This logit is the largest one by its absolute value, and it is negative.
+    hidden[3, 5] = -9 * weight[7]
+    logits = hidden.double() @ weight[:20].double().t()
+    assert -logits.min() > logits.max()
+    # Padding has logits of zero in training. These would be the largest ones.
+    weight[20:] = 100.0
+    found = find_largest_output_logit(hidden, weight, VocabSlice(0, 20))
+    assert float(found) == pytest.approx(float(-logits.min()), rel=1e-6)
+    assert float(find_largest_output_logit(hidden, weight, VocabSlice(40, 0))) == 0.0
