@@ -63,11 +63,12 @@ class MemoryHistory:
             self._write(self._folder / f"iteration-{iteration}.rank-{self._rank}.pickle")
 
     def _write(self, path: Path) -> None:
-        snapshot = torch.cuda.memory._snapshot()
         try:
+            snapshot = torch.cuda.memory._snapshot()
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file_by(path, lambda file: pickle.dump(snapshot, file))
-        except OSError as error:
+        # PyTorch raises RuntimeErrors. A snapshot needs host memory, which may be short too.
+        except (OSError, RuntimeError, MemoryError) as error:
             self._say(f"warning: the memory snapshot {path} could not be written: {error}")
             return
         self._say(f"rank {self._rank}: a memory snapshot is in {path}")

@@ -21,11 +21,6 @@ from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
-from megatron.config.profiling import (
-    ALL_RANKS,
-    choose_profile_folder,
-    parse_profile_iterations,
-)
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
 from megatron.data.documents import DocumentRules, needs_documents
@@ -45,8 +40,6 @@ from megatron.observe.log_line import (
     format_no_checkpoint_line,
     format_saved_checkpoint_line,
 )
-from megatron.observe.memory_history import MemoryHistory
-from megatron.observe.profiler import Profiler
 from megatron.observe.startup import format_start_table
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.grid import Grid
@@ -60,8 +53,9 @@ from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
 from megatron.training.job import Job, confirm_job
-from megatron.training.join import make_printer, print_line
+from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
+from megatron.training.profilers import build_profilers
 from megatron.training.report import Reporter
 from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
@@ -360,38 +354,12 @@ def build_run(
         timers,
         exits,
         saver,
-        *build_profilers(config, mesh, reporter),
+        *build_profilers(config, mesh.rank, reporter.say),
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
     timers.take()
     return run
-
-
-def build_profilers(
-    config: Config, mesh: Mesh, reporter: Reporter
-) -> tuple[Profiler, MemoryHistory]:
-    """Build what writes profiler traces and memory snapshots on the ranks that are asked for."""
-    logging = config.logging
-    say = reporter.say
-    if mesh.rank != 0:
-        # The reporter prints on rank 0 only.
-        say = print_line
-    folder = None
-    chosen = choose_profile_folder(config)
-    if chosen is not None and not {mesh.rank, ALL_RANKS}.isdisjoint(logging.profile_ranks):
-        folder = Path(chosen)
-    iterations = parse_profile_iterations(config)
-    profiler = Profiler(
-        None if iterations is None else folder, iterations or (0, 0), mesh.rank, say
-    )
-    memory_history = MemoryHistory(
-        folder if logging.memory_snapshot else None,
-        logging.memory_snapshot_iterations,
-        mesh.rank,
-        say,
-    )
-    return profiler, memory_history
 
 
 def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver | None:

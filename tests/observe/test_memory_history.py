@@ -51,6 +51,21 @@ def test_a_snapshot_when_memory_runs_out(recorded: list[int], tmp_path: Path) ->
     assert list_names(tmp_path) == ["out-of-memory-3.rank-0.pickle"]
 
 
+def test_a_failed_snapshot_does_not_hide_that_memory_ran_out(
+    recorded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no history")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fail)
+    lines: list[str] = []
+    history = MemoryHistory(tmp_path, (), rank=0, say=lines.append)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        run_iterations(history, torch.OutOfMemoryError("full"))
+    assert "no history" in lines[0]
+    assert list_names(tmp_path) == []
+
+
 def test_other_errors_write_no_snapshot(recorded: list[int], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         run_iterations(MemoryHistory(tmp_path, (), rank=0, say=print), RuntimeError("other"))

@@ -196,8 +196,9 @@ def test_statistics_of_layers_have_a_chart_each_and_their_own_interval(tmp_path:
     """Numbers of layers have the same width, because TensorBoard sorts charts by their text."""
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path), tensorboard_log_interval=5))
     norms = [float(layer) for layer in range(11)]
-    statistics = {"layer_grad_norm": norms, "output_logit": float("inf")}
-    board.write_training(replace(REPORT, layer_statistics=statistics))
+    board.write_training(
+        replace(REPORT, layer_statistics={"layer_grad_norm": norms, "output_logit": float("inf")})
+    )
     board.close()
     events = read(tmp_path)
     assert point(events, "layer-grad-norm/03") == (42, 3.0)
