@@ -11,6 +11,7 @@ from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
+from megatron.data.phases import PlannedPhase, find_phase_mixture, plan_phases, read_phases
 from megatron.errors import ConfigError, LayoutError
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, make_single_stage, partition
@@ -25,6 +26,7 @@ from megatron.plan_rules import (
     check_tensor_parallel,
     clamp_sizes,
     warn_of_files,
+    warn_of_phases,
     warn_of_pipeline,
     warn_of_shape,
 )
@@ -41,9 +43,14 @@ from megatron.schedule.batch_size import (
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+from megatron.schedule.position import Progress, Steps
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
+from megatron.tokenizer import (
+    check_same_vocab_size,
+    compute_padded_vocab_size,
+    find_vocab_size,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Plan:
     lr_schedule: LRSchedule
     curriculum: Curriculum | None
     skip_ranges: tuple[SkipRange, ...]
+    data_phases: tuple[PlannedPhase, ...]
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -191,7 +199,7 @@ def resolve(
         consumed_tokens: Tokens before the start.
         iteration: Iterations before the start.
         vocab_size: Number of real token ids, if another rank has found it. No file is looked at
-            then, neither for this number nor for a warning.
+            then, neither for this number nor for the data phases nor for a warning.
     """
     # The plan keeps the configuration as it was asked for. The clamped one is for deriving only.
     asked = config
@@ -251,10 +259,17 @@ def resolve(
         curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
     )
     check_profile(world_size, train_iters, report)
+    no_phases: tuple[PlannedPhase, ...] = ()
+    data_phases = no_phases
+    if vocab_size is None:
+        steps = Steps(batch_size, config.model.seq_length, curriculum)
+        position = Progress(iteration, consumed_samples or 0, consumed_tokens)
+        data_phases = report.attempt(lambda: _plan_data_phases(config, steps, position), no_phases)
+        warn_of_phases(data_phases, train_iters, report)
     warn_of_shape(shape, report)
     warn_of_pipeline(stages, batch_size, data_parallel_size, report)
     if vocab_size is None:
-        warn_of_files(report)
+        warn_of_files(report, data_phases)
     return Plan(
         config=asked,
         world_size=world_size,
@@ -273,6 +288,7 @@ def resolve(
         lr_schedule=lr_schedule,
         curriculum=curriculum,
         skip_ranges=skip_ranges,
+        data_phases=data_phases,
         # Several rules may report the same mistake. `dict.fromkeys` removes duplicates in order.
         errors=tuple(dict.fromkeys(report.errors)),
         warnings=tuple(dict.fromkeys(report.warnings)),
@@ -280,8 +296,16 @@ def resolve(
 
 
 def _find_vocab_size(report: PlanReport) -> int:
-    """Return the number of real token ids, and add a warning to the report if there is one."""
-    size, warning = find_vocab_size(report.config.tokenizer)
+    """Return the number of real token ids, and add a warning to the report if there is one.
+
+    Raises:
+        ConfigError: The size is not known, or a preset's size is not that of the tokenizer.
+    """
+    tokenizer = report.config.tokenizer
+    # Given by hand, the size may be larger on purpose. Data with too many ids are refused later.
+    if report.asked.is_from_preset("tokenizer.vocab_size"):
+        check_same_vocab_size(tokenizer, report.describe("tokenizer.vocab_size"))
+    size, warning = find_vocab_size(tokenizer)
     if warning:
         report.warnings.append(warning)
     return size
@@ -474,6 +498,21 @@ def _build_lr_schedule(
     )
     schedule.check_decay_after_warmup()
     return schedule
+
+
+def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple[PlannedPhase, ...]:
+    """Read --data-phases and find where each phase begins. There are none without the flag.
+
+    Raises:
+        ConfigError: The file cannot be read or has errors.
+    """
+    path = config.data.data_phases
+    if path is None or config.data.mock_data:
+        return ()
+    phases = read_phases(path)
+    for phase in phases:
+        find_phase_mixture(config.data, phase)
+    return plan_phases(phases, steps, position)
 
 
 def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:

@@ -15,6 +15,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
+from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
@@ -375,6 +376,7 @@ def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
         model.ffn_hidden_size is not None
         and model.glu_activation is None
         and model.ffn_hidden_size != 4 * h
+        and not report.asked.is_from_preset("model.ffn_hidden_size")
     ):
         report.warnings.append(
             f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "
@@ -505,22 +507,32 @@ def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None
         )
 
 
-def warn_of_files(report: PlanReport) -> None:
+def warn_of_phases(phases: Sequence[PlannedPhase], train_iters: int, report: PlanReport) -> None:
+    """Warn of phases that begin after the end of training."""
+    for planned in phases[1:]:
+        if planned.first_iteration > train_iters > 0:
+            report.warnings.append(
+                f"{planned.phase.name}: the phase begins with iteration "
+                f"{planned.first_iteration}, and training ends after iteration {train_iters}; its "
+                "data are not read."
+            )
+
+
+def warn_of_files(report: PlanReport, phases: Sequence[PlannedPhase]) -> None:
     """Warn of files that are not on this machine. Only the training machine needs them."""
     parallel = report.config.parallel
     data = report.config.data
-    # With several data sets the list alternates between weight and prefix.
+    named: list[tuple[str, tuple[str, ...]]] = [
+        (report.describe("data.data_path"), data.data_path),
+        *((f"{planned.phase.name} data_path", planned.phase.data_path) for planned in phases),
+    ]
     if data.mock_data:
-        prefixes: tuple[str, ...] = ()
-    elif len(data.data_path) > 1:
-        prefixes = data.data_path[1::2]
-    else:
-        prefixes = data.data_path
-    for prefix in prefixes:
-        if not Path(f"{prefix}.idx").is_file():
-            report.warnings.append(
-                f"{report.describe('data.data_path')}: {prefix}.idx is not on this machine."
-            )
+        named = []
+    for where, values in named:
+        # With several data sets the list alternates between weight and prefix.
+        for prefix in values[1::2] if len(values) > 1 else values:
+            if not Path(f"{prefix}.idx").is_file():
+                report.warnings.append(f"{where}: {prefix}.idx is not on this machine.")
     if (
         parallel.deepspeed
         and parallel.deepspeed_config

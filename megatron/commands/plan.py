@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -40,6 +40,7 @@ from megatron.data.epochs import (
     measure_training_data,
     warn_of_many_epochs,
 )
+from megatron.data.phases import PlannedPhase
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.launch_script import (
@@ -53,6 +54,7 @@ from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
+from megatron.preset_table import format_preset_table, is_preset_list_asked
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.progress import ForecastPoint
@@ -102,6 +104,9 @@ class CommandSource:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
+    if is_preset_list_asked(training):
+        print(format_preset_table())
+        return 0
     options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
     def work() -> int:
@@ -124,6 +129,7 @@ def _report_failure(
             "parameters": None,
             "data_parallel_size": None,
             "train_iters": None,
+            "data_phases": [],
             "at": [],
             "warnings": list(warnings),
             "flags_without_effect": [],
@@ -146,20 +152,28 @@ def _plan(options: PlanArguments, training: list[str]) -> int:
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1.")
     source = read_source(training, expand=options.expand)
-    with _write_documents(source) as arguments:
+    with _write_documents(source) as paths:
+        arguments = tuple(_rename_document(word, paths) for word in source.arguments)
+
+        def show(text: str) -> str:
+            """Return the text with the script's names of the documents."""
+            for name, path in paths.items():
+                text = text.replace(path, name)
+            return text
+
         try:
-            return _plan_source(options, replace(source, arguments=arguments))
+            return _plan_source(options, replace(source, arguments=arguments), show)
         except MegatronError as failure:
             # A value that is not known in the script may be the cause, so its warnings are printed.
-            return _report_failure(failure, options, source.warnings)
+            return _report_failure(ConfigError(show(str(failure))), options, source.warnings)
 
 
 @contextmanager
-def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
+def _write_documents(source: CommandSource) -> Iterator[dict[str, str]]:
     """Write the documents that the arguments name to a temporary folder.
 
     Yields:
-        The arguments, in which the paths of these documents are those in the folder.
+        The script's name of each document, and its path in the folder.
     """
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         paths: dict[str, str] = {}
@@ -171,17 +185,17 @@ def _write_documents(source: CommandSource) -> Iterator[tuple[str, ...]]:
                 path.parent.mkdir()
                 path.write_text(text, errors="surrogateescape")
                 paths[name] = str(path)
-        yield tuple(_rename_document(word, paths) for word in source.arguments)
+        yield paths
 
 
-def _rename_document(word: str, paths: dict[str, str]) -> str:
+def _rename_document(word: str, paths: Mapping[str, str]) -> str:
     flag, mark, value = word.partition("=")
     if mark and value in paths:
         return f"{flag}={paths[value]}"
     return paths.get(word, word)
 
 
-def _plan_source(options: PlanArguments, source: CommandSource) -> int:
+def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[str], str]) -> int:
     loaded = load_config(list(source.arguments), prog="plan.py")
     parallel = loaded.config.parallel
     warnings = [*source.warnings, *loaded.warnings]
@@ -214,7 +228,9 @@ def _plan_source(options: PlanArguments, source: CommandSource) -> int:
     uses = find_training_data(plan)
     # The configuration and the plan may report the same warning. A dict keeps the order and drops
     # repetitions.
-    warnings = list(dict.fromkeys([*warnings, *plan.warnings, *warn_of_many_epochs(uses)]))
+    warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
+    warnings = list(dict.fromkeys(map(show, warnings)))
+    plan = replace(plan, errors=tuple(map(show, plan.errors)))
     if options.json:
         print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
     else:
@@ -233,7 +249,12 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
     if not plan.train_tokens:
         return []
     try:
-        return measure_training_data(plan.config.data, plan.train_tokens)
+        return measure_training_data(
+            plan.config.data,
+            plan.train_tokens,
+            phases=plan.data_phases,
+            samples=plan.train_samples,
+        )
     except (MegatronError, OSError):
         # The plan warns of data that are missing here. Training reports those that are damaged.
         return []
@@ -399,12 +420,25 @@ def build_json(
         "training_data": [
             {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
         ],
+        "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
         "at": [{name: getattr(progress, name) for name in shown} for progress in at],
         "memory_bytes": estimate_memory(plan),
         "flops": compute_flops(plan),
         "errors": list(plan.errors),
         "warnings": warnings,
         "flags_without_effect": split_off_flags_without_effect(warnings)[1],
+    }
+
+
+def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
+    """Return a phase of the training data as plain data."""
+    phase = planned.phase
+    return {
+        "first_iteration": planned.first_iteration,
+        "start_sample": planned.start_sample,
+        "seed": phase.seed,
+        "data_path": list(phase.data_path),
+        "train_weighted_split_paths": list(phase.train_weighted_split_paths),
     }
 
 
@@ -563,6 +597,7 @@ def format_plan(
     lines = [
         *_format_model(plan),
         *_format_training(plan),
+        *_format_phases(plan),
         *([_format_row("epochs", describe_epochs(uses))] if uses else []),
         *_format_memory(plan),
         *_format_flops(plan),
@@ -676,6 +711,23 @@ def _format_training(plan: Plan) -> list[str]:
         )
     lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
     return lines
+
+
+def _format_phases(plan: Plan) -> list[str]:
+    """Format the phases of the training data, one in each line."""
+    rows = []
+    for number, planned in enumerate(plan.data_phases, 1):
+        phase = planned.phase
+        seed = plan.config.batch.seed if phase.seed is None else phase.seed
+        data = " ".join(phase.data_path or phase.train_weighted_split_paths)
+        rows.append(
+            _format_row(
+                f"data phase {number}",
+                f"from iteration {planned.first_iteration:,} (sample {planned.start_sample:,}), "
+                f"seed {seed}: {data}",
+            )
+        )
+    return rows
 
 
 def _describe_schedule(lr: LRSchedule) -> str:

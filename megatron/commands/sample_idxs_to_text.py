@@ -203,6 +203,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
         valid_samples=0,
         test_samples=0,
         batch_slice=BatchSlice(1),
+        phases=plan.data_phases,
     )
     if sources.train is None:
         # Without a number of samples no order of samples is defined.

@@ -14,7 +14,12 @@ from typing import Any
 
 from megatron.config.compat_fms import FMS_DEFAULTS
 from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
-from megatron.config.fields import ValueWithOrigin, all_fields, find_missing
+from megatron.config.fields import (
+    PRESET_ORIGIN,
+    ValueWithOrigin,
+    all_fields,
+    find_missing,
+)
 from megatron.config.profiling import ALL_RANKS
 
 Typed = Mapping[str, tuple[str, ...]]
@@ -102,7 +107,12 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
         ValueError: the flags contradict each other. The message gives the rule.
     """
     size = given.get("tokenizer.vocab_size")
-    if typed.get("--tokenizer-type") == ("NullTokenizer",) and size is not None:
+    # A preset's number already includes the end of a document.
+    if (
+        typed.get("--tokenizer-type") == ("NullTokenizer",)
+        and size is not None
+        and not size.origin.startswith(PRESET_ORIGIN)
+    ):
         yield (
             "tokenizer.vocab_size",
             size.value + 1,

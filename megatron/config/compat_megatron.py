@@ -125,9 +125,11 @@ _MODEL = (
         "--apply-residual-connection-post-layernorm",
         "residuals are taken before the norm (pre-LN), as in GPT-2",
     ),
-    refuse_flag(
+    # With weights w + 1 a norm has the same function, start and gradients, and there is no decay.
+    ignore_flag(
         "--apply-layernorm-1p",
-        "norms store their weight directly, in fp32 master weights: remove it",
+        "the weight of a norm is stored as it is, which is the same in exact arithmetic, and the "
+        "master weights are fp32",
     ),
     refuse_flag(
         "--embedding-weights-in-fp32",
@@ -261,7 +263,11 @@ _OPTIMIZER_AND_PRECISION = (
     rename_flag("--override-opt-param-scheduler", "--override-lr-scheduler"),
     rename_flag("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     # Megatron-LM's distributed optimizer shards optimizer states, which is ZeRO's stage 1.
-    rename_flag("--use-distributed-optimizer", "--zero-stage", "1"),
+    rename_flag(
+        "--use-distributed-optimizer",
+        *("--zero-stage", "1"),
+        reason="this is the default, so the flag has no effect without another --zero-stage",
+    ),
     ignore_flag("--accumulate-allreduce-grads-in-fp32", _FP32),
     refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: remove it"),
     ignore_flag("--sgd-momentum", "the optimizer is AdamW", arity=1),
@@ -279,7 +285,11 @@ _OPTIMIZER_AND_PRECISION = (
 
 _PARALLELISM = (
     rename_flag("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
-    rename_flag("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
+    rename_flag(
+        "--no-pipeline-parallel",
+        *("--pipeline-model-parallel-size", "1"),
+        reason="this is the default, so the flag has no effect without another size",
+    ),
     # DeepSpeed's name in its first versions.
     rename_flag("--deepscale", "--deepspeed"),
     rename_flag("--deepscale-config", "--deepspeed-config", arity=1),
@@ -393,7 +403,7 @@ _STOPPING_AND_CHECKPOINTS = (
         "it is for one cluster only: requeue with --exit-duration-in-mins or SIGTERM",
     ),
     ignore_flag("--adlr-autoresume-interval", "it is only for --adlr-autoresume", arity=1),
-    ignore_flag("--exit-signal-handler", "SIGTERM always saves and exits"),
+    ignore_flag("--exit-signal-handler", "SIGTERM, SIGUSR1 and SIGUSR2 always save and exit"),
 )
 
 _LOGGING = (

@@ -85,8 +85,6 @@ _MODEL = (
         "--spec", "it names code of Megatron core, which is not used: remove it", arity="*"
     ),
     rename_flag("--qk-layernorm", "--qk-norm", "head"),
-    ignore_flag("--qknorm-impl", _KERNELS, arity=1),
-    rename_flag("--xielu", "--activation", "xielu"),
     refuse_flag("--qk-l2-norm", "a norm without weights is not supported: use --qk-norm"),
     refuse_flag("--quick-geglu", "use --glu-activation"),
     refuse_flag("--activation-func-clamp-value", "activations are not clamped: remove it", arity=1),
@@ -177,14 +175,6 @@ _OPTIMIZER_AND_LOSS = (
     ignore_flag("--muon-use-syrk", _KERNELS),
     ignore_flag("--muon-scalar-optimizer", "it is AdamW", arity=1, only=("adam",)),
     refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
-    # The next three are of swiss-ai's Megatron-LM, which trained Apertus.
-    *(
-        ignore_flag(flag, "-1 turns the warm-up off", arity=1, only=("-1",))
-        for flag in ("--ademamix-beta3-warmup", "--ademamix-alpha-warmup")
-    ),
-    rename_flag(
-        "--lr-wsd-decay-style", "--lr-wsd-decay-style", "minus_sqrt", arity=1, only=("1-sqrt",)
-    ),
     ignore_flag(
         "--calculate-per-token-loss",
         "every microbatch has the same number of tokens, unless the loss of some is masked",
@@ -235,9 +225,10 @@ _OPTIMIZER_AND_LOSS = (
         "use --skip-train-iteration-range, as in 5-5 for one iteration",
         arity="*",
     ),
-    refuse_flag(
+    # It changes only batch sizes that the ranks cannot divide.
+    ignore_flag(
         "--decrease-batch-size-if-needed",
-        "the batch size is never changed silently: choose --global-batch-size",
+        "a batch size that the ranks cannot divide is an error",
     ),
 )
 
@@ -410,7 +401,14 @@ _REPORTS = (
     ignore_flag("--inprocess-empty-cuda-cache", _RESTARTS),
     ignore_flag("--inprocess-*", _RESTARTS, arity="*"),
     ignore_flag(
-        "--exit-signal", "SIGTERM always saves and exits", arity=1, only=("SIGTERM", "sigterm")
+        "--exit-signal",
+        "this signal always saves and exits",
+        arity=1,
+        only=tuple(
+            spelled
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+            for spelled in (name, name.lower())
+        ),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The corpus with its splits and mixtures, and the tokenizer."""
+"""The corpus with its splits, mixtures and phases, and the tokenizer."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -29,6 +29,9 @@ class DataConfig:
     """File that holds the argument of --valid-weighted-split-paths."""
     test_weighted_split_paths_path: str | None = None
     """File that holds the argument of --test-weighted-split-paths."""
+    data_phases: str | None = None
+    """YAML file with the phases of training, instead of --data-path: which mixture and which seed
+    of the data order apply from which iteration or token on. See docs/data_phases.md."""
     data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the data set. mmap (.bin/.idx) is the only one."""
     mock_data: bool = False

@@ -19,10 +19,13 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape after warm-up. inverse-square-root: --lr x sqrt(warm-up / samples), and --min-lr after
-    the end of the decay. WSD: constant, then a final decay, whose length is --lr-wsd-decay-*
-    (https://arxiv.org/abs/2404.06395)."""
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"
+    ] = "linear"
+    """Shape after warm-up. half-cosine: the second half of a cosine, which falls fastest at its
+    start, for a cosine that is extended in its middle. inverse-square-root: --lr x sqrt(warm-up /
+    samples), and --min-lr after the end of the decay. WSD: constant, then a final decay, whose
+    length is --lr-wsd-decay-* (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
     lr_decay_samples: int | None = None
@@ -40,10 +43,10 @@ class OptimizerConfig:
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the start of the warm-up, at most --lr."""
-    lr_wsd_decay_iters: int | None = None
-    """Length of WSD's final decay in iterations."""
-    lr_wsd_decay_samples: int | None = None
-    """Length of WSD's final decay in samples."""
+    lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in iterations. With 0 there is none."""
+    lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in samples. With 0 there is none."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay. minus_sqrt: 1 - sqrt(finished fraction of the decay)."""
     override_lr_scheduler: bool = False

@@ -355,6 +355,18 @@ def check_one_description_of_data(settings: ConfigWithOrigin) -> Iterator[str]:
                 )
 
 
+def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that no other flag names the training data together with --data-phases."""
+    if settings.config.data.data_phases is None:
+        return
+    for name in ("data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"):
+        if settings[f"data.{name}"]:
+            yield (
+                f"{settings.describe('data.data_phases', f'data.{name}')} both name the training "
+                "data; write the data into the first phase of the file."
+            )
+
+
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that flags for saving have --save, and flags for loading have --load."""
     checkpoint = settings.config.checkpoint
@@ -500,6 +512,7 @@ def check_data_is_given(settings: ConfigWithOrigin) -> Iterator[str]:
         or data.data_path
         or data.train_weighted_split_paths
         or data.train_weighted_split_paths_path
+        or data.data_phases
     ):
         yield "there is no data to train on: give --data-path or --train-weighted-split-paths"
 
@@ -525,6 +538,7 @@ ERRORS: tuple[Rule, ...] = (
     check_split_weights,
     check_data_path_has_pairs,
     check_one_description_of_data,
+    check_phases_are_the_training_data,
     check_needed_folders,
     check_one_kind_of_start,
     check_deepspeed_optimizers,

@@ -121,6 +121,10 @@ def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
         ):
             if settings.is_changed(f"precision.{name}"):
                 yield f"{settings.describe(f'precision.{name}')} has no effect without --fp16."
+        logging = settings.config.logging
+        # Without a folder, `warn_tensorboard_without_folder` reports this flag.
+        if logging.tensorboard_dir is not None and not logging.log_loss_scale_to_tensorboard:
+            yield "--no-log-loss-scale-to-tensorboard has no effect without --fp16."
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -187,7 +191,12 @@ def warn_data_with_mock_data(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about real data that are named together with --mock-data."""
     if not settings.config.data.mock_data:
         return
-    for name in ("data_path", "train_weighted_split_paths", "train_weighted_split_paths_path"):
+    for name in (
+        "data_path",
+        "data_phases",
+        "train_weighted_split_paths",
+        "train_weighted_split_paths_path",
+    ):
         if settings[f"data.{name}"]:
             yield (
                 f"{settings.describe(f'data.{name}')} has no effect with --mock-data, which trains "
@@ -260,6 +269,16 @@ def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[
                     f"{settings.describe(dotted)} has no effect without --position-embedding-type "
                     "rotary."
                 )
+
+
+def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --max-position-embeddings in a model without a table of learned positions."""
+    positions = settings.config.model.position_embedding_type
+    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
+        yield (
+            f"{settings.describe('model.max_position_embeddings')} has no effect with "
+            f"--position-embedding-type {positions}, which has no table of positions."
+        )
 
 
 def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -359,6 +378,7 @@ WARNINGS = (
     warn_save_without_interval,
     warn_tensorboard_without_folder,
     warn_rotary_settings_without_rotary,
+    warn_size_of_missing_position_table,
     warn_rope_settings_without_scaling,
     warn_biases_without_effect,
     warn_full_attention_without_window,

@@ -5,6 +5,7 @@ line, so that 1e-4, 1:30 and NO mean what they look like. YAML 1.1 reads them as
 of base 60, and as false. No tag is ever executed.
 """
 
+import dataclasses
 import difflib
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,25 @@ _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
 }
+_PRESET_KEY = "preset"
+"""The only key of a file that is not a group."""
 _NULLS = ("", "~", "null", "Null", "NULL", "None")
 _SPECIAL_FLOATS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
-def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
-    """Return the values that a file gives by dotted name, and a message for each error in it."""
+@dataclasses.dataclass
+class YamlContents:
+    """What a file gives, and what is wrong with it."""
+
+    given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
+    """Dotted field -> its value."""
+    preset: ValueWithOrigin | None = None
+    """Name of the preset on which the file builds."""
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+
+def read_file(path: str) -> YamlContents:
+    """Return the contents of a file, with a message for each error in it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -33,55 +47,80 @@ def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
             reason = error.strerror
         else:
             reason = "it is not UTF-8 text"
-        return {}, [f"--config {path} cannot be read: {reason}."]
+        return YamlContents(errors=[f"--config {path} cannot be read: {reason}."])
     return read_text(text, path)
 
 
-def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
+def read_text(text: str, name: str) -> YamlContents:
     """Return the same as `read_file`, for text.
 
     `name` replaces the file's name in origins and messages.
     """
+    root, broken = compose(text, name)
+    if broken is not None:
+        return YamlContents(errors=[broken])
+    contents = YamlContents()
+    for group, value in read_items(root, name, "the file", contents.errors):
+        if group.value == _PRESET_KEY:
+            _read_preset_name(value, name, contents)
+        elif group.value in list_groups():
+            _read_group(group.value, value, name, contents)
+        else:
+            contents.errors.append(
+                f"{name}:{get_line(group)} has an unknown group "
+                f"'{group.value}'{_suggest_group(group.value)}"
+            )
+    return contents
+
+
+def _read_group(group: str, node: yaml.Node, name: str, contents: YamlContents) -> None:
+    """Read the keys of a group into `contents`."""
+    for key, value in read_items(node, name, f"'{group}'", contents.errors):
+        field = all_fields().get(f"{group}.{key.value}")
+        if field is None:
+            unknown = f"{group}.{key.value}"
+            contents.errors.append(
+                f"{name}:{get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
+            )
+            continue
+        try:
+            contents.given[field.dotted] = ValueWithOrigin(
+                read_value(field, value), f"{name}:{get_line(key)}"
+            )
+        except ValueError as error:
+            contents.errors.append(
+                f"{field.dotted}: {_format_node(value)} ({name}:{get_line(value)}) {error}."
+            )
+
+
+def _read_preset_name(node: yaml.Node, name: str, contents: YamlContents) -> None:
+    """Read the name of a preset, or add an error to `contents`. An empty value names none."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
+        contents.errors.append(
+            f"{name}:{get_line(node)} {_PRESET_KEY} must be the name of a preset, not "
+            f"{_format_node(node)}; --list-presets lists all."
+        )
+    elif not _is_null(node):
+        contents.preset = ValueWithOrigin(node.value, f"{name}:{get_line(node)}")
+
+
+def compose(text: str, name: str) -> tuple[yaml.Node | None, str | None]:
+    """Return the tree of a YAML text, or None and a message if it is not YAML.
+
+    No object is constructed, so no text can run code. Each scalar keeps its text and line.
+    """
     try:
-        # `compose` stops at the tree of nodes. It keeps each scalar's text and line, and constructs
-        # no object.
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=yaml.SafeLoader), None
     except yaml.MarkedYAMLError as error:
         if error.problem_mark:
             line = error.problem_mark.line + 1
         else:
             line = 1
-        return {}, [f"{name}:{line} is not YAML: {error.problem}."]
+        return None, f"{name}:{line} is not YAML: {error.problem}."
     except yaml.YAMLError as error:
-        return {}, [f"{name}:1 is not YAML: {str(error).splitlines()[0]}."]
+        return None, f"{name}:1 is not YAML: {str(error).splitlines()[0]}."
     except RecursionError:
-        return {}, [f"{name} is nested too deeply; a configuration has groups and their keys."]
-    given: dict[str, ValueWithOrigin] = {}
-    errors: list[str] = []
-    for group, value in _read_items(root, name, "the file", errors):
-        if group.value not in list_groups():
-            errors.append(
-                f"{name}:{_get_line(group)} has an unknown group "
-                f"'{group.value}'{_suggest_group(group.value)}"
-            )
-            continue
-        for key, node in _read_items(value, name, f"'{group.value}'", errors):
-            field = all_fields().get(f"{group.value}.{key.value}")
-            if field is None:
-                unknown = f"{group.value}.{key.value}"
-                errors.append(
-                    f"{name}:{_get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
-                )
-                continue
-            try:
-                given[field.dotted] = ValueWithOrigin(
-                    _read_value(field, node), f"{name}:{_get_line(key)}"
-                )
-            except ValueError as error:
-                errors.append(
-                    f"{field.dotted}: {_format_node(node)} ({name}:{_get_line(node)}) {error}."
-                )
-    return given, errors
+        return None, f"{name} is nested too deeply; a configuration has groups and their keys."
 
 
 def read_flat_flags(path: str) -> list[str] | None:
@@ -169,7 +208,7 @@ def _convert_for_dump(value: Any) -> Any:
     return value
 
 
-def _read_items(
+def read_items(
     node: yaml.Node | None, name: str, what: str, errors: list[str]
 ) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     """Return keys and values of a mapping. An absent or empty one has none.
@@ -181,19 +220,19 @@ def _read_items(
         return []
     if not isinstance(node, yaml.MappingNode):
         errors.append(
-            f"{name}:{_get_line(node)} {what} must be a mapping (key: value), not "
+            f"{name}:{get_line(node)} {what} must be a mapping (key: value), not "
             f"{_format_node(node)}."
         )
         return []
     items: dict[str, tuple[yaml.ScalarNode, yaml.Node]] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            errors.append(f"{name}:{_get_line(key)} has a key that is not a word.")
+            errors.append(f"{name}:{get_line(key)} has a key that is not a word.")
         # PyYAML would keep the last of two equal keys without a message.
         elif key.value in items:
-            first = _get_line(items[key.value][0])
+            first = get_line(items[key.value][0])
             errors.append(
-                f"{name}:{_get_line(key)} gives '{key.value}' again (first in line {first}); "
+                f"{name}:{get_line(key)} gives '{key.value}' again (first in line {first}); "
                 "remove one."
             )
         else:
@@ -201,7 +240,7 @@ def _read_items(
     return list(items.values())
 
 
-def _read_value(field: Field, node: yaml.Node) -> Any:
+def read_value(field: Field, node: yaml.Node) -> Any:
     """Return the value in `node`.
 
     Raises:
@@ -240,7 +279,7 @@ def _is_null(node: yaml.ScalarNode) -> bool:
     return not node.style and node.value in _NULLS
 
 
-def _get_line(node: yaml.Node) -> int:
+def get_line(node: yaml.Node) -> int:
     """Return the 1-based line of a node. PyYAML counts from 0."""
     return node.start_mark.line + 1
 
@@ -266,7 +305,7 @@ def _suggest_group(word: str) -> str:
     owners = [field.dotted for field in all_fields().values() if field.name == word]
     if owners:
         return f"; write it under its group: {owners[0]}."
-    close = difflib.get_close_matches(word, list_groups(), n=1)
+    close = difflib.get_close_matches(word, [*list_groups(), _PRESET_KEY], n=1)
     if close:
         return f"; perhaps you meant '{close[0]}'."
     return f"; the groups are {', '.join(list_groups())}."

@@ -1,13 +1,15 @@
 """Computes how often a run reads its training data."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import find_train_mixture
+from megatron.data.phases import PlannedPhase, find_phase_mixture
+from megatron.data.splits import NamedMixture, find_train_mixture
+from megatron.errors import DataError
 
 MANY_EPOCHS = 4
 """Up to this number, repeated data are almost as good as new data.
@@ -36,6 +38,8 @@ def measure_training_data(
     data: DataConfig,
     tokens: int,
     open_dataset: Callable[[str], IndexedDataset] = IndexedDataset,
+    phases: Sequence[PlannedPhase] = (),
+    samples: int = 0,
 ) -> list[DatasetUse]:
     """Return the training data sets of a run that reads `tokens` tokens.
 
@@ -45,6 +49,8 @@ def measure_training_data(
         data: The data section of the configuration.
         tokens: Tokens that the run reads of all data sets together.
         open_dataset: Opens the data set with a prefix.
+        phases: The phases of --data-phases. The data of phases that are over may be missing.
+        samples: Samples of the run. It is needed only with phases.
 
     Raises:
         ConfigError: The values of the flags cannot be parsed.
@@ -52,9 +58,36 @@ def measure_training_data(
     """
     if data.mock_data:
         return []
-    mixture = find_train_mixture(data)
-    if mixture is None:
-        return []
+    if not phases:
+        mixture = find_train_mixture(data)
+        if mixture is None:
+            return []
+        return _measure_mixture(mixture, tokens, open_dataset)
+    found: dict[tuple[str, int], DatasetUse] = {}
+    ends = [*(planned.start_sample for planned in phases[1:]), samples]
+    present = sum(planned.started for planned in phases) - 1
+    for number, (planned, end) in enumerate(zip(phases, ends, strict=True)):
+        share = max(0, min(end, samples) - planned.start_sample) / max(1, samples)
+        try:
+            uses = _measure_mixture(
+                find_phase_mixture(data, planned.phase), share * tokens, open_dataset
+            )
+        except DataError:
+            if number < present:
+                continue
+            raise
+        # Several phases may read the same documents.
+        for use in uses:
+            key = (use.prefix, use.tokens)
+            asked = use.asked + (found[key].asked if key in found else 0.0)
+            found[key] = replace(use, asked=asked)
+    return list(found.values())
+
+
+def _measure_mixture(
+    mixture: NamedMixture, tokens: float, open_dataset: Callable[[str], IndexedDataset]
+) -> list[DatasetUse]:
+    """Return the data sets of a mixture that gives `tokens` tokens."""
     found = []
     for part in mixture.parts:
         indexed = open_dataset(part.prefix)

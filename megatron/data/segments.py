@@ -10,6 +10,8 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
 - Another seed: the samples that are not consumed are shuffled again with it.
 - Another mixture: data sets that were used before (same content, same documents) continue at their
   next sample. Others start at their first one.
+- A phase of --data-phases that has not started: its segments are those of a run that starts with
+  the same phases, if nothing changed before them.
 - Another sequence length: the documents are split into other samples. No data set can continue, so
   all of them start again.
 """
@@ -17,7 +19,7 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedData:
-    """What the configuration requests: a mixture, a seed and a number of samples.
+    """What the configuration requests, for a run or for one of its phases.
 
     The data sets of the mixture are open. Their orders are not chosen yet.
     """
@@ -91,6 +93,9 @@ class RequestedData:
     seed: int
     seq_length: int
     num_samples: int
+    """Number of samples of the run up to the end of the phase."""
+    start_sample: int = 0
+    """Number of samples of the run before the phase."""
 
     def can_continue(self, segment: Segment) -> bool:
         """Return whether a segment has the same mixture, seed and sequence length."""
@@ -98,6 +103,15 @@ class RequestedData:
             segment.seed,
             segment.seq_length,
         ) and self.has_same_mixture(segment)
+
+    def begins(self, segments: Sequence[Segment]) -> bool:
+        """Return whether the first of the segments is the first one of this phase."""
+        return (
+            len(segments) > 0
+            and segments[0].start_sample == self.start_sample
+            and segments[0].num_samples == self.num_samples - self.start_sample
+            and self.can_continue(segments[0])
+        )
 
     def has_same_mixture(self, segment: Segment) -> bool:
         """Return whether a segment has the same data sets with the same weights."""
@@ -283,9 +297,22 @@ class OpenSegment:
 
 
 def open_mixture(
-    mixture: NamedMixture, seed: int, seq_length: int, num_samples: int, registry: DatasetRegistry
+    mixture: NamedMixture,
+    seed: int,
+    seq_length: int,
+    num_samples: int,
+    registry: DatasetRegistry,
+    start_sample: int = 0,
 ) -> RequestedData | None:
     """Open the data sets of a mixture.
+
+    Args:
+        mixture: The data sets with their weights.
+        seed: Seed of the data order.
+        seq_length: Tokens of a sample, without the last label.
+        num_samples: See `RequestedData`.
+        registry: Opens the data sets.
+        start_sample: See `RequestedData`.
 
     Returns:
         The mixture without the data sets whose split has no documents. None if none is left.
@@ -316,7 +343,7 @@ def open_mixture(
         SegmentDataset(part.prefix, weight, documents, fingerprint, {})
         for (part, documents, fingerprint), weight in zip(found, weights, strict=True)
     )
-    return RequestedData(parts, seed, seq_length, num_samples)
+    return RequestedData(parts, seed, seq_length, num_samples, start_sample)
 
 
 def make_first_segment(requested: RequestedData) -> Segment:
@@ -405,23 +432,41 @@ class History:
             )
         return history, notes
 
-    def resume(self, consumed: int, requested: RequestedData) -> tuple["History", list[str]]:
+    @classmethod
+    def start(
+        cls, phases: Sequence[RequestedData], registry: DatasetRegistry
+    ) -> tuple["History", list[str]]:
+        """Return the history of a new run, and messages about it.
+
+        Args:
+            phases: The phases in order. A run without phases has one.
+            registry: Opens the data sets.
+        """
+        first, *later = phases
+        history, notes = cls([make_first_segment(first)], registry).extend(first)
+        history, further = history._append_phases(later, [])
+        return history, notes + further
+
+    def resume(self, consumed: int, phases: Sequence[RequestedData]) -> tuple["History", list[str]]:
         """Return the history with which a run continues, and messages about what changed.
 
         Args:
             consumed: Samples that the run has consumed.
-            requested: What the configuration requests now.
+            phases: What the configuration requests now: the phase at the position, and the phases
+                after it.
         """
-        last = self.segments[-1]
+        requested, *later = phases
+        past = self._drop_later_phases(consumed, requested, [phase.start_sample for phase in later])
+        last = past.segments[-1]
         # Nothing was consumed. The result must equal that of a run that starts with this data.
         if consumed == 0 and not requested.can_continue(last):
-            return History([make_first_segment(requested)], self._registry).extend(requested)
+            return History.start(phases, self._registry)
         notes: list[str] = []
-        history = self
+        history = past
         if not requested.can_continue(last):
-            segment, description = self._make_next_segment(consumed, requested)
+            segment, description = past._make_next_segment(consumed, requested)
             # Segments that start later were never read, and the new segment replaces them.
-            kept = [earlier for earlier in self.segments if earlier.start_sample < consumed]
+            kept = [earlier for earlier in past.segments if earlier.start_sample < consumed]
             notes.append(
                 f"data order: {self._describe_changes(last, requested)}; from sample {consumed} on "
                 f"{description}"
@@ -432,11 +477,65 @@ class History:
         elif last.start_sample + last.num_samples != requested.num_samples:
             notes.append(
                 f"data order: made for {last.start_sample + last.num_samples} samples, now "
-                f"{requested.num_samples} are requested; it is kept for the {self.end} samples "
+                f"{requested.num_samples} are requested; it is kept for the {past.end} samples "
                 "that it covers"
             )
         history, further = history.extend(requested)
+        notes += further
+        history, further = history._append_phases(later, self.segments)
         return history, notes + further
+
+    def _drop_later_phases(
+        self, consumed: int, requested: RequestedData, starts: Sequence[int]
+    ) -> "History":
+        """Return the history without the segments of phases that have not started.
+
+        Args:
+            consumed: Samples that the run has consumed.
+            requested: The phase at this position.
+            starts: The first samples of the phases after it.
+        """
+        segments = self.segments
+        end = sum(segment.start_sample <= consumed for segment in segments)
+        limit = min(starts, default=None)
+        # The present phase may have further segments, because its data are read several times.
+        while (
+            end < len(segments)
+            and requested.can_continue(segments[end])
+            and (limit is None or segments[end].start_sample < limit)
+        ):
+            end += 1
+        if end == len(segments):
+            return self
+        return History(segments[:end], self._registry)
+
+    def _append_phases(
+        self, phases: Sequence[RequestedData], recorded: Sequence[Segment]
+    ) -> tuple["History", list[str]]:
+        """Return the history with the segments of phases that have not started, and messages.
+
+        Args:
+            phases: The phases in order.
+            recorded: The segments of the checkpoint. As long as nothing changed, they are kept.
+        """
+        history = self
+        notes: list[str] = []
+        for phase in phases:
+            count = len(history.segments)
+            if history.segments == list(recorded[:count]) and phase.begins(recorded[count:]):
+                segment = recorded[count]
+            else:
+                segment, description = history._make_next_segment(phase.start_sample, phase)
+                notes.append(
+                    f"data order: a phase begins at sample {phase.start_sample}; there "
+                    f"{description}"
+                )
+            history, further = History([*history.segments, segment], self._registry).extend(phase)
+            notes += further
+        # An earlier launch has reported these.
+        if history.segments == list(recorded):
+            return history, []
+        return history, notes
 
     def _describe_changes(self, last: Segment, requested: RequestedData) -> str:
         """Return the differences between the last segment and the request, in words."""

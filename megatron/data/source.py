@@ -9,8 +9,8 @@ skipping and rolling back therefore only set this number.
 import abc
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from megatron.data.building import Say
 from megatron.data.cache import WAIT_SECONDS, say_to_stderr
 from megatron.data.documents import DocumentRules, check_documents_end
 from megatron.data.indexed import IndexedDataset
+from megatron.data.phases import PlannedPhase, find_phase_mixture, use_phase
 from megatron.data.prefetch import Prefetcher
 from megatron.data.segments import (
     DatasetRegistry,
@@ -69,14 +70,22 @@ class _Source(abc.ABC):
     def __init__(
         self,
         name: str,
-        requested: RequestedData,
+        phases: Sequence[RequestedData],
         registry: DatasetRegistry,
         batch_slice: BatchSlice,
         threads: int,
     ) -> None:
-        """Remember what is requested. Data orders are opened by `prepare` or at the first use."""
+        """Remember what is requested. Data orders are opened by `prepare` or at the first use.
+
+        Args:
+            name: Name of the source in messages.
+            phases: What is requested, in order. All but training have one phase.
+            registry: The data sets.
+            batch_slice: The part of each batch that this rank reads.
+            threads: Number of threads that read ahead.
+        """
         self.name = name
-        self._requested = requested
+        self._phases = tuple(phases)
         self._registry = registry
         self._batch_slice = batch_slice
         self._consumed = 0
@@ -94,11 +103,7 @@ class _Source(abc.ABC):
     def history(self) -> History:
         """The order of samples. The first access builds its index if no cache has it."""
         if self._history is None:
-            self._history = self._keep_notes(
-                History([make_first_segment(self._requested)], self._registry).extend(
-                    self._requested
-                )
-            )
+            self._history = self._keep_notes(History.start(self._phases, self._registry))
         return self._history
 
     def prepare(self) -> None:
@@ -152,7 +157,8 @@ class _Source(abc.ABC):
         Raises:
             DataError: the data end before the batch does, or a token id is outside the vocabulary.
         """
-        full = self._requested.seq_length
+        # All phases have the same sequence length.
+        full = self._phases[0].seq_length
         if seq_length is None:
             length = full
         else:
@@ -252,7 +258,8 @@ class GPTTrainSource(_Source):
     """Source of training samples. Each sample is read once, in the order of the segments."""
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        return recorded.resume(self._consumed, self._requested)
+        number = sum(phase.start_sample <= self._consumed for phase in self._phases)
+        return recorded.resume(self._consumed, self._phases[number - 1 :])
 
     def _has_samples_for(self, request: _Request) -> bool:
         return request.consumed + request.batch_size <= self.history.end
@@ -266,11 +273,12 @@ class GPTValidSource(_Source):
     """
 
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        if self._requested.can_continue(recorded.segments[-1]):
+        (requested,) = self._phases
+        if requested.can_continue(recorded.segments[-1]):
             # The order may have been made for another number of samples. It is kept, since the same
             # samples in the same order keep loss curves comparable. Reading wraps around.
             return (recorded, [])
-        return History([make_first_segment(self._requested)], self._registry), [
+        return History([make_first_segment(requested)], self._registry), [
             "data, --seed or --seq-length have changed; the set is shuffled again"
         ]
 
@@ -295,7 +303,7 @@ class MockSource(_Source):
             ConfigError: the size of the vocabulary is not known.
         """
         requested = RequestedData((), seed, seq_length, 0)
-        super().__init__(name, requested, DatasetRegistry(None), batch_slice, threads)
+        super().__init__(name, [requested], DatasetRegistry(None), batch_slice, threads)
         if batch_slice.vocab_size is None:
             raise ConfigError("--mock-data has no documents, so there is no text to show.")
         self._vocab_size = batch_slice.vocab_size
@@ -324,7 +332,7 @@ class MockSource(_Source):
 
     def _fill(self, positions: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         steps = np.arange(samples.shape[1], dtype=np.int64)
-        key = [self._requested.seed, zlib.crc32(self.name.encode())]
+        key = [self._phases[0].seed, zlib.crc32(self.name.encode())]
         for row, position in zip(samples, positions, strict=True):
             first = np.random.default_rng([*key, int(position)]).integers(self._vocab_size)
             row[:] = (first + steps) % self._vocab_size
@@ -424,6 +432,7 @@ def build_sources(
     valid_samples: int,
     test_samples: int,
     batch_slice: BatchSlice,
+    phases: Sequence[PlannedPhase] = (),
     say: Say = say_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
@@ -439,6 +448,8 @@ def build_sources(
         valid_samples: Samples that all validations together will read.
         test_samples: Samples that the test will read.
         batch_slice: The part of each batch that this rank reads.
+        phases: The phases of --data-phases. Without them, one mixture is read from start to end.
+            Those before the present one are not opened.
         say: Receives urgent messages while an index is built.
         wait_seconds: Longest time to wait for another process that builds the same index.
 
@@ -451,47 +462,128 @@ def build_sources(
         counts = (train_samples, valid_samples, test_samples)
         return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
 
-    def make_source(
-        kind: Callable[..., Any], mixture: NamedMixture, num_samples: int, threads: int
-    ) -> Any:
-        requested = open_mixture(mixture, seed, seq_length, num_samples, registry)
-        if requested is None:
-            return None
-        for part in requested.parts:
-            # A wrong tokenizer is found here, before any index is built.
-            check_vocabulary(registry.open(part.prefix), batch_slice.vocab_size)
-            if batch_slice.document_rules is not None:
-                check_documents_end(registry.open(part.prefix), batch_slice.document_rules.eod)
-        return kind(mixture.name, requested, registry, batch_slice, threads)
-
+    opener = _Opener(registry, seq_length, batch_slice)
     train = None
     # A run that only evaluates needs no training data.
     if train_samples > 0:
+        wanted = _list_train_mixtures(data, seed, train_samples, phases)
+        train = GPTTrainSource(
+            wanted[0][0].name,
+            [opener.open_train(*each) for each in wanted],
+            registry,
+            batch_slice,
+            data.num_workers,
+        )
+    evaluated: list[dict[str, GPTValidSource | MockSource]] = []
+    for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
+        sources: dict[str, GPTValidSource | MockSource] = {}
+        mixtures: tuple[NamedMixture, ...] = ()
+        if num_samples > 0:
+            mixtures = _list_evaluation_mixtures(data, which, phases)  # type: ignore[arg-type]
+        for mixture in mixtures:
+            requested = opener.open(mixture, seed, num_samples)
+            # Sets without documents in their split are left out. A note reports them.
+            if requested is not None:
+                sources[mixture.name] = GPTValidSource(
+                    mixture.name, [requested], registry, batch_slice, data.valid_num_workers
+                )
+        evaluated.append(sources)
+    return Sources(train, evaluated[0], evaluated[1], registry)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opener:
+    """Opens the data sets of mixtures and checks them."""
+
+    registry: DatasetRegistry
+    seq_length: int
+    batch_slice: BatchSlice
+
+    def open(
+        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int = 0
+    ) -> RequestedData | None:
+        """Open a mixture. The result is None if its split has no documents.
+
+        Raises:
+            DataError: data are missing, damaged or too small, or need another vocabulary.
+        """
+        requested = open_mixture(
+            mixture, seed, self.seq_length, num_samples, self.registry, start_sample
+        )
+        for part in () if requested is None else requested.parts:
+            # A wrong tokenizer is found here, before any index is built.
+            indexed = self.registry.open(part.prefix)
+            check_vocabulary(indexed, self.batch_slice.vocab_size)
+            if self.batch_slice.document_rules is not None:
+                check_documents_end(indexed, self.batch_slice.document_rules.eod)
+        return requested
+
+    def open_train(
+        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int
+    ) -> RequestedData:
+        """Open a mixture for training.
+
+        Raises:
+            DataError: as in `open`, or the split has no documents.
+        """
+        requested = self.open(mixture, seed, num_samples, start_sample)
+        if requested is None:
+            raise DataError(
+                f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no "
+                "document for training."
+            )
+        return requested
+
+
+def _list_train_mixtures(
+    data: DataConfig, seed: int, train_samples: int, phases: Sequence[PlannedPhase]
+) -> list[tuple[NamedMixture, int, int, int]]:
+    """Return mixture, seed, end and start of the present phase and of each later one.
+
+    End and start are in samples of the run.
+
+    Raises:
+        ConfigError: no training data are given, or a value cannot be parsed.
+    """
+    if not phases:
         mixture = find_train_mixture(data)
         if mixture is None:
             raise ConfigError(
                 "no training data is given; use --data-path or --train-weighted-split-paths."
             )
-        train = make_source(GPTTrainSource, mixture, train_samples, data.num_workers)
-        if train is None:
-            raise DataError(
-                f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no "
-                "document for training."
-            )
-    evaluated: list[dict[str, GPTValidSource | MockSource]] = []
-    for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
-        mixtures = (
-            find_evaluation_mixtures(data, which)  # type: ignore[arg-type]
-            if num_samples > 0
-            else ()
+        return [(mixture, seed, train_samples, 0)]
+    # The data of phases that are over may have been removed.
+    present = max(0, sum(planned.started for planned in phases) - 1)
+    # A phase after the last sample is not read. The plan warns about it.
+    ahead = [planned for planned in phases[present:] if planned.start_sample < train_samples]
+    ahead = ahead or [phases[present]]
+    ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
+    return [
+        (
+            find_phase_mixture(data, planned.phase),
+            seed if planned.phase.seed is None else planned.phase.seed,
+            end,
+            planned.start_sample,
         )
-        sources = {
-            mixture.name: make_source(GPTValidSource, mixture, num_samples, data.valid_num_workers)
-            for mixture in mixtures
-        }
-        # Sets without documents in their split are left out. A note reports them.
-        evaluated.append({name: built for name, built in sources.items() if built is not None})
-    return Sources(train, evaluated[0], evaluated[1], registry)
+        for planned, end in zip(ahead, ends, strict=True)
+    ]
+
+
+def _list_evaluation_mixtures(
+    data: DataConfig, which: Literal["valid", "test"], phases: Sequence[PlannedPhase]
+) -> tuple[NamedMixture, ...]:
+    """Return the validation or test sets.
+
+    With phases, --split holds out documents of the first phase. All evaluations then have the same
+    samples.
+
+    Raises:
+        ConfigError: a value cannot be parsed.
+    """
+    mixtures = find_evaluation_mixtures(data, which)
+    if not mixtures and phases:
+        return find_evaluation_mixtures(use_phase(data, phases[0].phase), which)
+    return mixtures
 
 
 def _build_mock_sources(

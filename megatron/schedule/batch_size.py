@@ -288,6 +288,18 @@ def _parse_step(entry: str, text: str, seq_length: int) -> tuple[int, Unit, int]
     return math.floor(at) // seq_length * seq_length, "tokens", int(samples)
 
 
+def parse_amount(text: str) -> int:
+    """Return the number that a text such as 250B, 1.5T or 6_000_000 spells, rounded down.
+
+    Raises:
+        ValueError: it spells none.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no number")
+    return math.floor(_amount(match))
+
+
 def _amount(match: re.Match[str]) -> Fraction:
     """Return the number that `match` spells, its suffix included.
 
@@ -326,7 +338,7 @@ def count_iterations_for_samples(
         # Take all iterations of one size at once. A run may have millions of them.
         steps = min(
             room,
-            _count_iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length)
+            count_iterations_of_size(schedule, consumed_samples, consumed_tokens, seq_length)
             or room,
         )
         iterations += steps
@@ -351,7 +363,7 @@ def count_samples_of_iterations(
     while iterations > 0:
         steps = min(
             iterations,
-            _count_iterations_of_size(schedule, samples, tokens, seq_length) or iterations,
+            count_iterations_of_size(schedule, samples, tokens, seq_length) or iterations,
         )
         taken = steps * schedule.get_size(samples, tokens)
         samples += taken
@@ -360,7 +372,7 @@ def count_samples_of_iterations(
     return samples
 
 
-def _count_iterations_of_size(
+def count_iterations_of_size(
     schedule: BatchSizeSchedule, consumed_samples: int, consumed_tokens: int, seq_length: int
 ) -> int | None:
     """Return how many of the next iterations certainly have the present size.

@@ -10,6 +10,7 @@ Sources:
 - Megatron-LM's parameter scheduler.
 - Decay by tokens: https://arxiv.org/abs/2108.06084.
 - WSD: https://arxiv.org/abs/2404.06395.
+- Half a cosine: OLMo-core's HalfCosWithWarmup, whose peak is that of the complete cosine.
 """
 
 import math
@@ -18,7 +19,7 @@ from typing import Literal
 
 from megatron.errors import ConfigError
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+DecayStyle = Literal["constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 FIELD_NAMES = {
@@ -114,10 +115,10 @@ class LRSchedule:
                 "--lr-decay-style WSD needs the length of its final decay: "
                 "--lr-wsd-decay-samples or -iters."
             ]
-        if not 1 <= self.wsd_decay_steps <= self.decay_steps:
+        if not 0 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
-                f"-iters) must be at least 1 and at most {self.decay_steps}, the end of the decay."
+                f"-iters) must be at least 0 and at most {self.decay_steps}, the end of the decay."
             ]
         return []
 
@@ -174,6 +175,8 @@ class LRSchedule:
             coefficient = self._compute_wsd_coefficient(lr_samples)
         elif self.style == "linear":
             coefficient = 1.0 - (done - start) / (end - start)
+        elif self.style == "half-cosine":
+            coefficient = 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
         else:
             coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)

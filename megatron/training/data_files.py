@@ -31,7 +31,7 @@ _NEW_RUN = "or start a new run from these weights with --finetune and another --
 
 
 def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
-    """Compare the tokenizer's files and the split files between ranks.
+    """Compare the tokenizer's files, the split files and the phases between ranks.
 
     This happens before anything is built from these files. All ranks call it together.
 
@@ -52,6 +52,8 @@ def check_small_files(config: Config, ranks: Ranks, who: str) -> None:
         data.test_weighted_split_paths_path,
     )
     files |= {f"split file {name}": Path(name) for name in named if name is not None}
+    if data.data_phases is not None:
+        files[f"--data-phases {data.data_phases}"] = Path(data.data_phases)
     facts = {name: _describe_small(path) for name, path in files.items()}
     # The token is named by a file such as tokenizer_config.json, which may not be among the files
     # above. Ranks with different tokens would split the data into documents at different places.

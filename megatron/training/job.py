@@ -22,6 +22,7 @@ from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
 from megatron.config.tree import Config
+from megatron.data.phases import PlannedPhase
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.plan import Plan, resolve
@@ -58,6 +59,7 @@ class Job:
             "vocab_size": self.plan.vocab_size,
             "lr_schedule": asdict(self.plan.lr_schedule),
             "skip_ranges": self.plan.skip_ranges,
+            "data_phases": [asdict(planned) for planned in self.plan.data_phases],
             "checkpoint": describe_checkpoint(self.checkpoint),
             "notes": self.notes,
         }
@@ -77,12 +79,13 @@ class Job:
             iteration=state.iteration,
             vocab_size=record["vocab_size"],
         )
-        # A checkpoint may replace these two.
+        # A checkpoint may replace the first two. Only rank 0 reads the file of the phases.
         plan = replace(
             plan,
             lr_schedule=LRSchedule(**record["lr_schedule"]),
             # JSON has no tuples.
             skip_ranges=tuple((first, last) for first, last in record["skip_ranges"]),
+            data_phases=tuple(map(PlannedPhase.from_json, record["data_phases"])),
         )
         return cls(plan, state, checkpoint, record["notes"])
 

@@ -316,11 +316,18 @@ def build_run(
     # With --eval-only there are no training data.
     uses = []
     if sources.train is not None:
-        uses = measure_training_data(config.data, plan.train_tokens, sources.registry.open)
+        uses = measure_training_data(
+            config.data,
+            plan.train_tokens,
+            sources.registry.open,
+            plan.data_phases,
+            plan.train_samples,
+        )
     rows = [
         ("device", *describe_devices(mesh)),
         ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
         *describe_data(uses),
+        *describe_phases(plan),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
         *reporter.describe_conventions(),
@@ -431,6 +438,7 @@ def open_data(
                 plan.vocab_size,
                 build_document_rules(config),
             ),
+            phases=plan.data_phases,
             say=say,
             wait_seconds=PATIENCE_SECONDS,
         )
@@ -495,6 +503,17 @@ def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
         return []
     epochs, _, tokens = describe_epochs(uses).partition(": ")
     return [("training data", epochs, tokens)]
+
+
+def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the row "data phases" of the table at the start, or no row without phases."""
+    if not plan.data_phases:
+        return []
+    number = sum(planned.started for planned in plan.data_phases)
+    begin = ", ".join(str(planned.first_iteration) for planned in plan.data_phases)
+    return [
+        ("data phases", f"phase {number} of {len(plan.data_phases)}", f"first iterations {begin}")
+    ]
 
 
 def describe_index_helpers() -> tuple[str, str]:

@@ -10,13 +10,18 @@ from config.minimal import REQUIRED
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.config.compat_row import Row
+from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
+from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
 from megatron.errors import ConfigError
 from megatron.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
-SOURCES = ("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines")
+SOURCES = (
+    *("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines", "swiss_ai"),
+    *("bigcode", "llm_jp"),
+)
 
 OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
@@ -93,12 +98,30 @@ def spell(row: Row, values: list[str]) -> list[str]:
     return [row.flag, *values]
 
 
+def spell_new_flags(row: Row) -> list[str]:
+    """Return the flags that the row's flag is read as.
+
+    A preset is spelled as the flags of its fields without the sequence length. The row's flag
+    replaces what was given before it, and --preset itself replaces only defaults.
+    """
+    if row.to[0] != "--preset":
+        return list(row.to)
+    words = []
+    for dotted, item in read_preset(row.to[1]).values.items():
+        field = all_fields()[dotted]
+        if field.is_bool:
+            words.append(field.flag if item.value else field.negative_flag)
+        elif dotted != "model.seq_length":
+            words += [field.flag, str(item.value)]
+    return words
+
+
 @of_kind("renamed")
 def test_renamed_flags_set_what_their_new_name_sets(row: Row):
     values = values_of(row)
     passed = [] if row.only else values
     old = load(*needed_flags(row), *spell(row, values))
-    new = load(*needed_flags(row), *row.to, *passed)
+    new = load(*needed_flags(row), *spell_new_flags(row), *passed)
     assert old.config == new.config
     (warning,) = old.warnings
     assert warning.startswith(" ".join([row.flag, *values]))
@@ -144,7 +167,8 @@ def test_table_is_consistent(row: Row):
     assert "_" not in row.flag
     assert row.kind == "renamed" or row.reason
     assert (row.kind == "renamed") == bool(row.to)
-    assert all(word in list_known_flags() for word in row.to if word.startswith("--"))
+    known = [*list_known_flags(), "--preset"]
+    assert all(word in known for word in row.to if word.startswith("--"))
     assert not row.reason.endswith(".")
     if row.flag.endswith("*"):
         own = [flag for flag in list_known_flags() if flag.startswith(row.flag.removesuffix("*"))]
@@ -176,6 +200,9 @@ def test_every_flag_of_the_other_system_is_known(source: str):
             "fms_fsdp": 65,
             "megatron_lm": 595,
             "llm_baselines": 185,
+            "swiss_ai": 28,
+            "bigcode": 13,
+            "llm_jp": 7,
         }[source]
     )
     assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
@@ -263,6 +290,9 @@ REFUSED_CHOICES = {
         "--weight-decay-scheduler": ["linear", "cos", "stable-decay", "wsd"],
         "--attention-type": ["random_block"],
     },
+    "swiss_ai": {},
+    "llm_jp": {"--tokenizer-type": ["Llama3Tokenizer"]},
+    "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--training-stage": ["initial"],
@@ -308,7 +338,9 @@ def test_launch_script_of_microsoft():
     ):
         load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
     loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "HFTokenizer"])
-    assert check_rules(loaded.config, loaded.origin) == ([], [])
+    errors, (warning,) = check_rules(loaded.config, loaded.origin)
+    assert errors == []
+    assert "--max-position-embeddings 2048 has no effect" in warning
     plan = resolve(loaded.config, 8, loaded.origin)
     assert plan.errors == ()
     assert plan.parameters == 6_738_415_616

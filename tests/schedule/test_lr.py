@@ -90,6 +90,10 @@ FORMULAS = {
     ("linear", None): lambda s: rate_from((END - s) / (END - WARMUP)),
     # cos^2(x / 2) is half of 1 + cos(x).
     ("cosine", None): lambda s: rate_from(math.cos(math.pi / 2 * (s - WARMUP) / 48_000) ** 2),
+    # 1 - sin(x) is 1 + cos(pi / 2 + x).
+    ("half-cosine", None): lambda s: rate_from(
+        1 + math.cos(math.pi / 2 * (1 + (s - WARMUP) / 48_000))
+    ),
     ("inverse-square-root", None): lambda s: max(FLOOR, PEAK * (WARMUP / s) ** 0.5),
     ("WSD", "linear"): lambda s: rate_from(1 - part_done(s)),
     ("WSD", "cosine"): lambda s: rate_from(math.cos(math.pi / 2 * part_done(s)) ** 2),
@@ -133,6 +137,13 @@ def test_the_inverse_square_root_reaches_its_floor_before_the_end() -> None:
     by_tokens = dataclasses.replace(schedule, decay_tokens=9_000)
     assert by_tokens.get_lr(8_000, 8_999, 2_000) == pytest.approx(PEAK / 2)
     assert by_tokens.get_lr(8_000, 9_001, 2_000) == PEAK / 4
+
+
+def test_wsd_without_a_final_decay_is_constant_to_its_end() -> None:
+    """As in Apertus' long-context phases, whose decay is a run of its own."""
+    schedule = LRSchedule(PEAK, FLOOR, "WSD", WARMUP, END, wsd_decay_steps=0)
+    assert [schedule.get_lr(s) for s in (WARMUP, 26_000, END)] == [PEAK] * 3
+    assert schedule.get_lr(END + 1) == FLOOR
 
 
 def test_published_final_decays_begin_at_their_steps() -> None:
@@ -228,7 +239,7 @@ def test_differences_name_the_flags():
         ({"decay_steps": 0}, "must end at 1 or later"),
         ({"decay_tokens": 0}, "--lr-decay-tokens 0 must be at least 1"),
         ({"style": "WSD"}, "needs the length of its final decay"),
-        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 1 and at most 200000000"),
+        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 0 and at most 200000000"),
         (
             {"style": "WSD", "wsd_decay_steps": 1, "decay_tokens": 10**9},
             "leave out --lr-decay-tokens",

@@ -441,8 +441,21 @@ def test_document_may_have_any_name(capsys, tmp_path, name):
     assert as_json(capsys, str(script))["errors"] == []
 
 
+def test_messages_name_a_document_as_the_script_does(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB", "/scratch/job")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'cat > "$JOB/ds.json" <<E\n{"gradient_clipping": "x"}\nE\n'
+        f"python pretrain_gpt.py {shlex.join(SMALL)} --deepspeed --deepspeed_config $JOB/ds.json\n"
+    )
+    assert plan.main([str(script)]) == 2
+    errors = capsys.readouterr().err
+    assert "/scratch/job/ds.json: gradient_clipping" in errors
+    assert "plan-" not in errors
+
+
 def test_data_that_cannot_be_read_are_no_error(capsys, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, **named):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(plan, "measure_training_data", refuse)

@@ -1,6 +1,7 @@
 """Skipping bad data and changing the learning rate, as operators do after a rollback."""
 
 import dataclasses
+import math
 
 import pytest
 from process_pool import ProcessPool, succeed
@@ -137,6 +138,29 @@ def test_override_follows_the_new_curve_from_its_first_step(run: Runner) -> None
     assert {e["iteration"]: e["learning_rate"] for e in run.metrics()}[11] == pytest.approx(
         4e-3 * 0.45
     )
+
+
+def test_a_cosine_can_be_extended_in_its_middle(run: Runner) -> None:
+    """The same flags as those of `examples/published/olmo3-7b.yaml`."""
+    floor = 2e-4
+    run(
+        f"--lr-decay-style cosine --min-lr {floor} --lr-warmup-iters 2 --lr-decay-iters 10 "
+        "--exit-interval 6"
+    )
+    middle = floor + (2e-3 - floor) / 2
+    run(
+        f"--lr {middle} --min-lr {floor} --lr-decay-style half-cosine --lr-warmup-iters 6 "
+        "--lr-decay-iters 14 --override-lr-scheduler --exit-interval None"
+    )
+    rates = {entry["iteration"]: entry["learning_rate"] for entry in run.metrics()}
+    quarter = floor + (2e-3 - floor) * (1 + math.cos(math.pi / 4)) / 2
+    assert [rates[i] for i in (2, 4, 6)] == pytest.approx([2e-3, quarter, middle])
+    # The second half lasts 8 iterations and not 4.
+    extended = [
+        floor + (2e-3 - floor) * (1 + math.cos(math.pi / 2 * (1 + (i - 6) / 8))) / 2
+        for i in (7, 8, 9, 10)
+    ]
+    assert [rates[i] for i in (7, 8, 9, 10)] == pytest.approx(extended)
 
 
 def test_a_warm_up_from_above_0_is_part_of_the_schedule(run: Runner) -> None:

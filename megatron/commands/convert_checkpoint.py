@@ -1,0 +1,115 @@
+"""Convert checkpoints to and from the format of Hugging Face.
+
+    python tools/convert_checkpoint.py to-hf --load runs/llama --out exported
+    python tools/convert_checkpoint.py from-hf --model exported --out runs/imported
+
+Both compare the result with transformers, layer by layer, before it gets its name. An imported
+model is trained further with
+--config runs/imported/global_step0/config.yaml --load runs/imported --finetune --save runs/new.
+
+Exit code 0 means success. Exit code 2 means that nothing was converted.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.verification import ensure_undisturbed
+from megatron.commands.run_tool import run_tool
+from megatron.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint
+from megatron.convert.importing import import_model
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ToHF:
+    """Export a checkpoint of any parallel layout."""
+
+    load: Path
+    """Folder of the run's checkpoints."""
+    out: Path
+    """Folder to write. It must not exist."""
+    iteration: int | None = None
+    """Iteration of the checkpoint. Default: the one that `latest` names."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype of the files. Default: the precision of the training."""
+    architecture: str | None = None
+    """Model type to write, as in config.json. Default: the first that can express the model."""
+    max_shard_bytes: int = SHARD_BYTES
+    """Largest size of a tensor file."""
+
+
+@dataclass(frozen=True)
+class FromHF:
+    """Import a model as the checkpoint of iteration 0."""
+
+    model: Path
+    """Folder with config.json, safetensors and a tokenizer."""
+    out: Path
+    """Folder of the new checkpoint. It must not exist."""
+    seq_length: int | None = None
+    """Sequence length of the training that follows. Default: that of config.json."""
+
+
+Command = (
+    Annotated[ToHF, tyro.conf.subcommand("to-hf")]
+    | Annotated[FromHF, tyro.conf.subcommand("from-hf")]
+)
+
+
+def say(line: str) -> None:
+    """Print a message immediately."""
+    print(line, flush=True)
+
+
+def export(command: ToHF) -> None:
+    """Export a checkpoint.
+
+    Raises:
+        MegatronError: See `export_checkpoint`.
+    """
+    if command.max_shard_bytes < 1:
+        raise ConfigError(f"--max-shard-bytes {command.max_shard_bytes} must be at least 1.")
+    root, iteration = locate_checkpoint(command.load, command.iteration)
+    # The run may be active and remove this checkpoint while it is read.
+    with ensure_undisturbed(find_stored_folder(root, iteration)):
+        options = ExportOptions(command.dtype, command.architecture, command.max_shard_bytes)
+        comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
+    for line in comparison.describe():
+        say(line)
+    say(f"iteration {iteration} of {root} is exported to {command.out}")
+
+
+def run_import(command: FromHF) -> None:
+    """Import a model.
+
+    Raises:
+        MegatronError: See `import_model`.
+    """
+    comparison = import_model(command.model, command.out, command.seq_length, say)
+    for line in comparison.describe():
+        say(line)
+    say(f"{command.model} is imported to {command.out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert what `argv` names and return the exit code."""
+    command = tyro.cli(Command, args=argv, description=__doc__)
+
+    def work() -> int:
+        if isinstance(command, ToHF):
+            export(command)
+        else:
+            run_import(command)
+        return 0
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Models in the format of Hugging Face: export, import, and the comparison of both sides."""

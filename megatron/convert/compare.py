@@ -1,0 +1,295 @@
+"""The comparison of a model in the format of Hugging Face with the same model here.
+
+The tensors of the folder run through the layers of `transformers` and through ours, on the same
+input. So an error in a table of names or layouts is found, even if export and import share it. One
+layer is in memory at a time. The complete model is compared if it fits into the memory.
+"""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.convert.architectures import Architecture
+from megatron.convert.tensors import TensorPair
+from megatron.convert.their_files import TheirTensors, import_transformers
+from megatron.errors import CheckpointError
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.model.shape import ModelShape
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.rng import RandomStreams
+
+BOUND = 1e-4
+"""Largest difference, relative to the standard deviation of what is compared."""
+_LENGTH = 64
+"""Tokens of the inputs."""
+_FEW_IDS = 8
+"""Vocabulary of a model of which only a layer is used."""
+_SHARE_OF_MEMORY = 0.7
+"""Part of the free memory that both complete models may take."""
+
+
+@dataclass(frozen=True)
+class TheirModel:
+    """A folder in the format of Hugging Face, and how to read it as a model of this trainer."""
+
+    architecture: Architecture
+    model: ModelConfig
+    """Our description."""
+    config: Any
+    """Their description, an object of `transformers`."""
+    pairs: Sequence[TensorPair]
+    """Our tensors beside theirs."""
+    names: Mapping[str, str]
+    """Their name of a tensor -> its name in the files."""
+    tensors: TheirTensors
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the word embedding."""
+        return next(p.our_shape[0] for p in self.pairs if p.ours == "embedding.word.weight")
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(torch.Size(pair.our_shape).numel() for pair in self.pairs)
+
+    def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
+        """Return their tensors of a pair, in the dtype of the files."""
+        return tuple(self.tensors.read(self.names[name]) for name in pair.theirs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences that were found, relative to the standard deviation of what is compared."""
+
+    layers: float
+    """Largest difference of what a layer adds to the residual stream, over all layers."""
+    logits: float | None
+    """Largest difference of the logits. None: the complete model does not fit into the memory."""
+    divergence: float | None
+    """Mean Kullback-Leibler divergence of the predictions, in nats."""
+    same_argmax: float | None
+    """Share of the tokens with the same most likely id, where its lead exceeds the bound."""
+
+    def describe(self) -> list[str]:
+        """Return lines for people."""
+        lines = [f"layers: largest difference {self.layers:.1e} of the standard deviation"]
+        if self.logits is None:
+            return [*lines, "complete model: not compared, because it does not fit into memory"]
+        return [
+            *lines,
+            f"logits: largest difference {self.logits:.1e} of the standard deviation",
+            f"predictions: Kullback-Leibler divergence {self.divergence:.1e}, same most likely "
+            f"token in {100 * (self.same_argmax or 0):.2f} % of the clear cases",
+        ]
+
+
+def compare_models(
+    theirs: TheirModel, say: Callable[[str], None] = lambda line: None
+) -> Comparison:
+    """Compare a folder with our model of the same tensors.
+
+    Args:
+        theirs: The folder.
+        say: Receives a line for each part that was compared.
+
+    Raises:
+        CheckpointError: a difference exceeds the bound. The message names the part.
+    """
+    worst = 0.0
+    for layer in range(theirs.model.num_layers):
+        found = _compare_layer(theirs, layer)
+        _check(found, f"layer {layer}")
+        worst = max(worst, found)
+    say(f"{theirs.model.num_layers} layers agree")
+    if 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
+        found, _, _ = _compare_logits(theirs, layers=0)
+        _check(found, "the embedding, the last norm and the output matrix together")
+        return Comparison(worst, None, None, None)
+    logits, divergence, same = _compare_logits(theirs, theirs.model.num_layers)
+    _check(logits, "the logits of the complete model")
+    if same < 1:
+        raise CheckpointError(
+            f"only {100 * same:.2f} % of the clear predictions have the same most likely token"
+        )
+    return Comparison(worst, logits, divergence, same)
+
+
+def _check(difference: float, what: str) -> None:
+    # NaN fails this comparison as well.
+    if not difference <= BOUND:
+        raise CheckpointError(
+            f"{what}: transformers and this trainer differ by {difference:.1e} of the standard "
+            f"deviation, and at most {BOUND:.0e} is allowed. The conversion of this architecture "
+            "is wrong, or config.json does not describe these tensors"
+        )
+
+
+def _compare_layer(theirs: TheirModel, layer: int) -> float:
+    """Return the difference of one layer, relative to the deviation of what it adds."""
+    config = _select_layers(theirs.config, [layer])
+    config.vocab_size = _FEW_IDS
+    config.pad_token_id = None
+    made = import_transformers().AutoModel.from_config(config, attn_implementation="eager")
+    made = made.float().eval()
+    inside = [pair for pair in theirs.pairs if pair.layer == layer]
+    _load_theirs(made, theirs, inside, {layer: 0})
+    model = theirs.model
+    generator = torch.Generator().manual_seed(layer)
+    length = min(_LENGTH, model.seq_length)
+    given = torch.randn((1, length, model.hidden_size), generator=generator)
+    seen: dict[str, Tensor] = {}
+
+    def remember(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        seen["in"] = args[0] if args else kwargs["hidden_states"]
+        seen["out"] = out[0] if isinstance(out, tuple) else out
+
+    path = theirs.architecture.layers.removeprefix(f"{theirs.architecture.base}.")
+    block = made.get_submodule(f"{path}.0")
+    handle = block.register_forward_hook(remember, with_kwargs=True)
+    with torch.no_grad():
+        made(inputs_embeds=given, use_cache=False)
+    handle.remove()
+    described = ModelShape(model, 0, 0).describe_layer(layer)
+    one = dataclasses.replace(
+        model,
+        num_layers=1,
+        no_rope_layers=None if described.rotary or model.no_rope_layers is None else "0",
+        sliding_window=described.window,
+        full_attention_layers=None,
+    )
+    ours = _build_ours(one, _FEW_IDS)
+    _load_ours(ours, theirs, inside, {layer: 0})
+    with torch.no_grad():
+        inputs = Inputs(torch.zeros((1, length), dtype=torch.long))
+        positions = ours._positions.make_positions(inputs, torch.float32)
+        out = ours.get_blocks()[0](
+            seen["in"].transpose(0, 1).contiguous(), positions, inputs.dropout_key
+        ).transpose(0, 1)
+    added = seen["out"] - seen["in"]
+    return float((out - seen["out"]).abs().max() / added.std())
+
+
+def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, float]:
+    """Compare a model of the first `layers` layers, with its embedding and head.
+
+    Returns:
+        The largest difference of the logits relative to their deviation, the mean divergence of
+        the predictions, and the share of the clear ones with the same most likely id.
+    """
+    vocab_size = theirs.vocab_size
+    chosen = [pair for pair in theirs.pairs if pair.layer is None or pair.layer < layers]
+    numbers = {layer: layer for layer in range(layers)}
+    generator = torch.Generator().manual_seed(1)
+    length = min(_LENGTH, theirs.model.seq_length)
+    tokens = torch.randint(0, vocab_size, (2, length), generator=generator)
+    config = _select_layers(theirs.config, range(layers))
+    made = import_transformers().AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    )
+    made = made.float().eval()
+    _load_theirs(made, theirs, chosen, numbers)
+    with torch.no_grad():
+        expected = made(tokens, use_cache=False).logits.float()
+    # Only one of both models is in memory at a time.
+    del made
+    model = dataclasses.replace(theirs.model, num_layers=layers)
+    if layers == 0:
+        # No layer can be chosen.
+        model = dataclasses.replace(
+            model, no_rope_layers=None, sliding_window=None, full_attention_layers=None
+        )
+    ours = _build_ours(model, vocab_size)
+    _load_ours(ours, theirs, chosen, numbers)
+    with torch.no_grad():
+        logits = ours.compute_logits(tokens)
+    deviation = expected.std()
+    difference = float((logits - expected).abs().max() / deviation)
+    log_p = expected.log_softmax(-1)
+    divergence = float((log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1).mean())
+    top = expected.topk(min(2, vocab_size), dim=-1).values
+    clear = (top[..., 0] - top[..., -1]) > 2 * BOUND * deviation
+    same = (logits.argmax(-1) == expected.argmax(-1))[clear]
+    share = 1.0
+    if len(same):
+        share = float(same.float().mean())
+    return difference, divergence, share
+
+
+def _select_layers(their_config: Any, layers: Sequence[int]) -> Any:
+    """Return a copy of their configuration with some of the layers."""
+    config = copy.deepcopy(their_config)
+    for name in ("layer_types", "no_rope_layers"):
+        values = getattr(config, name, None)
+        if values is not None:
+            setattr(config, name, [values[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+    return config
+
+
+def _build_ours(model: ModelConfig, vocab_size: int) -> GPT:
+    with torch.device("meta"):
+        built = GPT(
+            ModelShape(model, vocab_size, vocab_size),
+            TensorParallel(),
+            RandomStreams(0, torch.device("cpu")),
+        )
+    return built.to_empty(device="cpu").float().eval()
+
+
+def _load_ours(
+    ours: GPT, theirs: TheirModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+) -> None:
+    """Fill our parameters. `numbers` maps the layers of the folder to those of the model."""
+    parameters = dict(ours.named_parameters())
+    for pair in pairs:
+        name = pair.ours
+        if pair.layer is not None:
+            name = name.replace(f"blocks.{pair.layer}.", f"blocks.{numbers[pair.layer]}.", 1)
+        parameters[name].data.copy_(pair.to_ours(theirs.read(pair)))
+
+
+def _load_theirs(
+    made: nn.Module, theirs: TheirModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
+) -> None:
+    """Fill their parameters. `numbers` maps the layers of the folder to those of the model."""
+    parameters = dict(made.named_parameters())
+    layers = theirs.architecture.layers
+    for pair in pairs:
+        for name, tensor in zip(pair.theirs, theirs.read(pair), strict=True):
+            if pair.layer is not None:
+                name = name.replace(
+                    f"{layers}.{pair.layer}.", f"{layers}.{numbers[pair.layer]}.", 1
+                )
+            _find_parameter(parameters, name, theirs.architecture).data.copy_(tensor)
+
+
+def _find_parameter(
+    parameters: Mapping[str, nn.Parameter], name: str, architecture: Architecture
+) -> nn.Parameter:
+    """Return a parameter of `transformers` by its name in files.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    # The class without a head has no prefix. GPT-NeoX's head has an older name in files.
+    for candidate in (name, name.removeprefix(f"{architecture.base}."), _HEADS.get(name, "")):
+        if candidate in parameters:
+            return parameters[candidate]
+    raise CheckpointError(f"this version of transformers has no tensor {name}")
+
+
+_HEADS = {"embed_out.weight": "lm_head.weight"}
+
+
+def _count_free_bytes() -> int:
+    """Return the free memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,314 @@
+"""Export of a checkpoint in the format of Hugging Face.
+
+Invariant: the folder gets its name when its tensors were compared with the checkpoint, and the
+model with `transformers`. A kill before that leaves a folder whose name ends in `.unfinished`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.manifest import collect_digests
+from megatron.checkpoint.tensor_file import TensorReader
+from megatron.config.data import TokenizerConfig
+from megatron.config.tree import Config
+from megatron.convert.architectures import Architecture, choose_architecture
+from megatron.convert.compare import Comparison, TheirModel, compare_models
+from megatron.convert.fields import normalise_model
+from megatron.convert.tensors import TensorPair, pair_tensors
+from megatron.convert.their_files import (
+    TheirTensors,
+    import_transformers,
+    read_config,
+    write_tensors,
+)
+from megatron.durable import sync_folder
+from megatron.errors import CheckpointError, ConfigError
+from megatron.model.shape import ModelShape
+from megatron.tokenizer import HFTokenizer, build_tokenizer
+
+UNFINISHED = ".unfinished"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_BYTES = 5 * 10**9
+"""Largest size of a file, as in `transformers`."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to write."""
+
+    dtype: str | None = None
+    """fp32, bf16 or fp16. None: the precision of the training."""
+    architecture: str | None = None
+    """Their model type. None: the first that can express the model."""
+    shard_bytes: int = SHARD_BYTES
+    tokenizer: TokenizerConfig | None = None
+    """The tokenizer to write. None: that of the training."""
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: ExportOptions,
+    say: Callable[[str], None] = lambda line: None,
+) -> Comparison:
+    """Write a checkpoint to the folder `out`, which must not exist, and compare both.
+
+    Raises:
+        ConfigError: no architecture can express the model, or `out` exists.
+        CheckpointError: the checkpoint is damaged, or what was written differs from it.
+        OSError: the disk refuses.
+    """
+    config = checkpoint.read_config()
+    index = checkpoint.read_index()
+    vocab_size = index.tensors["weight/embedding.word.weight"]["shape"][0]
+    architecture = choose_architecture(config.model, options.architecture)
+    pairs = pair_tensors(architecture, ModelShape(config.model, vocab_size, vocab_size))
+    dtype = _choose_dtype(config, options.dtype)
+    if out.exists():
+        raise ConfigError(f"{out} exists; give another folder, or remove it")
+    unfinished = out.with_name(out.name + UNFINISHED)
+    # An export that was killed has left it.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
+
+            def read(pair: TensorPair) -> Tensor:
+                tensor = torch.empty(pair.our_shape, dtype=torch.float32)
+                key = f"weight/{pair.ours}"
+                whole = ((0,) * len(pair.our_shape), pair.our_shape)
+                reader.read_into(tensor, whole, index.tensors[key]["boxes"], key)
+                return _round(tensor, dtype, pair.ours)
+
+            sizes = _list_sizes(architecture, config, pairs, dtype)
+            say(f"writing {len(sizes)} tensors of {architecture.class_name} in {dtype}")
+            write_tensors(
+                unfinished,
+                _iterate_theirs(architecture, config, pairs, read, dtype),
+                sizes,
+                options.shard_bytes,
+            )
+            eod = _write_tokenizer(unfinished, options.tokenizer or config.tokenizer, say)
+            _write_config(unfinished, architecture, config, vocab_size, dtype, eod)
+            say("comparing what was written with the checkpoint and with transformers")
+            tensors = TheirTensors(unfinished)
+            _compare_tensors(pairs, read, tensors)
+            their_config = read_config(unfinished)
+            _compare_description(architecture, config, their_config)
+            names = {name: name for pair in pairs for name in pair.theirs}
+            model = normalise_model(config.model)
+            comparison = compare_models(
+                TheirModel(architecture, model, their_config, pairs, names, tensors), say
+            )
+        _write_card(unfinished, checkpoint, architecture, options, comparison)
+        _sync(unfinished)
+        os.rename(unfinished, out)
+        sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return comparison
+
+
+def _choose_dtype(config: Config, asked: str | None) -> torch.dtype:
+    if asked is not None:
+        return DTYPES[asked]
+    if config.precision.bf16:
+        return torch.bfloat16
+    if config.precision.fp16:
+        return torch.float16
+    return torch.float32
+
+
+def _round(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor in the dtype of the files.
+
+    Raises:
+        CheckpointError: a number is too large for it.
+    """
+    rounded = tensor.to(dtype)
+    if not torch.isfinite(rounded).all():
+        raise CheckpointError(f"{name} has numbers that {dtype} cannot hold; give --dtype fp32")
+    return rounded
+
+
+def _list_constants(
+    architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
+) -> dict[str, float]:
+    """Return their tensors with fixed numbers. Parts that this model lacks have none."""
+    stored = {name.rpartition(".")[0] for pair in pairs for name in pair.theirs}
+    found = {}
+    for layer in range(config.model.num_layers):
+        for name, value in architecture.constants.items():
+            complete = f"{architecture.layers}.{layer}.{name}"
+            if complete.rpartition(".")[0] in stored:
+                found[complete] = value
+    return found
+
+
+def _list_sizes(
+    architecture: Architecture, config: Config, pairs: Sequence[TensorPair], dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the bytes of each of their tensors, in the order of writing."""
+    sizes = {
+        name: dtype.itemsize * torch.Size(shape).numel()
+        for pair in pairs
+        for name, shape in zip(pair.theirs, pair.their_shapes, strict=True)
+    }
+    return sizes | dict.fromkeys(_list_constants(architecture, config, pairs), dtype.itemsize)
+
+
+def _iterate_theirs(
+    architecture: Architecture,
+    config: Config,
+    pairs: Sequence[TensorPair],
+    read: Callable[[TensorPair], Tensor],
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    for pair in pairs:
+        yield from zip(pair.theirs, pair.to_theirs(read(pair)), strict=True)
+    for name, value in _list_constants(architecture, config, pairs).items():
+        yield name, torch.tensor(value, dtype=dtype)
+
+
+def _write_config(
+    folder: Path,
+    architecture: Architecture,
+    config: Config,
+    vocab_size: int,
+    dtype: torch.dtype,
+    eod: int | None,
+) -> None:
+    """Write config.json and generation_config.json."""
+    transformers = import_transformers()
+    fields: dict[str, Any] = architecture.write(config.model)
+    # Defaults of the class are ids of another tokenizer.
+    ids = {"bos_token_id": None, "eos_token_id": eod, "pad_token_id": None}
+    config_class = type(transformers.AutoConfig.for_model(architecture.model_type))
+    made = config_class(**fields, **ids, vocab_size=vocab_size)
+    made.architectures = [architecture.class_name]
+    made.dtype = str(dtype).removeprefix("torch.")
+    made.save_pretrained(folder)
+    transformers.GenerationConfig(**ids).save_pretrained(folder)
+
+
+def _write_tokenizer(
+    folder: Path, config: TokenizerConfig, say: Callable[[str], None]
+) -> int | None:
+    """Write the tokenizer's files, and return the id of the end of a document.
+
+    Without the tokenizer's files, the model is exported without them.
+    """
+    try:
+        tokenizer = build_tokenizer(config)
+    except ConfigError as error:
+        say(f"warning: the tokenizer is not exported: {error}")
+        return None
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        eod = tokenizer.backend.id_to_token(tokenizer.eod)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod}
+        source = None
+        if config.tokenizer_type == "PretrainedFromHF" and config.tokenizer_name_or_path:
+            source = Path(config.tokenizer_name_or_path)
+        # Chat templates and special tokens are in these files.
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if not (folder / "tokenizer_config.json").exists():
+            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    else:
+        tokenizer.backend.save_pretrained(folder)  # type: ignore[attr-defined]
+    return tokenizer.eod
+
+
+def _compare_tensors(
+    pairs: Sequence[TensorPair], read: Callable[[TensorPair], Tensor], tensors: TheirTensors
+) -> None:
+    """Check that the files have the checkpoint's numbers.
+
+    Raises:
+        CheckpointError: a tensor is missing or differs.
+    """
+    for pair in pairs:
+        written = pair.to_ours([tensors.read(name) for name in pair.theirs])
+        if not torch.equal(written, read(pair)):
+            raise CheckpointError(f"{', '.join(pair.theirs)} differ from our {pair.ours}")
+
+
+def _compare_description(architecture: Architecture, config: Config, their_config: Any) -> None:
+    """Check that config.json describes the model of the checkpoint.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    expected = normalise_model(config.model)
+    found = normalise_model(architecture.read(their_config.to_dict(), config.model.seq_length))
+    for name in (name for pair in architecture.pairs for name in pair.ours):
+        if name in ("full_attention_layers", "no_rope_layers", "seq_length"):
+            continue
+        if getattr(found, name) != getattr(expected, name):
+            raise CheckpointError(
+                f"config.json gives {name} {getattr(found, name)}, and the checkpoint has "
+                f"{getattr(expected, name)}"
+            )
+    for layer in range(expected.num_layers):
+        ours, theirs = (ModelShape(m, 0, 0).describe_layer(layer) for m in (expected, found))
+        if ours != theirs:
+            raise CheckpointError(f"config.json describes layer {layer} as {theirs}, not {ours}")
+
+
+def _write_card(
+    folder: Path,
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    options: ExportOptions,
+    comparison: Comparison,
+) -> None:
+    """Write README.md, the model card, with the facts of the run."""
+    state = checkpoint.state
+    facts = [
+        f"- architecture: {architecture.class_name}",
+        f"- iteration: {checkpoint.iteration:,}",
+        f"- consumed samples: {state.get('consumed_samples', 0):,}",
+        f"- consumed tokens: {state.get('consumed_tokens', 0):,}",
+        f"- trainer: megatron-3d {checkpoint.manifest.version}",
+    ]
+    checks = [f"- {line}" for line in comparison.describe()]
+    text = "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "---",
+            "",
+            "# A model trained with megatron-3d",
+            "",
+            *facts,
+            "",
+            "The tensors equal those of the checkpoint, rounded to the dtype of the files. The",
+            "comparison of this trainer with transformers on these files gave:",
+            "",
+            *checks,
+            "",
+        ]
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    """Sync all files of a folder to the disk."""
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)

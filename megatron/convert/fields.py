@@ -1,0 +1,358 @@
+"""Fields of `ModelConfig` beside those of a configuration of `transformers`.
+
+Each class describes one pair, and reads it in both directions. So export and import cannot
+disagree.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.config.fields import all_fields
+from megatron.config.layer_choice import choose_layers
+from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
+from megatron.model.shape import ModelShape
+
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+
+
+class Pair(Protocol):
+    """One or several fields of ours that describe the same as theirs."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The fields of `ModelConfig` that the pair covers."""
+        ...
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their fields.
+
+        Raises:
+            ConfigError: they cannot express the model. The message names our flag.
+        """
+        ...
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our fields.
+
+        Raises:
+            ConfigError: this trainer has no such part. The message names their field.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """A field with the same value on both sides."""
+
+    name: str
+    their_name: str
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (self.name,)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        return {self.their_name: getattr(model, self.name)}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {self.name: theirs[self.their_name]}
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A field of theirs whose values each mean certain values of ours.
+
+    With a single case, it is a value that the class needs or always has.
+    """
+
+    their_name: str
+    cases: tuple[tuple[Any, Mapping[str, Any]], ...]
+    """(their value, our values). The first one that fits is written."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return tuple(dict.fromkeys(name for _, values in self.cases for name in values))
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        for their_value, values in self.cases:
+            if all(getattr(model, name) == value for name, value in values.items()):
+                return {self.their_name: their_value}
+        shown = " ".join(describe_setting(name, getattr(model, name)) for name in self.ours)
+        raise ConfigError(f"{shown} has no equivalent in {self.their_name}")
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        found = theirs.get(self.their_name)
+        for their_value, values in self.cases:
+            if found == their_value:
+                return dict(values)
+        known = ", ".join(str(value) for value, _ in self.cases)
+        raise ConfigError(f"{self.their_name} {found} is not supported here, only {known}")
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Values of ours that a class of `transformers` always has."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return tuple(self.values)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        for name, value in self.values.items():
+            if getattr(model, name) != value:
+                raise ConfigError(
+                    f"it has {describe_setting(name, value)}, and this model has "
+                    f"{describe_setting(name, getattr(model, name))}"
+                )
+        return {}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return dict(self.values)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A size that a class of `transformers` computes from others."""
+
+    name: str
+    compute: Callable[[ModelConfig], int]
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (self.name,)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        value = getattr(model, self.name)
+        if value != self.compute(model):
+            raise ConfigError(
+                f"{describe_setting(self.name, value)} has no equivalent, only "
+                f"{self.compute(model)}"
+            )
+        return {}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The frequencies of the rotary embedding: `rope_parameters` of `transformers` 5."""
+
+    partial: bool = False
+    """Whether a part of each head's channels may be left as it is."""
+    by_layer_type: bool = False
+    """Whether they are given for full and sliding attention, which must then be equal."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (
+            "rotary_base",
+            "rotary_percent",
+            "rope_scaling",
+            "rope_scaling_factor",
+            "rope_low_freq_factor",
+            "rope_high_freq_factor",
+            "rope_original_length",
+        )
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        found: dict[str, Any] = {
+            "rope_type": model.rope_scaling or "default",
+            "rope_theta": model.rotary_base,
+        }
+        if model.rope_scaling is not None:
+            found["factor"] = model.rope_scaling_factor
+        if model.rope_scaling == "llama3":
+            found["low_freq_factor"] = model.rope_low_freq_factor
+            found["high_freq_factor"] = model.rope_high_freq_factor
+            found["original_max_position_embeddings"] = model.rope_original_length
+        if self.partial:
+            found["partial_rotary_factor"] = model.rotary_percent
+        elif model.rotary_percent != 1:
+            raise ConfigError(f"--rotary-percent {model.rotary_percent} has no equivalent")
+        if self.by_layer_type:
+            return {"rope_parameters": {_FULL: dict(found), _SLIDING: dict(found)}}
+        return {"rope_parameters": found}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        found = theirs["rope_parameters"]
+        if _FULL in found:
+            if found[_FULL] != found[_SLIDING]:
+                raise ConfigError(
+                    f"rope_parameters differ between {_FULL} and {_SLIDING}, which is not "
+                    "supported here"
+                )
+            found = found[_FULL]
+        kind = found.get("rope_type", "default")
+        if kind not in ("default", "linear", "llama3"):
+            raise ConfigError(
+                f"rope_type {kind} is not supported here, only default, linear and llama3"
+            )
+        values = {
+            "rotary_base": float(found["rope_theta"]),
+            "rotary_percent": float(found.get("partial_rotary_factor") or 1.0),
+        }
+        if kind != "default":
+            values |= {"rope_scaling": kind, "rope_scaling_factor": float(found["factor"])}
+        if kind == "llama3":
+            values |= {
+                "rope_low_freq_factor": float(found["low_freq_factor"]),
+                "rope_high_freq_factor": float(found["high_freq_factor"]),
+                "rope_original_length": int(found["original_max_position_embeddings"]),
+            }
+        return values
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The layers with sliding-window attention: `layer_types` and `sliding_window`."""
+
+    switch: bool = False
+    """Whether `use_sliding_window` turns it on, as in Qwen 2."""
+    always: bool = False
+    """Whether the class needs a window, as OLMo 3 does."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("sliding_window", "full_attention_layers")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        shape = ModelShape(model, 0, 0)
+        layers = [shape.describe_layer(index) for index in range(model.num_layers)]
+        found: dict[str, Any] = {
+            "layer_types": [_FULL if layer.window is None else _SLIDING for layer in layers],
+            "sliding_window": model.sliding_window,
+        }
+        if self.always and model.sliding_window is None:
+            # The size of the window does not matter if no layer has one.
+            found["sliding_window"] = model.seq_length
+        if self.switch:
+            found["use_sliding_window"] = model.sliding_window is not None
+            # `layer_types` is given, so this older field has no effect. It must not contradict it.
+            found["max_window_layers"] = min(
+                (index for index, layer in enumerate(layers) if layer.window is not None),
+                default=model.num_layers,
+            )
+        return found
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        kinds = theirs.get("layer_types") or []
+        unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+        if unknown:
+            raise ConfigError(f"layer_types {', '.join(unknown)} are not supported here")
+        if _SLIDING not in kinds:
+            return {"sliding_window": None, "full_attention_layers": None}
+        full = [index for index, kind in enumerate(kinds) if kind == _FULL]
+        return {
+            "sliding_window": int(theirs["sliding_window"]),
+            "full_attention_layers": describe_layers(full, len(kinds)),
+        }
+
+
+@dataclass(frozen=True)
+class LayersWithoutRope:
+    """`no_rope_layers` of SmolLM3, which has a 1 for each layer that is rotated."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("no_rope_layers",)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        shape = ModelShape(model, 0, 0)
+        rotated = [shape.describe_layer(index).rotary for index in range(model.num_layers)]
+        return {"no_rope_layers": [int(each) for each in rotated]}
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        rotated = theirs["no_rope_layers"]
+        return {
+            "no_rope_layers": describe_layers(
+                [index for index, each in enumerate(rotated) if not each], len(rotated)
+            )
+        }
+
+
+def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
+    """Return the text that chooses these layers, as in 3::4. None if there are none."""
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
+        if choose_layers(text, num_layers) == frozenset(chosen):
+            return text
+    return ",".join(map(str, chosen))
+
+
+def describe_setting(name: str, value: Any) -> str:
+    """Return a field of `ModelConfig` as a flag."""
+    field = all_fields()[f"model.{name}"]
+    if field.is_bool:
+        return field.flag if value else field.negative_flag
+    return f"{field.flag} {value}"
+
+
+def normalise_model(model: ModelConfig) -> ModelConfig:
+    """Return the same architecture with derived sizes filled in, and unused fields at defaults.
+
+    Two descriptions of one architecture are then equal.
+    """
+    shape = ModelShape(model, 0, 0)
+    changes: dict[str, Any] = {
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_query_groups": shape.query_groups,
+        "kv_channels": shape.head_dim,
+        "add_qkv_bias": shape.has_qkv_bias,
+    }
+    unused: list[str] = []
+    if model.position_embedding_type == "absolute":
+        changes["max_position_embeddings"] = shape.position_table_size
+    else:
+        unused.append("max_position_embeddings")
+    if model.position_embedding_type != "rotary":
+        unused += [*Rope().ours, "no_rope_layers"]
+    elif model.rope_scaling is None:
+        unused += ["rope_scaling_factor", *_LLAMA3_ONLY]
+    elif model.rope_scaling == "linear":
+        unused += _LLAMA3_ONLY
+    if model.sliding_window is None:
+        unused.append("full_attention_layers")
+    if model.normalization == "RMSNorm":
+        unused.append("norm_bias")
+    if model.glu_activation is not None:
+        unused.append("activation")
+    if model.glu_activation is not None or model.activation != "gelu":
+        unused.append("bias_gelu_fusion")
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    changes |= {name: defaults[name] for name in unused}
+    return dataclasses.replace(model, **changes)
+
+
+_LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
+NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
+"""Fields that do not change what a trained model computes for a sequence."""

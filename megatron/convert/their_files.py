@@ -1,0 +1,243 @@
+"""A folder in the format of Hugging Face: its configuration, its tensors, and how they are written.
+
+Tensors are read one by one, so that the memory does not depend on the size of the model. Nothing in
+such a folder is run.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.convert.architectures import Architecture
+from megatron.errors import CheckpointError, ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class TheirTensors:
+    """The tensors of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find the files of all tensors.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the tensors are not safetensors.
+        """
+        self._folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, str] = {}
+        for name in _find_files(folder):
+            with self._open(name) as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                    if key in self._files:
+                        raise CheckpointError(
+                            f"{folder}: {key} is in {self._files[key]} and in {name}"
+                        )
+                    self._files[key] = name
+                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in the dtype of its file."""
+        with self._open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safe_open(self._folder / name, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._folder / name} cannot be read: {error}") from error
+
+
+def _find_files(folder: Path) -> list[str]:
+    """Return the names of the tensor files.
+
+    Raises:
+        CheckpointError: there are none, or one is missing.
+    """
+    if (folder / _INDEX).is_file():
+        try:
+            named = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{folder / _INDEX} cannot be read: {error!r}") from error
+        files = sorted(set(named))
+    elif (folder / _SINGLE).is_file():
+        files = [_SINGLE]
+    elif list(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} has its tensors in pickle files (*.bin), which can run code, so they are "
+            "not read. Convert them first, with save_pretrained of transformers"
+        )
+    else:
+        raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}")
+    for name in files:
+        # A name with a folder in it could read files elsewhere.
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / _INDEX} names {name}, which is not in this folder")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has no {name}, which its index names")
+    return files
+
+
+def read_config(folder: Path) -> Any:
+    """Return the configuration of a folder, an object of `transformers`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or needs code of its authors.
+        ConfigError: `transformers` is not installed.
+    """
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        needs_code = "auto_map" in fields
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if needs_code:
+        raise CheckpointError(f"{path} needs code of its authors (auto_map), which is not run")
+    transformers = import_transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    # The class of the error depends on what is wrong.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read: {first}") from error
+
+
+def import_transformers() -> Any:
+    """Return the module `transformers`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "this conversion needs the package transformers: pip install 'megatron-3d[hf]'"
+        ) from error
+    return transformers
+
+
+def match_names(
+    architecture: Architecture, expected: Mapping[str, tuple[int, ...]], found: TheirTensors
+) -> dict[str, str]:
+    """Return the name in the files of each expected tensor.
+
+    Args:
+        architecture: The architecture.
+        expected: Name -> shape.
+        found: The tensors of the folder.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not known. The message lists
+            all of them.
+    """
+    # Files of the model without its head, such as GPT-2's, have names without this prefix.
+    prefix = f"{architecture.base}."
+    strip = not any(name in found.shapes for name in expected)
+    names = {name: name.removeprefix(prefix) if strip else name for name in expected}
+    problems = [f"{name} is missing" for name in names.values() if name not in found.shapes] + [
+        f"{name} has the shape {found.shapes[name]}, and must have {expected[ours]}"
+        for ours, name in names.items()
+        if name in found.shapes and found.shapes[name] != expected[ours]
+    ]
+    known = set(names.values())
+    for name in sorted(found.shapes.keys() - known):
+        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
+            continue
+        if name == _name_of_head(architecture) and _is_equal_to_embedding(architecture, found):
+            continue
+        if _is_constant(architecture, name):
+            continue
+        problems.append(f"{name} is not known: its part of the model is not supported")
+    if problems:
+        shown = problems[:_SHOWN]
+        if len(problems) > _SHOWN:
+            shown.append(f"... {len(problems) - _SHOWN} more")
+        raise CheckpointError("the tensors do not fit config.json:\n  " + "\n  ".join(shown))
+    return names
+
+
+_SHOWN = 12
+"""Problems that a message lists."""
+
+
+def _name_of_head(architecture: Architecture) -> str:
+    return f"{architecture.modules['head']}.weight"
+
+
+def _is_equal_to_embedding(architecture: Architecture, found: TheirTensors) -> bool:
+    """Return whether the output matrix, which is tied, equals the word embedding."""
+    embedding = f"{architecture.modules['embedding.word']}.weight"
+    if embedding not in found.shapes:
+        return False
+    return torch.equal(found.read(embedding), found.read(_name_of_head(architecture)))
+
+
+def _is_constant(architecture: Architecture, name: str) -> bool:
+    prefix = re.escape(f"{architecture.layers}.") + r"\d+\."
+    return any(re.fullmatch(prefix + re.escape(each), name) for each in architecture.constants)
+
+
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], shard_bytes: int
+) -> None:
+    """Write tensors to one or several safetensors files, and their index.
+
+    Args:
+        folder: The folder.
+        tensors: Names and tensors. Each is read when its file is written.
+        sizes: Name -> bytes, in the same order. They decide which file has a tensor.
+        shard_bytes: Largest size of a file, unless one tensor is larger.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    shards = _divide(sizes, shard_bytes)
+    iterator = iter(tensors)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        if len(shards) == 1:
+            file = _SINGLE
+        else:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        taken = _take(iterator, names)
+        try:
+            save_file(taken, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file} cannot be written: {error}") from error
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _take(iterator: Iterator[tuple[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
+    taken = {}
+    for name in names:
+        found, tensor = next(iterator)
+        assert found == name, "the tensors have the order of their sizes"
+        taken[name] = tensor
+    return taken
+
+
+def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Divide names into shards of at most `shard_bytes`, in their order."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

@@ -1,0 +1,245 @@
+"""The phases of the training data: the mixture and the seed that apply from a position on.
+
+This module reads the file of --data-phases and finds where each phase begins.
+
+Invariant: a phase begins with an iteration. The data order that a checkpoint records has the real
+start of each phase that has started, so a resume with other batch sizes does not move it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.config.data import DataConfig
+from megatron.config.fields import all_fields
+from megatron.config.yaml_file import compose, get_line, read_items, read_value
+from megatron.data.splits import NamedMixture, find_train_mixture
+from megatron.errors import ConfigError
+from megatron.schedule.batch_size import parse_amount
+from megatron.schedule.position import Progress, Steps
+
+_FIRST = {"from_iteration": 1, "from_tokens": 0}
+"""The start of a run."""
+_KEYS = ("from_iteration", "from_tokens", "data_path", "train_weighted_split_paths", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPhase:
+    """A phase as the file describes it."""
+
+    name: str
+    """Where the file describes it, as in phases.yaml:7. Messages use it."""
+    data_path: tuple[str, ...] = ()
+    """As --data-path. Its documents are divided by --split."""
+    train_weighted_split_paths: tuple[str, ...] = ()
+    """As --train-weighted-split-paths, instead of `data_path`."""
+    seed: int | None = None
+    """Seed of the order of samples. None is --seed."""
+    from_iteration: int | None = None
+    """The first iteration of the phase, from 1."""
+    from_tokens: int | None = None
+    """The phase begins with the first iteration that starts after this many consumed tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPhase:
+    """A phase whose beginning is known."""
+
+    phase: DataPhase
+    first_iteration: int
+    start_sample: int
+    """Samples that the run has consumed when the phase begins. For a phase that has started, it is
+    the value of a run without changes, and at most the run's position."""
+    started: bool
+    """Whether the position of the run is at its start or later."""
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "PlannedPhase":
+        """Return the phase that `dataclasses.asdict` recorded."""
+        phase = dict(record["phase"])
+        # JSON has no tuples.
+        for key in ("data_path", "train_weighted_split_paths"):
+            phase[key] = tuple(phase[key])
+        return cls(**{**record, "phase": DataPhase(**phase)})
+
+
+def read_phases(path: str) -> tuple[DataPhase, ...]:
+    """Read the file of --data-phases, a list of phases.
+
+    Raises:
+        ConfigError: the file cannot be read, or a phase has a wrong key or value. The message lists
+            every error.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--data-phases {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--data-phases {path} cannot be read: it is not UTF-8 text.") from error
+    root, broken = compose(text, path)
+    if broken is not None:
+        raise ConfigError(broken)
+    if not isinstance(root, yaml.SequenceNode) or not root.value:
+        raise ConfigError(
+            f"--data-phases {path} must be a list with an item for each phase, as in '- data_path: "
+            "data/web'."
+        )
+    errors: list[str] = []
+    phases = []
+    for node in root.value:
+        before = len(errors)
+        phase = _read_phase(node, path, first=node is root.value[0], errors=errors)
+        if len(errors) == before:
+            phases.append(phase)
+    _check_order(phases, errors)
+    if errors:
+        raise ConfigError("\n  - ".join(["--data-phases has errors:", *errors]))
+    return tuple(phases)
+
+
+def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -> DataPhase:
+    """Read one phase. Everything that is wrong with it is added to `errors`."""
+    name = f"{path}:{get_line(node)}"
+    values: dict[str, Any] = {}
+    for key, value in read_items(node, path, "a phase", errors):
+        if key.value not in _KEYS:
+            errors.append(
+                f"{path}:{get_line(key)} has an unknown key '{key.value}'; the keys of a phase are "
+                f"{', '.join(_KEYS)}."
+            )
+            continue
+        try:
+            values[key.value] = _read_key(key.value, value)
+        except ValueError as error:
+            errors.append(f"{path}:{get_line(value)} {key.value} {error}.")
+    mixtures = [key for key in ("data_path", "train_weighted_split_paths") if values.get(key)]
+    if len(mixtures) != 1:
+        errors.append(f"{name} must have data_path or train_weighted_split_paths, one of both.")
+    starts = [key for key in ("from_iteration", "from_tokens") if values.get(key) is not None]
+    if first and any(values[key] > least for key, least in _FIRST.items() if key in starts):
+        errors.append(
+            f"{name} is the first phase, so it begins with the run; leave {starts[0]} out."
+        )
+    if not first and len(starts) != 1:
+        errors.append(f"{name} must have from_iteration or from_tokens, one of both.")
+    return DataPhase(name, **values)
+
+
+def _check_order(phases: Sequence[DataPhase], errors: list[str]) -> None:
+    """Add an error for each phase that begins no later than an earlier one, in the same unit."""
+    for key, latest in _FIRST.items():
+        for phase in phases[1:]:
+            value = getattr(phase, key)
+            if value is None:
+                continue
+            if value <= latest:
+                errors.append(
+                    f"{phase.name}: {key} {value} must be above {latest}, where an earlier phase "
+                    "begins; sort the phases."
+                )
+            latest = max(latest, value)
+
+
+def _read_key(key: str, node: yaml.Node) -> Any:
+    """Return the value of a key of a phase.
+
+    Raises:
+        ValueError: it does not fit. The message continues after the key.
+    """
+    if key == "seed":
+        field = all_fields()["batch.seed"]
+        seed = read_value(field, node)
+        if not field.range.contains(seed):
+            raise ValueError(f"{seed} must be {field.range.describe()}")
+        return seed
+    if key in ("from_iteration", "from_tokens"):
+        amount = _read_amount(node)
+        if amount < _FIRST[key]:
+            raise ValueError(f"{amount} must be at least {_FIRST[key]}")
+        return amount
+    return read_value(all_fields()[f"data.{key}"], node)
+
+
+def _read_amount(node: yaml.Node) -> int:
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("must be a number, as in 500_000 or 7T")
+    try:
+        return parse_amount(node.value)
+    except ValueError as error:
+        raise ValueError(f"'{node.value}' must be a number, as in 500_000 or 7T") from error
+
+
+def find_phase_mixture(data: DataConfig, phase: DataPhase) -> NamedMixture:
+    """Return the training data of a phase.
+
+    Raises:
+        ConfigError: its paths do not follow their grammar.
+    """
+    try:
+        mixture = find_train_mixture(use_phase(data, phase))
+    except ConfigError as error:
+        raise ConfigError(f"{phase.name}: {error}") from error
+    # `read_phases` refuses a phase without data.
+    assert mixture is not None
+    return mixture
+
+
+def use_phase(data: DataConfig, phase: DataPhase) -> DataConfig:
+    """Return the data section with the training data of a phase."""
+    return dataclasses.replace(
+        data,
+        data_phases=None,
+        data_path=phase.data_path,
+        train_weighted_split_paths=phase.train_weighted_split_paths,
+    )
+
+
+def plan_phases(
+    phases: Sequence[DataPhase], steps: Steps, position: Progress
+) -> tuple[PlannedPhase, ...]:
+    """Find where each phase begins.
+
+    Args:
+        phases: The phases in the order of the file.
+        steps: The sizes of the iterations.
+        position: What the run has consumed.
+
+    Raises:
+        ConfigError: a phase does not begin after the one before it.
+    """
+    planned: list[PlannedPhase] = []
+    for phase in phases:
+        found = _plan_phase(phase, steps, position)
+        # The starts of two phases that have started are estimates, which may be equal.
+        least = planned[-1].first_iteration + (not found.started) if planned else 1
+        if found.first_iteration < least:
+            raise ConfigError(
+                f"{phase.name}: the phase begins with iteration {found.first_iteration}, and the "
+                f"one before it with iteration {planned[-1].first_iteration}; sort the phases, and "
+                "let each begin with an iteration of its own."
+            )
+        planned.append(found)
+    return tuple(planned)
+
+
+def _plan_phase(phase: DataPhase, steps: Steps, position: Progress) -> PlannedPhase:
+    if phase.from_tokens is not None:
+        started = phase.from_tokens <= position.tokens
+    else:
+        started = (phase.from_iteration or 1) <= position.iteration + 1
+    # The checkpoint has the real start of a phase that has started. This one is for reports.
+    if started:
+        start = Progress()
+    else:
+        start = position
+    if phase.from_tokens is not None:
+        at = steps.find_tokens(start, phase.from_tokens)
+    else:
+        at = steps.find_iteration(start, (phase.from_iteration or 1) - 1)
+    if started:
+        first = min(at.iteration, position.iteration) + 1
+        return PlannedPhase(phase, first, min(at.samples, position.samples), started)
+    return PlannedPhase(phase, at.iteration + 1, at.samples, started)

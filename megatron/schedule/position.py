@@ -1,0 +1,62 @@
+"""The position of a run after later iterations, found without a loop over all of them."""
+
+from dataclasses import dataclass
+
+from megatron.schedule.batch_size import BatchSizeSchedule, count_iterations_of_size
+from megatron.schedule.curriculum import Curriculum
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has consumed after `iteration`, in samples and tokens."""
+
+    iteration: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The sizes of the iterations of a run. `seq_length` is in tokens."""
+
+    batch_size: BatchSizeSchedule
+    seq_length: int
+    curriculum: Curriculum | None = None
+
+    def find_iteration(self, start: Progress, iteration: int) -> Progress:
+        """Return the position after `iteration`, or `start` if that is later."""
+        at = start
+        while at.iteration < iteration:
+            at = self._advance(at, iteration - at.iteration)
+        return at
+
+    def find_tokens(self, start: Progress, tokens: int) -> Progress:
+        """Return the first position from `start` on where at least `tokens` are consumed."""
+        at = start
+        while at.tokens < tokens:
+            size, length = self._get_sizes(at)
+            at = self._advance(at, -(-(tokens - at.tokens) // (size * length)))
+        return at
+
+    def _advance(self, at: Progress, most: int) -> Progress:
+        """Return the position after some iterations of one size, at most `most`."""
+        size, length = self._get_sizes(at)
+        steps = most
+        # With a curriculum, any iteration may change the length.
+        if self.curriculum is not None:
+            steps = 1
+        else:
+            alike = count_iterations_of_size(
+                self.batch_size, at.samples, at.tokens, self.seq_length
+            )
+            if alike is not None:
+                steps = min(most, alike)
+        samples = steps * size
+        return Progress(at.iteration + steps, at.samples + samples, at.tokens + samples * length)
+
+    def _get_sizes(self, at: Progress) -> tuple[int, int]:
+        """Return the batch size and the sequence length of the iteration that follows."""
+        size = self.batch_size.get_size(at.samples, at.tokens)
+        if self.curriculum is None:
+            return size, self.seq_length
+        return size, self.curriculum.get_seq_length(at.iteration + 1)

@@ -1,0 +1,281 @@
+"""Import and export of each family, and the mistakes that the comparison finds."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model.builders import tiny_config
+from model.reference_models import FAMILIES
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.load import open_checkpoint
+from megatron.config.model import ModelConfig
+from megatron.convert import architectures
+from megatron.convert.architectures import (
+    ARCHITECTURES,
+    choose_architecture,
+    find_architecture,
+)
+from megatron.convert.export import ExportOptions, export_checkpoint
+from megatron.convert.fields import NOT_ARCHITECTURE, Cases, describe_layers
+from megatron.convert.importing import import_model
+from megatron.convert.tensors import TensorPair
+from megatron.errors import CheckpointError, ConfigError
+
+pytest.importorskip("transformers")
+
+
+def save_theirs(family: str, folder: Path) -> Path:
+    """Save a model of `transformers` with large weights."""
+    FAMILIES[family].build().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.model_type)
+def test_every_field_of_the_architecture_is_covered_once(
+    architecture: architectures.Architecture,
+) -> None:
+    covered = [name for pair in architecture.pairs for name in pair.ours]
+    assert len(covered) == len(set(covered))
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert fields - set(covered) <= NOT_ARCHITECTURE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: Path) -> None:
+    source = save_theirs(family, tmp_path / "source")
+    compared = import_model(source, tmp_path / "ours")
+    assert compared.logits is not None
+    assert compared.logits < 1e-4
+    assert compared.same_argmax == 1
+    checkpoint = open_checkpoint(tmp_path / "ours", 0)
+    export_checkpoint(checkpoint, tmp_path / "back", ExportOptions(shard_bytes=20_000))
+    before = load_file(source / "model.safetensors")
+    after: dict[str, torch.Tensor] = {}
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+        assert tensor.dtype == after[name].dtype
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def replace_architecture(monkeypatch: pytest.MonkeyPatch, model_type: str, **changes: Any) -> None:
+    """Give an architecture a wrong table, which export and import share."""
+    changed = tuple(
+        dataclasses.replace(each, **changes) if each.model_type == model_type else each
+        for each in ARCHITECTURES
+    )
+    monkeypatch.setattr(architectures, "ARCHITECTURES", changed)
+
+
+def swap(modules: dict[str, str], one: str, other: str) -> dict[str, str]:
+    return modules | {one: modules[other], other: modules[one]}
+
+
+LLAMA = find_architecture("llama")
+MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "queries and values exchanged": (
+        "bloom",
+        "bloom",
+        {"fused": "thirds"},
+    ),
+    "keys and values exchanged": (
+        "llama",
+        "llama",
+        {"qkv": ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")},
+    ),
+    "gate and up exchanged": (
+        "llama",
+        "llama",
+        {"modules": swap(dict(LLAMA.modules), "mlp.gate", "mlp.up")},
+    ),
+    "norms exchanged": (
+        "llama",
+        "llama",
+        {"modules": swap(dict(LLAMA.modules), "input_norm", "post_attention_norm")},
+    ),
+    "GELU of the other form": (
+        "gpt-neox",
+        "gpt_neox",
+        {
+            "pairs": tuple(
+                Cases("hidden_act", (("gelu", {"activation": "gelu", "bias_gelu_fusion": True}),))
+                if getattr(pair, "their_name", "") == "hidden_act"
+                else pair
+                for pair in find_architecture("gpt_neox").pairs
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_finds_a_mistake_in_a_table(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, model_type, changes = MISTAKES[mistake]
+    source = save_theirs(family, tmp_path / "source")
+    replace_architecture(monkeypatch, model_type, **changes)
+    with pytest.raises(CheckpointError, match=r"layer 0: transformers and this trainer differ"):
+        import_model(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_comparison_finds_a_transposed_matrix_and_a_permuted_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_theirs("gpt2", tmp_path / "gpt2")
+    original = TensorPair.to_ours
+
+    def transpose(pair: TensorPair, parts: Any) -> torch.Tensor:
+        tensor = original(pair, parts)
+        if pair.ours.endswith("attention.out.weight"):
+            return tensor.t().contiguous()
+        return tensor
+
+    def permute(pair: TensorPair, parts: Any) -> torch.Tensor:
+        tensor = original(pair, parts)
+        if pair.ours.endswith("attention.qkv.weight"):
+            # Pairs of channels beside each other, as in the first Llama.
+            halves = tensor.view(-1, 2, 4, tensor.shape[-1])
+            return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+        return tensor
+
+    monkeypatch.setattr(TensorPair, "to_ours", transpose)
+    with pytest.raises(CheckpointError, match="layer 0"):
+        import_model(source, tmp_path / "ours")
+    monkeypatch.setattr(TensorPair, "to_ours", permute)
+    source = save_theirs("llama", tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="layer 0"):
+        import_model(source, tmp_path / "ours")
+
+
+def edit_config(source: Path, **fields: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def remove_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+
+
+def add_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+
+
+def cut_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(31)
+
+
+def spoil_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config.json": (lambda s: (s / "config.json").unlink(), "config.json cannot be read"),
+    "broken config.json": (lambda s: (s / "config.json").write_text("{"), "cannot be read"),
+    "unknown architecture": (
+        lambda s: edit_config(s, model_type="mamba"),
+        "model_type mamba is not supported; supported are llama",
+    ),
+    "code of the authors": (
+        lambda s: edit_config(s, auto_map={"AutoModel": "code.Model"}),
+        "which is not run",
+    ),
+    "a rotation that is not known": (
+        lambda s: edit_config(
+            s, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ),
+        "rope_type dynamic is not supported",
+    ),
+    "biases that the table lacks": (
+        lambda s: edit_config(s, attention_bias=True),
+        "attention_bias True is not supported",
+    ),
+    "another activation": (lambda s: edit_config(s, hidden_act="relu"), "hidden_act relu"),
+    "a missing tensor": (
+        lambda s: edit_tensors(s, remove_tensor),
+        "model.layers.2.mlp.up_proj.weight is missing",
+    ),
+    "an extra tensor": (lambda s: edit_tensors(s, add_tensor), "q_proj.bias is not known"),
+    "another shape": (lambda s: edit_tensors(s, cut_tensor), r"shape \(31,\), and must have"),
+    "a number that is not finite": (lambda s: edit_tensors(s, spoil_tensor), "differ by nan"),
+    "a file cut off": (
+        lambda s: (s / "model.safetensors").write_bytes(
+            (s / "model.safetensors").read_bytes()[:2000]
+        ),
+        "model.safetensors cannot be read",
+    ),
+    "a missing file of the index": (
+        lambda s: (s / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}})
+        ),
+        "which its index names",
+    ),
+    "a file outside of the folder": (
+        lambda s: (s / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": "../model.safetensors"}})
+        ),
+        "is not in this folder",
+    ),
+    "pickle files": (
+        lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"),
+        "pickle files",
+    ),
+    "more heads than the tensors have": (
+        lambda s: edit_config(s, num_key_value_heads=4),
+        "k_proj.weight has the shape",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_theirs("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("bad", BAD_FOLDERS)
+def test_a_bad_folder_is_refused(bad: str, llama: Path, tmp_path: Path) -> None:
+    damage, message = BAD_FOLDERS[bad]
+    source = shutil.copytree(llama, tmp_path / "source")
+    damage(source)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        import_model(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_percent": 0.5}, "llama: --rotary-percent 0.5"),
+        ({"embed_layernorm": True}, "llama: it has --no-embed-layernorm"),
+        ({"glu_activation": "geglu"}, "--glu-activation geglu"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
+    ],
+)
+def test_a_model_that_no_class_has_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = tiny_config(**{**FAMILIES["llama"].ours, **changes})
+    with pytest.raises(ConfigError, match=message):
+        choose_architecture(model)
+
+
+def test_layers_are_described_shortly() -> None:
+    assert describe_layers([], 8) is None
+    assert describe_layers([3, 7], 8) == "3::4"
+    assert describe_layers([0, 1, 2], 8) == "0,1,2"
+    assert describe_layers([5], 8) == "5"

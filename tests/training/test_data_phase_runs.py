@@ -1,0 +1,125 @@
+"""Runs with --data-phases, as black boxes: resume, rollback, evaluation, ranks and refusals."""
+
+from pathlib import Path
+
+import pytest
+from process_pool import ProcessPool, pretrain, succeed
+from training.runs import SIZES
+
+from megatron.commands import plan as plan_tool
+from megatron.commands import rollback
+from megatron.observe.metrics import read_metrics
+
+
+class PhaseRunner:
+    """Train in a folder. Batches have 4 samples, so phases of 3 iterations have 12."""
+
+    def __init__(self, pool: ProcessPool, corpus: str, folder: Path) -> None:
+        self.pool = pool
+        self.corpus = corpus
+        self.folder = folder
+        self.phases = folder.parent / "phases.yaml"
+        self.write(
+            f"- data_path: {corpus}\n"
+            f"- from_iteration: 4\n  data_path: [0.3, {corpus}, 0.7, {corpus}]\n  seed: 5\n"
+            # 6 iterations x 4 samples x 32 tokens are 768.
+            f"- from_tokens: 768\n"
+            f"  train_weighted_split_paths: 'late: 1 0.5:0.9 {corpus}'\n"
+        )
+
+    def write(self, text: str) -> None:
+        self.phases.write_text(text)
+
+    def argv(self, flags: str) -> list[str]:
+        folder = str(self.folder)
+        return [
+            *f"{SIZES} --data-phases {self.phases} --data-cache-path {folder}/cache".split(),
+            *f"--save {folder} --load {folder} {flags}".split(),
+        ]
+
+    def __call__(self, flags: str = "", ranks: int = 1) -> str:
+        return succeed(self.pool.run(ranks, pretrain, self.argv(flags)))
+
+    def error(self, flags: str = "", ranks: int = 1) -> str:
+        outcome = self.pool.run(ranks, pretrain, self.argv(flags))[0]
+        assert outcome.error is not None, f"there was no error:\n{outcome.output}"
+        return f"{outcome.kind}: {outcome.error}"
+
+    def losses(self) -> dict[int, float]:
+        entries = read_metrics(self.folder / "metrics.jsonl")
+        return {entry["iteration"]: entry["lm_loss"] for entry in entries if "lm_loss" in entry}
+
+
+@pytest.fixture
+def run(pool: ProcessPool, corpus: str, tmp_path: Path) -> PhaseRunner:
+    return PhaseRunner(pool, corpus, tmp_path / "run")
+
+
+@pytest.fixture
+def other(pool: ProcessPool, corpus: str, tmp_path: Path) -> PhaseRunner:
+    return PhaseRunner(pool, corpus, tmp_path / "other")
+
+
+def test_phases_continue_after_resumes_and_a_rollback(run: PhaseRunner, other: PhaseRunner) -> None:
+    output = other("", ranks=2)
+    assert "phase 1 of 3" in output
+    assert "first iterations 1, 4, 7" in output
+    expected = other.losses()
+    run("--exit-interval 3 --save-interval 1", ranks=2)
+    output = run("--exit-interval 7 --save-interval 1")
+    assert "phase 2 of 3" in output
+    assert "a phase begins" not in output, "nothing has changed"
+    # Back into the second phase, then on to the end.
+    assert rollback.main([str(run.folder), "--to", "5", "--reason", "spike"]) == 0
+    assert "data order" not in run("", ranks=2)
+    assert run.losses() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_phase_ahead_may_be_changed_and_one_in_the_past_may_not(
+    run: PhaseRunner, other: PhaseRunner, corpus: str
+) -> None:
+    run("--exit-interval 5")
+    other("")
+    text = run.phases.read_text()
+    # The second phase has started, so its past stays. The third one is replaced.
+    run.write(text[: text.index("- from_tokens")] + f"- from_iteration: 9\n  data_path: {corpus}\n")
+    output = run("")
+    assert "data order: a phase begins at sample 32; there" in output
+    losses = run.losses()
+    expected = other.losses()
+    assert [losses[at] for at in range(1, 7)] == [expected[at] for at in range(1, 7)]
+    assert losses[7] != expected[7]
+
+
+def test_validation_has_the_documents_that_the_first_phase_leaves_out(
+    run: PhaseRunner, other: PhaseRunner, corpus: str
+) -> None:
+    flags = "--split 90,10,0 --eval-iters 2 --eval-interval 2 --train-iters 4"
+    run(flags)
+    other.write(f"- data_path: {corpus}\n")
+    other(flags)
+
+    def read_first(runner: PhaseRunner) -> float:
+        entries = read_metrics(runner.folder / "metrics.jsonl")
+        return next(entry["validation"]["validation"] for entry in entries if "validation" in entry)
+
+    # The weights are equal after two iterations, and so are the documents.
+    assert read_first(run) == read_first(other)
+
+
+def test_wrong_phases_are_refused_before_anything_is_written(run: PhaseRunner, corpus: str) -> None:
+    run.write(f"- data_path: {corpus}\n- from_iteration: 3\n  data_path: /nowhere/corpus\n")
+    assert "/nowhere/corpus" in run.error()
+    run.write(f"- data_path: {corpus}\n- from_iteration: 1\n  data_path: {corpus}\n")
+    assert "must be above 1" in run.error("", ranks=2)
+    assert not run.folder.exists() or not list(run.folder.glob("global_step*"))
+
+
+def test_the_plan_shows_where_phases_begin(
+    run: PhaseRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_tool.main([*run.argv("--train-iters 6"), "--world-size", "1"]) == 0
+    output = capsys.readouterr().out
+    assert "from iteration 1 (sample 0), seed 1234" in output
+    assert "from iteration 4 (sample 12), seed 5" in output
+    assert "training ends after iteration 6; its data are not read" in output
