@@ -22,6 +22,7 @@ from megatron.plan_rules import (
     check_curriculum,
     check_grid,
     check_muon,
+    check_profile,
     check_tensor_parallel,
     clamp_sizes,
     warn_of_files,
@@ -257,6 +258,7 @@ def resolve(
     check_curriculum(
         curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
     )
+    check_profile(world_size, train_iters, report)
     no_phases: tuple[PlannedPhase, ...] = ()
     data_phases = no_phases
     if vocab_size is None:

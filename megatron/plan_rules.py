@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
@@ -483,6 +484,26 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
             f"into {rounds} equal rounds over {ranks} ranks, as interleaved 1F1B requires: looped "
             "BFS is used, and keeps the activations of all; choose batch sizes with a multiple "
             f"of {ranks} microbatches to avoid that."
+        )
+
+
+def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None:
+    """Check that the ranks of traces and memory snapshots exist, and the run reaches the trace."""
+    config = report.config
+    logging = config.logging
+    if logging.profile_iterations is None and not logging.memory_snapshot:
+        return
+    if logging.profile_ranks and max(logging.profile_ranks) >= world_size > 0:
+        report.errors.append(
+            f"{report.describe('logging.profile_ranks')} names a rank that does not exist: there "
+            f"are {world_size} processes, 0 to {world_size - 1}; give -1 for all of them."
+        )
+    # `config.rules` reports a range that cannot be read.
+    iterations = report.attempt(lambda: parse_profile_iterations(config), None)
+    if iterations is not None and iterations[0] > train_iters:
+        report.warnings.append(
+            f"{report.describe('logging.profile_iterations')} begins after the last iteration, "
+            f"{train_iters}: no trace is written."
         )
 
 

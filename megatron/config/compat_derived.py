@@ -20,6 +20,7 @@ from megatron.config.fields import (
     all_fields,
     find_missing,
 )
+from megatron.config.profiling import ALL_RANKS
 
 Typed = Mapping[str, tuple[str, ...]]
 """Flag of the compatibility table, with hyphens -> its values as text."""
@@ -122,7 +123,11 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
         if (trigger in typed or trigger == system) and dotted not in given:
             value, reason = compute(_Values(typed, given))
             if value is not None:
-                shown = f"{value:g}" if isinstance(value, float) else value
+                shown = value
+                if isinstance(value, float):
+                    shown = f"{value:g}"
+                elif isinstance(value, tuple):
+                    shown = " ".join(map(str, value))
                 yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
 
 
@@ -146,6 +151,10 @@ class _Values:
             return float(self._typed[flag][0])
         except (IndexError, KeyError, ValueError):
             return math.nan
+
+    def get_words(self, flag: str) -> tuple[str, ...] | None:
+        """Return the values of another system's flag, or None if it was not given."""
+        return self._typed.get(flag)
 
 
 _Computed = tuple[Any, str]
@@ -222,11 +231,62 @@ def _compute_virtual_stage_layers(values: _Values) -> _Computed:
     return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
 
 
+def _profiles_as_microsoft(values: _Values) -> bool:
+    """Return whether --profile is that of Microsoft's fork, with its own flag for the steps."""
+    words = values.get_words("--profile") or ()
+    if words not in ((), ("pt",), ("pt-full",)):
+        raise ValueError(f"--profile {' '.join(words)} must be --profile, or --profile pt.")
+    return words != ()
+
+
+def _compute_profiled_iterations(values: _Values) -> _Computed:
+    """Return the iterations, counted from 1, that the profilers of Megatron record."""
+    if _profiles_as_microsoft(values):
+        words = values.get_words("--profile-steps") or ("2,3",)
+        match = re.fullmatch(r"(\d+),(\d+)", " ".join(words))
+        if match is None:
+            raise ValueError(
+                f"--profile-steps {' '.join(words)} must be FIRST,LAST; use --profile-iterations."
+            )
+        return f"{match[1]}-{match[2]}", "--profile-steps, both included"
+    start = _get_whole_number(values, "--profile-step-start", 10)
+    end = _get_whole_number(values, "--profile-step-end", 12)
+    # nsys starts after `start` iterations. PyTorch's profiler is stopped in its step `end`, which
+    # is therefore not recorded.
+    if values.get_words("--use-pytorch-profiler") is None:
+        first = start + 1
+        last = end
+    else:
+        first = max(start, 1)
+        last = end - 1
+    if first > last:
+        raise ValueError(
+            f"--profile-step-end {end} must be above --profile-step-start {start}; use "
+            "--profile-iterations FIRST-LAST."
+        )
+    return f"{first}-{last}", f"Megatron profiles from step {start} to step {end}"
+
+
+def _get_whole_number(values: _Values, flag: str, default: int) -> int:
+    number = values.get_number(flag)
+    if math.isnan(number):
+        return default
+    return int(number)
+
+
+def _compute_profiled_ranks(values: _Values) -> _Computed:
+    if _profiles_as_microsoft(values):
+        return (ALL_RANKS,), "all ranks, as in Microsoft's Megatron-DeepSpeed"
+    return None, ""
+
+
 _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
     ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
     ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
     ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
+    ("--profile", "logging.profile_iterations", _compute_profiled_iterations),
+    ("--profile", "logging.profile_ranks", _compute_profiled_ranks),
     ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
     ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
     (

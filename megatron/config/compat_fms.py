@@ -30,7 +30,8 @@ _SPECIAL_TOKENS = (
 )
 _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
-_PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
+_STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
 _OWN_CHECKPOINTS = "checkpoints of fms-fsdp are not read"
 _NO_NODES = (
     "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
@@ -160,7 +161,10 @@ FMS: tuple[Row, ...] = (
         "--wandb-dir --wandb-project-name --wandb-run-id --aim-dir --aim-project-name --aim-run-id",
         arity=1,
     ),
-    *ignore_flags(_PROFILER, "--use-profiler --profiler-rank0-only"),
+    ignore_flag("--use-profiler", "no trace is written", only=("False", "false")),
+    rename_flag("--use-profiler", *_TRACE, reason=_STEPS),
+    rename_flag("--profiler-rank0-only", "--profile-ranks", "-1", only=("False", "false")),
+    rename_flag("--profiler-rank0-only", "--profile-ranks", "0"),
     # Speculators.
     *refuse_flags(_SPECULATOR, "--speculator-tie-weights --speculator-scale-input"),
     *refuse_flags(

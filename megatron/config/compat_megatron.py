@@ -51,8 +51,9 @@ _SENTENCEPIECE = (
     "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
 )
 _ZERO_BUFFERS = "the engine sizes and orders its communication itself"
-_NO_PROFILER = (
-    "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_TRACE = (
+    "it sets --profile-iterations, and PyTorch's profiler writes the trace, also for nsys; the "
+    "iterations count from the start of the run"
 )
 _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
@@ -419,8 +420,9 @@ _LOGGING = (
         "--log-optimizer-states-to-tensorboard",
     ),
     *ignore_flags(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
-    *ignore_flags(_NO_PROFILER, "--profile --profile-steps", arity=1),
-    ignore_flag("--profile-ranks", _NO_PROFILER, arity="*"),
+    # Megatron-LM's flag has no value, and that of Microsoft's fork has one.
+    derive_from("--profile", _TRACE, arity="*"),
+    derive_from("--profile-steps", _TRACE, arity="*"),
 )
 
 MEGATRON: tuple[Row, ...] = (

@@ -38,7 +38,8 @@ _CONVERSION = "checkpoints of Megatron are not read or converted"
 _TRACKERS = "metrics go to TensorBoard and to metrics.jsonl"
 _RESTARTS = "a lost rank ends the run, and the next array task resumes it"
 _STRAGGLERS = "tools/node_check.py finds slow nodes"
-_PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_PROFILER = "traces have the operators without shapes and call stacks"
+_TRACE = "with --profile, it sets --profile-iterations"
 _CHECKS = "a step with a NaN or an infinity is always dropped and reported"
 _INFERENCE = "it is for inference, and this program only trains"
 _COLLECTOR = "Python's garbage collector keeps its defaults"
@@ -378,14 +379,22 @@ _REPORTS = (
     *ignore_flags(_TRACKERS, "--one-logger-* --wandb-*", arity="*"),
     *ignore_flags(_STRAGGLERS, "--log-straggler --disable-straggler-on-startup"),
     *ignore_flags(_STRAGGLERS, "--straggler-ctrlr-port --straggler-minmax-count", arity=1),
-    *ignore_flags(_PROFILER, "--profile-step-start --profile-step-end", arity=1),
+    derive_from("--profile-step-start", _TRACE, only=("0",)),
+    derive_from("--profile-step-start", _TRACE),
+    derive_from("--profile-step-end", _TRACE),
+    ignore_flag("--use-pytorch-profiler", "--profile always writes a trace of PyTorch's profiler"),
+    rename_flag(
+        "--record-memory-history",
+        "--memory-snapshot",
+        reason="a snapshot is written if memory runs out, and after "
+        "--memory-snapshot-iterations instead of each --log-interval",
+    ),
+    ignore_flag("--memory-snapshot-path", "snapshots are written to --profile-dir", arity=1),
     *ignore_flags(
         _PROFILER,
-        "--use-pytorch-profiler --record-memory-history --run-workload-inspector-server "
-        "--nvtx-ranges --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack",
+        "--run-workload-inspector-server --nvtx-ranges --pytorch-profiler-collect-shapes "
+        "--pytorch-profiler-collect-callstack",
     ),
-    ignore_flag("--profile-*", _PROFILER, arity="*"),
-    ignore_flag("--memory-snapshot-path", _PROFILER, arity=1),
     ignore_flag("--train-sync-interval", "the host reads the loss of every iteration", arity=1),
     ignore_flag("--test-mode", "no tests run beside training"),
     *ignore_flags(_RESTARTS, "--enable-ft-package --calc-ft-timeouts --inprocess-restart"),

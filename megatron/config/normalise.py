@@ -120,7 +120,8 @@ def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[s
     """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
     off = False
-    if row.arity == 0 and values:
+    # A row for single values states what each of them means.
+    if row.arity == 0 and values and not row.only:
         # The flag takes no value, but =True or =False may be attached to it.
         if values[0].lower() not in ("true", "false"):
             line.errors.append(f"{shown} must be true, or left out.")
@@ -164,7 +165,11 @@ def _describe_refused(refused: dict[str, list[str]]) -> list[str]:
 def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) -> None:
     """Check a flag from which `compat_derived` computes a value."""
     try:
-        valid = bool(row.only) or (len(values) == 1 and 0 < float(values[0]) < math.inf)
+        valid = (
+            bool(row.only)
+            or row.arity == "*"
+            or (len(values) == 1 and 0 < float(values[0]) < math.inf)
+        )
     except ValueError:
         valid = False
     if valid:

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.profiling import (
+    warn_layer_statistics_without_file,
+    warn_profile_settings_without_effect,
+)
 
 _OWN_SETTINGS = ("ademamix", "muon")
 """Optimizers whose settings have names that begin with theirs."""
@@ -380,5 +384,7 @@ WARNINGS = (
     warn_full_attention_without_window,
     warn_goldfish_settings_without_goldfish,
     warn_recompute_flags_without_effect,
+    warn_profile_settings_without_effect,
+    warn_layer_statistics_without_file,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

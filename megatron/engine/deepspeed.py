@@ -432,9 +432,15 @@ class DeepSpeedEngine(EngineBase):
     # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        with_layers: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
+        assert not with_layers, "`support.py` refuses statistics of layers"
         engine = self._engine
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()

@@ -6,7 +6,7 @@ Invariant: nothing here depends on an engine, a tensor or a file. The loop fills
 passes it to all three, so that they cannot disagree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -64,6 +64,9 @@ class IterationReport:
     """See `Axes`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of this iteration by phase, as returned by `Timers.take`."""
+    layer_statistics: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
+    """Numbers of an iteration that is due by --log-layer-stats-interval, by their key in the
+    metrics file. A sequence has a number for each layer."""
 
     @property
     def axes(self) -> Axes:

@@ -41,7 +41,8 @@ def train(run: Run) -> StopReason:
     state = run.state
     first = run.state.iteration
     try:
-        stop, evaluated_at = train_until_stop(run)
+        with run.profiler:
+            stop, evaluated_at = train_until_stop(run)
         # If no iteration was trained or skipped, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
@@ -97,7 +98,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if skipped is not None:
             skip_range(run, skipped)
         else:
-            train_iteration(run)
+            with run.profiler.record(before + 1), run.memory_history.record(before + 1):
+                train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
         check_nan_iterations(plan, state)
         # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
@@ -153,7 +155,15 @@ def train_iteration(run: Run) -> None:
     # This is the rate that the step uses. The reported rate, below, is the one after the step, as
     # in Megatron.
     learning_rate = state.compute_learning_rate(plan.lr_schedule)
-    result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
+    iteration = state.iteration + 1
+    result = run.engine.train_batch(
+        microbatches,
+        iteration=iteration,
+        lr=learning_rate,
+        with_layers=is_due(
+            plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+        ),
+    )
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:

@@ -250,6 +250,7 @@ class Reporter:
             curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
+            layer_statistics={} if step.result.layers is None else vars(step.result.layers),
         )
 
     def report_validation(

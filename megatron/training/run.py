@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
+from megatron.observe.memory_history import MemoryHistory
+from megatron.observe.profiler import Profiler
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
@@ -31,6 +33,8 @@ class Run:
     exits: Exits
     saver: Saver | None
     """None if nothing is saved."""
+    profiler: Profiler
+    memory_history: MemoryHistory
     exporter: HFExporter | None = None
     """Only on rank 0, with --hf-export-interval."""
     checked_at: int | None = None

@@ -56,6 +56,7 @@ from megatron.training.hf_export import HFExporter
 from megatron.training.job import Job, confirm_job
 from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
+from megatron.training.profilers import build_profilers
 from megatron.training.report import Reporter
 from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
@@ -353,7 +354,18 @@ def build_run(
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
     run = Run(
-        plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver, exporter
+        plan,
+        mesh,
+        engine,
+        sources,
+        data_files,
+        state,
+        reporter,
+        timers,
+        exits,
+        saver,
+        *build_profilers(config, mesh.rank, reporter.say),
+        exporter=exporter,
     )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.

@@ -27,6 +27,7 @@ OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
     "--num-experts": "one value in Megatron-LM, any number in Microsoft's fork",
     "--profile": "no value in Megatron-LM, one in Microsoft's fork",
+    "--profile-steps": "one text with two numbers",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
 }
 
@@ -90,6 +91,13 @@ def of_kind(kind: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", named)
 
 
+def spell(row: Row, values: list[str]) -> list[str]:
+    """Return the words of a flag with these values. One that takes none may have one attached."""
+    if values and row.arity == 0:
+        return [f"{row.flag}={values[0]}"]
+    return [row.flag, *values]
+
+
 def spell_new_flags(row: Row) -> list[str]:
     """Return the flags that the row's flag is read as.
 
@@ -112,7 +120,7 @@ def spell_new_flags(row: Row) -> list[str]:
 def test_renamed_flags_set_what_their_new_name_sets(row: Row):
     values = values_of(row)
     passed = [] if row.only else values
-    old = load(*needed_flags(row), row.flag, *values)
+    old = load(*needed_flags(row), *spell(row, values))
     new = load(*needed_flags(row), *spell_new_flags(row), *passed)
     assert old.config == new.config
     (warning,) = old.warnings
@@ -124,12 +132,13 @@ def test_renamed_flags_set_what_their_new_name_sets(row: Row):
 
 @of_kind("harmless")
 def test_harmless_flags_warn_once_and_change_nothing(row: Row):
-    flags = [row.flag, *values_of(row)]
+    values = values_of(row)
+    flags = spell(row, values)
     # A value that the flag did not take would be an error.
     loaded = load(*needed_flags(row), *flags, *flags, "--seed", "7")
     assert loaded.config == load(*needed_flags(row), "--seed", "7").config
     (warning,) = loaded.warnings
-    assert warning.startswith(" ".join([*flags, "has no effect"]))
+    assert warning.startswith(" ".join([row.flag, *values, "has no effect"]))
     assert row.reason in warning
 
 
@@ -143,12 +152,14 @@ def test_refused_flags_are_errors_with_the_reason(row: Row):
 
 @of_kind("derived")
 def test_derived_flags_warn_and_set_nothing_alone(row: Row):
-    values = list(row.only[:1]) or ["2"]
+    # A row of any number of values reads texts that only its own rule knows.
+    values = list(row.only[:1]) or ["2"] * (row.arity == 1)
     loaded = load(*needed_flags(row), row.flag, *values)
     assert any(row.reason in warning for warning in loaded.warnings)
-    if not row.only:
+    if not row.only and row.arity == 1:
         assert "must be a number above 0" in error_of(row.flag, "word")
-        assert "must be a number above 0" in error_of(row.flag, "0")
+        if find_row(row.flag, ["0"]) is row:
+            assert "must be a number above 0" in error_of(row.flag, "0")
 
 
 @of_kind("any")
@@ -751,3 +762,53 @@ def test_flags_of_muon_and_ademamix_of_megatron_are_read() -> None:
     assert apertus.ademamix_beta3_warmup == 100_000
     assert apertus.ademamix_alpha_warmup is None
     assert apertus.lr_wsd_decay_style == "minus_sqrt"
+
+
+# ---- Profilers ----
+
+
+@pytest.mark.parametrize(
+    ("flags", "iterations", "ranks"),
+    [
+        # nsys records what starts after step 10, up to and including step 12.
+        ("--profile", "11-12", (0,)),
+        (
+            "--profile --profile-step-start 0 --profile-step-end 3 --profile-ranks 1 2",
+            "1-3",
+            (1, 2),
+        ),
+        # torch.profiler.schedule(wait=9, warmup=1, active=2), whose step is called before each
+        # iteration.
+        ("--profile --use-pytorch-profiler", "10-11", (0,)),
+        ("--profile --use-pytorch-profiler --profile-step-end 20", "10-19", (0,)),
+        ("--profile pt", "2-3", (-1,)),
+        ("--profile pt-full --profile_steps 5,9 --profile-ranks 0", "5-9", (0,)),
+        # torch.profiler.schedule(wait=1, warmup=2, active=3), whose step is called after each.
+        ("--use_profiler", "4-6", (0,)),
+        ("--use_profiler=True --profiler_rank0_only=False", "4-6", (-1,)),
+        ("--use_profiler=False --profiler_rank0_only=True", None, (0,)),
+        ("--profile-step-start 3 --use-pytorch-profiler", None, (0,)),
+    ],
+)
+def test_profilers_record_the_same_iterations(
+    flags: str, iterations: str | None, ranks: tuple[int, ...]
+):
+    logging = load("--save", "run", *flags.split()).config.logging
+    assert logging.profile_iterations == iterations
+    assert logging.profile_ranks == ranks
+
+
+def test_the_folder_of_fms_fsdp_is_kept():
+    assert load("--use_profiler").config.logging.profile_dir == "profile_traces"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile --profile-step-start 12", "--profile-step-end 12 must be above"),
+        ("--profile pt --profile-steps 2", "--profile-steps 2 must be FIRST,LAST"),
+        ("--profile nsys", "--profile nsys must be"),
+    ],
+)
+def test_steps_that_no_profiler_records_are_errors(flags: str, message: str):
+    assert message in error_of(*flags.split())

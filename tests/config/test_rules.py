@@ -14,6 +14,12 @@ from megatron.config.rules import ERRORS, WARNINGS, check_rules
 
 FAILURES: list[tuple[dict[str, object], str]] = [
     (
+        {"profile_iterations": "12", "profile_dir": "traces"},
+        "--profile-iterations '12' is not FIRST-LAST",
+    ),
+    ({"profile_iterations": "3-4"}, "--profile-iterations 3-4 needs a folder: give --profile-dir"),
+    ({"memory_snapshot": True}, "--memory-snapshot needs a folder: give --profile-dir"),
+    (
         {"checkpoint_activations": True, "checkpoint_fraction": "1/0"},
         "--checkpoint-fraction 1/0 must be a fraction above 0 and at most 1",
     ),
@@ -207,6 +213,18 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    (
+        {"profile_ranks": (0, 3)},
+        "--profile-ranks 0 3 has no effect without --profile-iterations or --memory-snapshot.",
+    ),
+    (
+        {"memory_snapshot_iterations": (3,)},
+        "--memory-snapshot-iterations 3 has no effect without --memory-snapshot.",
+    ),
+    (
+        {"log_layer_stats_interval": 10},
+        "--log-layer-stats-interval 10 computes statistics that are not written anywhere",
+    ),
     ({"save_interval": 5}, "--save-interval 5 has no effect without --save: nothing is saved."),
     (
         {"mock_data": True, "data_path": ("a",)},

@@ -94,6 +94,7 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
     optional_or_derived = {
         "mfu",
         "phase_seconds",
+        "layer_statistics",
         "gigaflops_without_embeddings",
         "tokens_per_second",
     }
