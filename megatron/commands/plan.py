@@ -50,7 +50,7 @@ from megatron.launch_script import (
     read_launch_script,
 )
 from megatron.model import flops
-from megatron.model.partition import select_stages_of_rank
+from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
 from megatron.schedule.lr import LRSchedule
@@ -447,12 +447,20 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     share = get_recomputed_share(plan)
     config = plan.config
     ranks = range(plan.pipeline_size)
-    parts = [_compute_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
+    parts = [_compute_parameter_memory(plan, rank) for rank in ranks]
     # The first pipeline ranks hold more microbatches in flight, and the last one holds the logits.
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
+    model = flops.estimate_parameter_memory(
+        plan.parameters,
+        half=_is_half(plan),
+        state_bytes=flops.count_state_bytes(
+            config.optimizer.optimizer,
+            plan.parameters,
+            config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
+        ),
+    )
     return {
         "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
@@ -470,12 +478,19 @@ def _is_half(plan: Plan) -> bool:
     return plan.config.precision.bf16 or plan.config.precision.fp16
 
 
-def _compute_parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
+def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.ParameterMemory:
+    parallel = plan.config.parallel
+    parameters = plan.stage_parameters[pipeline_rank]
+    layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
+    matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
     return flops.estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
         data_parallel_size=plan.data_parallel_size,
-        zero_stage=plan.config.parallel.zero_stage,
+        zero_stage=parallel.zero_stage,
+        state_bytes=flops.count_state_bytes(
+            plan.config.optimizer.optimizer, parameters, layers * matrices
+        ),
     )
 
 
@@ -692,6 +707,14 @@ def _describe_schedule(lr: LRSchedule) -> str:
     return text
 
 
+_MEMORY_RULES = {
+    "adam": "18 bytes a parameter (16 in fp32)",
+    "ademamix": "22 bytes a parameter (20 in fp32)",
+    "muon": "18 bytes a parameter (16 in fp32), and 4 less in the matrices of the layers",
+}
+"""Value of --optimizer -> the bytes of a parameter."""
+
+
 def _format_memory(plan: Plan) -> list[str]:
     memory_bytes = estimate_memory(plan)
     # The figures of a rank are those of the rank that needs most.
@@ -699,7 +722,7 @@ def _format_memory(plan: Plan) -> list[str]:
         where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
     else:
         where = ""
-    rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
+    rule = f"by the rule of {_MEMORY_RULES[plan.config.optimizer.optimizer]}{where}"
     lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
         model = memory_bytes["model"][part] / 1e9
