@@ -375,7 +375,9 @@ def build_json(
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     tokens = plan.config.model.seq_length
-    shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
+    shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
+    if plan.lr_schedule.decoupled_max_lr is not None:
+        shown.append("decoupled_lr")
     return {
         "parameters": plan.parameters,
         "parameters_per_rank": max(plan.stage_parameters),
@@ -586,12 +588,13 @@ def format_plan(
         lines += [
             "",
             f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} "
-            f"{'learning rate':>14}",
+            f"{'learning rate':>14}"
+            + (f" {'decoupled':>10}" if plan.lr_schedule.decoupled_max_lr is not None else ""),
         ]
     lines += [
         f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} "
         f"{p.global_batch_size:>6} {p.seq_length:>7} "
-        f"{p.lr:>14.3E}"
+        f"{p.lr:>14.3E}" + (f" {p.decoupled_lr:>10.3E}" if p.decoupled_lr is not None else "")
         for p in at
     ]
     lines += ["", *format_warnings(warnings)] if warnings else []
@@ -704,6 +707,11 @@ def _describe_schedule(lr: LRSchedule) -> str:
     text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
     if lr.style == "WSD":
         text += f", {lr.wsd_decay_style} over the last {lr.wsd_decay_steps:,}"
+    if lr.decoupled_max_lr is not None:
+        text += (
+            f"; word embedding and output matrix: {lr.decoupled_max_lr:g} to "
+            f"{lr.decoupled_min_lr:g}"
+        )
     return text
 
 

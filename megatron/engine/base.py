@@ -90,7 +90,12 @@ class Engine(Protocol):
     """
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        decoupled_lr: float | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -98,6 +103,7 @@ class Engine(Protocol):
             microbatches: This rank's microbatches, in order.
             iteration: The 1-based iteration, which seeds dropout.
             lr: The learning rate of this step.
+            decoupled_lr: The rate of the word embedding and the output matrix. None: `lr`.
         """
         ...
 

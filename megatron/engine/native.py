@@ -144,7 +144,12 @@ class NativeEngine(EngineBase):
     # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        decoupled_lr: float | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
@@ -160,7 +165,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, lr)
+            result = self._apply_gradients(loss, scale, lr, decoupled_lr)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -177,13 +182,16 @@ class NativeEngine(EngineBase):
             )
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
 
-    def _apply_gradients(self, loss: Tensor, scale: float, lr: float) -> StepResult:
+    def _apply_gradients(
+        self, loss: Tensor, scale: float, lr: float, decoupled_lr: float | None
+    ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
         Args:
             loss: This rank's mean loss, a scalar. It is zero on a rank without the last stage.
             scale: The loss scale, which the gradients still contain.
             lr: The learning rate.
+            decoupled_lr: See `Engine.train_batch`.
         """
         for master in self._masters:
             gradient = master.model.grad
@@ -210,7 +218,7 @@ class NativeEngine(EngineBase):
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
                 torch._foreach_mul_(gradients, clip_factor / scale)
             self._before_update()
-            self._optimizer.step(lr)
+            self._optimizer.step(lr, decoupled_lr)
             self._refresh_model()
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.

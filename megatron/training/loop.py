@@ -146,10 +146,14 @@ def train_iteration(run: Run) -> None:
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
-    # This is the rate that the step uses. The reported rate, below, is the one after the step, as
-    # in Megatron.
-    learning_rate = state.compute_learning_rate(plan.lr_schedule)
-    result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
+    # These are the rates that the step uses. The reported rates, below, are those after the step,
+    # as in Megatron.
+    result = run.engine.train_batch(
+        microbatches,
+        iteration=state.iteration + 1,
+        lr=state.compute_learning_rate(plan.lr_schedule),
+        decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
+    )
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:
@@ -163,6 +167,7 @@ def train_iteration(run: Run) -> None:
             batch_size=batch_size,
             seq_length=seq_length,
             learning_rate=state.compute_learning_rate(plan.lr_schedule),
+            decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
             seconds=time.perf_counter() - start,
             phase_seconds=timers.take(),
             params_norm=params_norm,

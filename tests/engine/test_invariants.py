@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,8 +58,8 @@ def update_after_step(iteration: int, action: Callable[[NativeEngine], None]) ->
     """Call `action` with the engine after a step."""
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration: int, lr: float):
-        result = original(self, microbatches, iteration=iteration, lr=lr)
+    def train_batch(self, microbatches, *, iteration: int, **rates: Any):
+        result = original(self, microbatches, iteration=iteration, **rates)
         if iteration == at:
             action(self)
         return result

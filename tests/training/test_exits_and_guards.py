@@ -205,12 +205,12 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration, lr):
+    def train_batch(self, microbatches, *, iteration, **rates):
         weight = self.stages[0].embedding.word.weight.data
         before = weight.clone()
         if iteration in poison:
             weight.fill_(float("inf"))
-        result = original(self, microbatches, iteration=iteration, lr=lr)
+        result = original(self, microbatches, iteration=iteration, **rates)
         if iteration in poison:
             weight.copy_(before)
         return result
