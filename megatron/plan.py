@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.data.phases import PlannedPhase, find_phase_mixture, plan_phases, read_phases
@@ -495,6 +496,8 @@ def _build_lr_schedule(
         ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
         warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
+        decoupled_max_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=_find_decoupled_minimum(optimizer),
     )
     schedule.check_decay_after_warmup()
     return schedule
@@ -513,6 +516,16 @@ def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple
     for phase in phases:
         find_phase_mixture(config.data, phase)
     return plan_phases(phases, steps, position)
+
+
+def _find_decoupled_minimum(optimizer: OptimizerConfig) -> float | None:
+    """Return the minimum rate of the word embedding and the output matrix, or None."""
+    # A minimum without a peak has no effect, which a warning reports.
+    if optimizer.decoupled_lr is None:
+        return None
+    if optimizer.decoupled_min_lr is None:
+        return optimizer.min_lr
+    return optimizer.decoupled_min_lr
 
 
 def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:

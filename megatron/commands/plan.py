@@ -51,7 +51,7 @@ from megatron.launch_script import (
     read_launch_script,
 )
 from megatron.model import flops
-from megatron.model.partition import select_stages_of_rank
+from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, is_preset_list_asked
@@ -396,7 +396,9 @@ def build_json(
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
     tokens = plan.config.model.seq_length
-    shown = ("iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr")
+    shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
+    if plan.lr_schedule.decoupled_max_lr is not None:
+        shown.append("decoupled_lr")
     return {
         "parameters": plan.parameters,
         "parameters_per_rank": max(plan.stage_parameters),
@@ -481,12 +483,20 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     share = get_recomputed_share(plan)
     config = plan.config
     ranks = range(plan.pipeline_size)
-    parts = [_compute_parameter_memory(plan, plan.stage_parameters[rank]) for rank in ranks]
+    parts = [_compute_parameter_memory(plan, rank) for rank in ranks]
     # The first pipeline ranks hold more microbatches in flight, and the last one holds the logits.
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = flops.estimate_parameter_memory(plan.parameters, half=_is_half(plan))
+    model = flops.estimate_parameter_memory(
+        plan.parameters,
+        half=_is_half(plan),
+        state_bytes=flops.count_state_bytes(
+            config.optimizer.optimizer,
+            plan.parameters,
+            config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
+        ),
+    )
     return {
         "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
@@ -504,12 +514,19 @@ def _is_half(plan: Plan) -> bool:
     return plan.config.precision.bf16 or plan.config.precision.fp16
 
 
-def _compute_parameter_memory(plan: Plan, parameters: int) -> flops.ParameterMemory:
+def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.ParameterMemory:
+    parallel = plan.config.parallel
+    parameters = plan.stage_parameters[pipeline_rank]
+    layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
+    matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
     return flops.estimate_parameter_memory_per_rank(
         parameters,
         half=_is_half(plan),
         data_parallel_size=plan.data_parallel_size,
-        zero_stage=plan.config.parallel.zero_stage,
+        zero_stage=parallel.zero_stage,
+        state_bytes=flops.count_state_bytes(
+            plan.config.optimizer.optimizer, parameters, layers * matrices
+        ),
     )
 
 
@@ -606,12 +623,13 @@ def format_plan(
         lines += [
             "",
             f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} "
-            f"{'learning rate':>14}",
+            f"{'learning rate':>14}"
+            + (f" {'decoupled':>10}" if plan.lr_schedule.decoupled_max_lr is not None else ""),
         ]
     lines += [
         f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} "
         f"{p.global_batch_size:>6} {p.seq_length:>7} "
-        f"{p.lr:>14.3E}"
+        f"{p.lr:>14.3E}" + (f" {p.decoupled_lr:>10.3E}" if p.decoupled_lr is not None else "")
         for p in at
     ]
     lines += ["", *format_warnings(warnings)] if warnings else []
@@ -741,7 +759,20 @@ def _describe_schedule(lr: LRSchedule) -> str:
     text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
     if lr.style == "WSD":
         text += f", {lr.wsd_decay_style} over the last {lr.wsd_decay_steps:,}"
+    if lr.decoupled_max_lr is not None:
+        text += (
+            f"; word embedding and output matrix: {lr.decoupled_max_lr:g} to "
+            f"{lr.decoupled_min_lr:g}"
+        )
     return text
+
+
+_MEMORY_RULES = {
+    "adam": "18 bytes a parameter (16 in fp32)",
+    "ademamix": "22 bytes a parameter (20 in fp32)",
+    "muon": "18 bytes a parameter (16 in fp32), and 4 less in the matrices of the layers",
+}
+"""Value of --optimizer -> the bytes of a parameter."""
 
 
 def _format_memory(plan: Plan) -> list[str]:
@@ -751,7 +782,7 @@ def _format_memory(plan: Plan) -> list[str]:
         where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
     else:
         where = ""
-    rule = f"by the rule of 18 bytes a parameter (16 in fp32){where}"
+    rule = f"by the rule of {_MEMORY_RULES[plan.config.optimizer.optimizer]}{where}"
     lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
         model = memory_bytes["model"][part] / 1e9

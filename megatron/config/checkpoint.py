@@ -58,7 +58,8 @@ class CheckpointConfig:
     require_load: bool = False
     """Refuse to start without a checkpoint."""
     allow_fresh_start: bool = False
-    """Start from scratch although --load has traces of a run and no usable pointer."""
+    """Start from scratch although --load has traces of a run and no usable pointer, or has no
+    checkpoint and is not the folder of --save."""
 
     @property
     def resumes_itself(self) -> bool:

@@ -145,11 +145,20 @@ class _Values:
             return None
         return item.value
 
-    def get_number(self, flag: str) -> float:
-        """Return the value of another system's flag, or nan if it is no number."""
+    def has(self, flag: str, value: str) -> bool:
+        """Return whether another system's flag is given with this value."""
+        return self._typed.get(flag) == (value,)
+
+    def get_number(self, flag: str, default: float = math.nan) -> float:
+        """Return the value of another system's flag, or nan if it is no number.
+
+        It is `default` if the flag is not given.
+        """
+        if flag not in self._typed:
+            return default
         try:
             return float(self._typed[flag][0])
-        except (IndexError, KeyError, ValueError):
+        except (IndexError, ValueError):
             return math.nan
 
     def get_words(self, flag: str) -> tuple[str, ...] | None:
@@ -186,10 +195,51 @@ def _compute_accumulated_batch(values: _Values) -> _Computed:
     return micro * int(steps), "the batch size x --acc_steps, over all ranks"
 
 
+def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[_Values], _Computed]:
+    """Return a function that sets a value if a flag of another system is given with a word."""
+
+    def compute(values: _Values) -> _Computed:
+        if values.has(flag, word):
+            return value, reason
+        return None, ""
+
+    return compute
+
+
+def _compute_wsd_decay(values: _Values) -> _Computed:
+    iterations = values.get_field("batch.train_iters")
+    if not values.has("--scheduler", "wsd") or iterations is None:
+        return None, ""
+    fraction = values.get_number("--wsd-fract-decay", 0.1)
+    if not fraction > 0:
+        return None, ""
+    return int(fraction * iterations), f"--wsd_fract_decay {fraction:g} x iterations, rounded down"
+
+
+def _compute_wsd_floor(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    if not values.has("--scheduler", "wsd") or peak is None:
+        return None, ""
+    scale = values.get_number("--wsd-final-lr-scale", 0.0)
+    if not scale >= 0:
+        return None, ""
+    return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
+
+
+def _compute_wsd_start(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    warmups = ("optimizer.lr_warmup_iters", *_OTHER_WARMUPS)
+    warm = any(values.get_field(dotted) for dotted in warmups)
+    if not values.has("--scheduler", "wsd") or peak is None or not warm:
+        return None, ""
+    return peak / 100, "a hundredth of the peak rate, as in llm-baselines"
+
+
 def _compute_one_cycle_floor(values: _Values) -> _Computed:
     peak = values.get_field("optimizer.lr")
     factor = values.get_number("--final-div-factor")
     decays = values.get_field("optimizer.lr_decay_style") != "constant"
+    decays = decays and not values.has("--scheduler", "wsd")
     if peak is None or not decays or not factor > 0:
         return None, ""
     floor = peak / 100 / factor
@@ -287,6 +337,34 @@ _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
     ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
     ("--profile", "logging.profile_iterations", _compute_profiled_iterations),
     ("--profile", "logging.profile_ranks", _compute_profiled_ranks),
+    (
+        "--scheduler",
+        "optimizer.lr_decay_style",
+        _set_with("--scheduler", "wsd", "WSD", "--scheduler wsd"),
+    ),
+    ("--scheduler", "optimizer.min_lr", _compute_wsd_floor),
+    ("--scheduler", "optimizer.lr_wsd_decay_iters", _compute_wsd_decay),
+    (
+        "--scheduler",
+        "optimizer.lr_wsd_decay_style",
+        _set_with("--scheduler", "wsd", "linear", "the default of --decay_type"),
+    ),
+    ("--scheduler", "optimizer.lr_warmup_init", _compute_wsd_start),
+    (
+        "--opt",
+        "optimizer.optimizer",
+        _set_with("--opt", "ademamix", "ademamix", "--opt ademamix"),
+    ),
+    (
+        "--opt",
+        "optimizer.ademamix_beta3",
+        _set_with("--opt", "ademamix", 0.9, "the default of --adema_beta3"),
+    ),
+    (
+        "--opt",
+        "optimizer.ademamix_alpha",
+        _set_with("--opt", "ademamix", 2.0, "the default of --adema_alpha"),
+    ),
     ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
     ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
     (

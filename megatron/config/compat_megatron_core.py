@@ -155,11 +155,6 @@ _MODEL = (
 )
 
 _OPTIMIZER_AND_LOSS = (
-    *refuse_flags(
-        "one learning rate holds for all weights: remove it",
-        "--decoupled-lr --decoupled-min-lr",
-        arity=1,
-    ),
     rename_flag("--optimizer", "--optimizer", "muon", arity=1, only=("dist_muon",)),
     ignore_flag(
         "--muon-tp-mode",

@@ -14,11 +14,18 @@ class OptimizerConfig:
     """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101). ademamix: AdamW
     with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137). muon: an
     orthogonalised momentum for the matrices of the layers, and AdamW for the rest, at the same
-    --lr (https://arxiv.org/abs/2502.16982)."""
+    --lr (https://arxiv.org/abs/2502.16982). --decoupled-lr sets another rate for the word embedding
+    and the output matrix."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate."""
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
+    decoupled_lr: Annotated[float | None, POSITIVE] = None
+    """Peak learning rate of the word embedding and the output matrix. Default: --lr. The shape of
+    the schedule is that of --lr."""
+    decoupled_min_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    """--min-lr of the word embedding and the output matrix, with --decoupled-lr. Default:
+    --min-lr."""
     lr_decay_style: Literal[
         "constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"
     ] = "linear"
@@ -42,7 +49,7 @@ class OptimizerConfig:
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Learning rate at the start of the warm-up, at most --lr."""
+    """Learning rate at the start of the warm-up, at most --lr and --decoupled-lr."""
     lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
     """Length of WSD's final decay in iterations. With 0 there is none."""
     lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None

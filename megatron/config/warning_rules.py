@@ -69,6 +69,16 @@ def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
                 yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
 
 
+def warn_decoupled_minimum_alone(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --decoupled-min-lr without --decoupled-lr."""
+    optimizer = settings.config.optimizer
+    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
+        yield (
+            f"{settings.describe('optimizer.decoupled_min_lr')} has no effect without "
+            "--decoupled-lr."
+        )
+
+
 def warn_start_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings that need a warm-up, which is not given."""
     optimizer = settings.config.optimizer
@@ -366,6 +376,7 @@ WARNINGS = (
     warn_decay_by_tokens_wins,
     warn_warmup_tokens_with_curriculum,
     warn_wsd_without_its_style,
+    warn_decoupled_minimum_alone,
     warn_start_of_missing_warmup,
     warn_settings_of_another_optimizer,
     warn_loss_scale_without_fp16,

@@ -152,6 +152,7 @@ class NativeEngine(EngineBase):
         *,
         iteration: int,
         lr: float,
+        decoupled_lr: float | None = None,
         with_layers: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
@@ -171,7 +172,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, lr, recorder)
+            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -189,14 +190,18 @@ class NativeEngine(EngineBase):
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
 
     def _apply_gradients(
-        self, loss: Tensor, scale: float, lr: float, recorder: LayerRecorder | None
+        self,
+        loss: Tensor,
+        scale: float,
+        rates: tuple[float, float | None],
+        recorder: LayerRecorder | None,
     ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
         Args:
             loss: This rank's mean loss, a scalar. It is zero on a rank without the last stage.
             scale: The loss scale, which the gradients still contain.
-            lr: The learning rate.
+            rates: `lr` and `decoupled_lr` of `train_batch`.
             recorder: It records the gradients before clipping, and the weights after the update.
         """
         for master in self._masters:
@@ -226,7 +231,7 @@ class NativeEngine(EngineBase):
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
                 torch._foreach_mul_(gradients, clip_factor / scale)
             self._before_update()
-            self._optimizer.step(lr)
+            self._optimizer.step(*rates)
             self._refresh_model()
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.

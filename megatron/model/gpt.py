@@ -32,6 +32,11 @@ EMBEDDING = "embedding."
 # Name of the parameter that a tied output matrix on another stage is a replica of. Checkpoints
 # store it under this name only.
 WORD_EMBEDDING = "embedding.word.weight"
+INPUT_AND_OUTPUT = (WORD_EMBEDDING, "head.weight")
+"""Names of the parameters with a row for each token: the word embedding and the output matrix.
+
+The second is missing if the output matrix is tied.
+"""
 
 
 _BLOCKS = "blocks."

@@ -43,6 +43,8 @@ class IterationReport:
     tokens_per_second: float
     tflops: float
     """TFLOPs of one device, in the convention that the start table names."""
+    decoupled_learning_rate: float | None = None
+    """Rate of the word embedding and the output matrix. None if they have that of all others."""
     skipped_iterations: int = 0
     """Number of iterations since the last report whose step was not applied."""
     nan_iterations: int = 0

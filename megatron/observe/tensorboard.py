@@ -88,6 +88,7 @@ class TensorBoard:
         values: dict[str, float | None] = {}
         if self._logging.log_learning_rate_to_tensorboard:
             values["learning-rate/learning-rate"] = report.learning_rate
+            values["learning-rate/decoupled-learning-rate"] = report.decoupled_learning_rate
         if self._logging.log_batch_size_to_tensorboard:
             values["batch-size/batch-size"] = report.global_batch_size
         if self._logging.log_loss_scale_to_tensorboard:

@@ -152,14 +152,14 @@ def train_iteration(run: Run) -> None:
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
-    # This is the rate that the step uses. The reported rate, below, is the one after the step, as
-    # in Megatron.
-    learning_rate = state.compute_learning_rate(plan.lr_schedule)
+    # These are the rates that the step uses. The reported rates, below, are those after the step,
+    # as in Megatron.
     iteration = state.iteration + 1
     result = run.engine.train_batch(
         microbatches,
         iteration=iteration,
-        lr=learning_rate,
+        lr=state.compute_learning_rate(plan.lr_schedule),
+        decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
         with_layers=is_due(
             plan.config.logging.log_layer_stats_interval, state.iteration, iteration
         ),
@@ -177,6 +177,7 @@ def train_iteration(run: Run) -> None:
             batch_size=batch_size,
             seq_length=seq_length,
             learning_rate=state.compute_learning_rate(plan.lr_schedule),
+            decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
             seconds=time.perf_counter() - start,
             phase_seconds=timers.take(),
             params_norm=params_norm,

@@ -32,6 +32,7 @@ from megatron.data.epochs import (
 )
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
+from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import (
@@ -423,6 +424,7 @@ def open_data(
         say: Prints lines that must appear while an index is still being built.
 
     Raises:
+        ConfigError: Data were made with another tokenizer.
         DataError: See `build_run`.
         LayoutError: Ranks read different data.
         CheckpointError: The state contradicts itself.
@@ -461,6 +463,12 @@ def open_data(
 
     ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
+    prefixes = list(sources.registry.datasets)
+    ranks.call_on_rank_0(
+        lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
+        "comparing the tokenizer with that of the data",
+        say,
+    )
     # --eval-only always starts at the first sample. From a checkpoint's position, it would
     # evaluate other samples for each checkpoint, and the losses could not be compared.
     if state.data and not batch.eval_only:

@@ -1,5 +1,6 @@
 """Flags of other systems are the same here, renamed, harmless or refused."""
 
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,7 @@ def test_derived_flags_warn_and_set_nothing_alone(row: Row):
     assert any(row.reason in warning for warning in loaded.warnings)
     if not row.only and row.arity == 1:
         assert "must be a number above 0" in error_of(row.flag, "word")
+        # A row of its own may allow 0.
         if find_row(row.flag, ["0"]) is row:
             assert "must be a number above 0" in error_of(row.flag, "0")
 
@@ -279,9 +281,10 @@ REFUSED_CHOICES = {
         "--softmax-type": ["learnable", "off-by-one"],
     },
     "llm_baselines": {
-        "--scheduler": ["wsd", "cos_inf"],
+        "--scheduler": ["cos_inf"],
+        "--decay-type": ["exp", "miror_cosine", "square"],
         "--opt": [
-            *("sgd", "muon", "soap", "ademamix", "lion", "sf-adamw", "sf-sgd", "signsgd"),
+            *("sgd", "muon", "soap", "lion", "sf-adamw", "sf-sgd", "signsgd"),
             *("signum", "prodigy", "sophiag", "adopt", "mars", "adafactor", "lamb", "scion"),
             *("scion-light", "d-muon", "muon-pytorch"),
         ],
@@ -691,6 +694,77 @@ def test_default_length_of_llm_baselines_yields_to_another_unit(flags):
     loaded = load_config(shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} {flags}"))
     assert check_rules(loaded.config, loaded.origin)[0] == []
     assert loaded.config.optimizer.lr_warmup_iters == 0
+
+
+def compute_wsd_factor(step: int, scale: float, style: str) -> float:
+    """Return llm-baselines' factor of 200 steps, 30 of warm-up and 54 of decay."""
+    if step < 30:
+        return step / 30 + (1 - step / 30) / 100
+    if step < 146:
+        return 1.0
+    done = (step - 146) / 54
+    shapes = {
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) * 0.5,
+        "sqrt": 1 - math.sqrt(done),
+    }
+    return scale + (1 - scale) * shapes[style]
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale", "style"),
+    [
+        ("", 0.0, "linear"),
+        ("--wsd_final_lr_scale 0 --decay_type linear", 0.0, "linear"),
+        ("--wsd_final_lr_scale 0.05 --decay_type cosine", 0.05, "cosine"),
+        ("--wsd_final_lr_scale 0.3 --decay_type sqrt", 0.3, "sqrt"),
+    ],
+)
+def test_wsd_of_llm_baselines_is_its_schedule(flags: str, scale: float, style: str) -> None:
+    loaded = load_config(
+        shlex.split(
+            f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --iterations 200 --warmup_steps 30 --lr 2e-3 "
+            f"--batch_size 3 --scheduler wsd --wsd_fract_decay 0.27 {flags}"
+        )
+    )
+    plan = resolve(loaded.config, 1, loaded.origin)
+    assert plan.errors == ()
+    for step in range(200):
+        rate = plan.lr_schedule.get_lr(3 * step)
+        assert rate == pytest.approx(2e-3 * compute_wsd_factor(step, scale, style), abs=1e-12)
+
+
+def test_default_decay_of_llm_baselines_is_a_tenth() -> None:
+    words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --scheduler wsd")
+    optimizer = load_config(words).config.optimizer
+    assert optimizer.lr_wsd_decay_iters == 1500
+    assert optimizer.min_lr == 0.0
+    assert optimizer.lr_warmup_init == pytest.approx(1e-5)
+
+
+def test_ademamix_of_llm_baselines_has_its_defaults() -> None:
+    words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --opt ademamix")
+    optimizer = load_config(words).config.optimizer
+    assert optimizer.optimizer == "ademamix"
+    assert (optimizer.ademamix_beta3, optimizer.ademamix_alpha) == (0.9, 2.0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.95)
+    words += shlex.split("--adema_beta3 0.999 --adema_alpha 8 --adema_beta3_warmup 5")
+    optimizer = load_config([*words, "--adema_alpha_warmup", "7"]).config.optimizer
+    assert (optimizer.ademamix_beta3, optimizer.ademamix_alpha) == (0.999, 8.0)
+    assert (optimizer.ademamix_beta3_warmup, optimizer.ademamix_alpha_warmup) == (5, 7)
+
+
+@pytest.mark.parametrize("opt", ["muon", "d-muon", "muon-pytorch"])
+def test_muon_of_llm_baselines_is_refused_with_the_nearest(opt: str) -> None:
+    error = error_of("--opt", opt)
+    assert "queries, keys and values are one matrix there" in error
+    assert "--muon-coefficient-type simple" in error
+
+
+def test_embeddings_of_llm_baselines_have_no_weight_decay() -> None:
+    for model in ("", "--model base", "--model llama"):
+        words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} {model}")
+        assert not load_config(words).config.optimizer.weight_decay_on_embeddings
 
 
 def test_warmup_of_fms_fsdp_yields_to_another_unit():

@@ -264,6 +264,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--lr-wsd-decay-iters 5 has no effect without --lr-decay-style WSD.",
     ),
     (
+        {"decoupled_min_lr": 1e-5},
+        "--decoupled-min-lr 1e-05 has no effect without --decoupled-lr.",
+    ),
+    (
         {"lr_warmup_init": 1e-5},
         "--lr-warmup-init 1e-05 has no effect without a warm-up",
     ),

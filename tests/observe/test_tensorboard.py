@@ -37,7 +37,7 @@ def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
 
 def test_tags_and_axes(tmp_path: Path) -> None:
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
-    board.write_training(REPORT)
+    board.write_training(replace(REPORT, decoupled_learning_rate=4e-3))
     board.write_validation(REPORT.axes, 2.5)
     board.write_validation(REPORT.axes, 3.5, "wiki")
     board.close()
@@ -58,6 +58,7 @@ def test_tags_and_axes(tmp_path: Path) -> None:
         )
     groups = {
         "learning-rate/learning-rate": 1e-3,
+        "learning-rate/decoupled-learning-rate": 4e-3,
         "batch-size/batch-size": 16,
         "loss-scale/loss-scale": 4096,
         "grad-norm/grad-norm": 1.5,

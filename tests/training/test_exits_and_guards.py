@@ -206,12 +206,12 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration, lr, **options):
+    def train_batch(self, microbatches, *, iteration, **options):
         weight = self.stages[0].embedding.word.weight.data
         before = weight.clone()
         if iteration in poison:
             weight.fill_(float("inf"))
-        result = original(self, microbatches, iteration=iteration, lr=lr, **options)
+        result = original(self, microbatches, iteration=iteration, **options)
         if iteration in poison:
             weight.copy_(before)
         return result

@@ -176,6 +176,23 @@ def test_a_warm_up_from_above_0_is_part_of_the_schedule(run: Runner) -> None:
     assert rates[9] == pytest.approx(2e-3 * (4 / 9) ** 0.5)
 
 
+def test_a_decoupled_rate_is_part_of_the_schedule(run: Runner) -> None:
+    decay = "--lr-decay-style linear --lr-decay-iters 10"
+    run(f"{decay} --decoupled-lr 8e-3 --decoupled-min-lr 1e-3 --exit-interval 3")
+    assert "--decoupled-lr: None here, 0.008 in the checkpoint" in run.error(decay)
+    # Its groups of parameters come from the checkpoint's schedule, and not from the command line.
+    output = run(f"{decay} --use-checkpoint-lr-scheduler --exit-interval 6")
+    assert "keeps the checkpoint's: --decoupled-lr" in output
+    output = run(f"{decay} --decoupled-lr 6e-3 --override-lr-scheduler")
+    assert "--decoupled-lr: 0.006 here, 0.008 in the checkpoint" in output
+    assert "changed since the checkpoint" not in output
+    # An entry has the rates after its iteration.
+    rates = {e["iteration"]: e["decoupled_learning_rate"] for e in run.metrics()}
+    expected = {2: 1e-3 + 0.8 * 7e-3, 5: 1e-3 + 0.5 * 7e-3, 8: 0.2 * 6e-3}
+    assert {at: rates[at] for at in expected} == pytest.approx(expected)
+    assert [e["learning_rate"] for e in run.metrics()][1] == pytest.approx(2e-3 * 0.8)
+
+
 def test_checkpoints_schedule_can_be_kept(run: Runner) -> None:
     run("--lr-decay-style linear --lr-decay-iters 10 --exit-interval 4")
     run("--lr 4e-3 --use-checkpoint-lr-scheduler")
