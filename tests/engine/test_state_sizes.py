@@ -3,7 +3,7 @@
 import pytest
 from process_pool import ProcessPool, succeed
 
-from megatron.commands.plan import estimate_memory
+from megatron.commands.plan_estimates import estimate_memory
 from megatron.config.cli import load_config
 from megatron.plan import resolve
 

@@ -20,7 +20,7 @@ from equivalence.test_published_runs_train import write_hf_tokenizer
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, REFERENCE_PREFIX
 
-from megatron.commands.plan import build_json
+from megatron.commands.plan_report import build_json
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.without_effect import split_off_flags_without_effect
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
