@@ -23,6 +23,7 @@ from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
+from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.epochs import (
     DatasetUse,
@@ -31,7 +32,7 @@ from megatron.data.epochs import (
     warn_of_many_epochs,
 )
 from megatron.data.index_helpers import describe_implementation
-from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
+from megatron.data.source import BatchSlice, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError

@@ -8,8 +8,9 @@ import pytest
 from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
+from megatron.data.build_sources import build_sources
 from megatron.data.phases import DataPhase, plan_phases, read_phases
-from megatron.data.source import BatchSlice, Sources, build_sources
+from megatron.data.source import BatchSlice, Sources
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.curriculum import Curriculum
