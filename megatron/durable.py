@@ -1,7 +1,7 @@
 """Files that stay consistent after a kill or a power failure.
 
-Invariant: a reader sees a complete content, the old or the new one. A rename within a folder is
-atomic. It is durable when the folder has been synced.
+Invariant: a reader sees the complete old content or the complete new one. A rename within a folder
+is atomic. It is durable when the folder has been synced.
 """
 
 import contextlib

@@ -512,7 +512,7 @@ def warn_of_phases(phases: Sequence[PlannedPhase], train_iters: int, report: Pla
     for planned in phases[1:]:
         if planned.first_iteration > train_iters > 0:
             report.warnings.append(
-                f"{planned.phase.name}: the phase begins with iteration "
+                f"{planned.phase.origin}: the phase begins with iteration "
                 f"{planned.first_iteration}, and training ends after iteration {train_iters}; its "
                 "data are not read."
             )
@@ -524,7 +524,7 @@ def warn_of_files(report: PlanReport, phases: Sequence[PlannedPhase]) -> None:
     data = report.config.data
     named: list[tuple[str, tuple[str, ...]]] = [
         (report.describe("data.data_path"), data.data_path),
-        *((f"{planned.phase.name} data_path", planned.phase.data_path) for planned in phases),
+        *((f"{planned.phase.origin} data_path", planned.phase.data_path) for planned in phases),
     ]
     if data.mock_data:
         named = []

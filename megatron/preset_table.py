@@ -22,13 +22,13 @@ _HEAD = (
 )
 
 
-def is_preset_list_asked(argv: Sequence[str]) -> bool:
+def wants_preset_list(argv: Sequence[str]) -> bool:
     """Return whether a command line has --list-presets."""
     return any(word.replace("_", "-") == "--list-presets" for word in argv)
 
 
 def build_preset_shape(preset: Preset) -> ModelShape:
-    """Return the sizes of a preset's model on one rank."""
+    """Return the sizes of a preset's model. The vocabulary is padded for one rank."""
     values: dict[str, dict[str, object]] = {"model": {}, "tokenizer": {}}
     for dotted, item in preset.values.items():
         group, _, name = dotted.partition(".")
@@ -48,7 +48,7 @@ def build_preset_shape(preset: Preset) -> ModelShape:
 def format_preset_table() -> str:
     """Return a table with a line for each preset.
 
-    The parameters are those with the vocabulary as it is padded for one tensor-parallel rank.
+    The numbers of parameters include the padding of the vocabulary for one tensor-parallel rank.
     """
     rows: list[tuple[str, ...]] = [_HEAD]
     for name in list_preset_names():

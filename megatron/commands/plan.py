@@ -38,7 +38,7 @@ from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
 from megatron.plural import format_count
-from megatron.preset_table import format_preset_table, is_preset_list_asked
+from megatron.preset_table import format_preset_table, wants_preset_list
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PlanArguments:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
-    if is_preset_list_asked(training):
+    if wants_preset_list(training):
         print(format_preset_table())
         return 0
     options = tyro.cli(PlanArguments, args=own, prog="plan.py", description=__doc__)

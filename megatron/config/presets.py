@@ -3,12 +3,12 @@
 Each file of `megatron/presets` is a preset. It begins with comments, which say what the model is
 and where its numbers come from. Groups and keys follow, as in a --config file.
 
-Values are those of the pretraining, if its script or configuration is published. Otherwise they are
-those of the released model's config.json. What only training needs, such as batch sizes, learning
-rates and additions to the loss, is not part of a preset.
+If the script or the configuration of the pretraining is published, the values are from there.
+Otherwise they are from the config.json of the released model. A preset has nothing that only
+training needs, such as batch sizes, learning rates and additions to the loss.
 
-Invariant: a preset holds fields of the groups `model` and `tokenizer` only. Its values are above
-the defaults, and below those of the --config file and of flags.
+Invariant: a preset has only fields of the groups `model` and `tokenizer`. Its values replace
+defaults. The --config file and flags replace its values.
 """
 
 import difflib
@@ -23,6 +23,7 @@ from megatron.config.yaml_file import read_text
 _FOLDER = Path(__file__).resolve().parents[1] / "presets"
 _SOURCE = "# Source: "
 _MOST_HINTS = 6
+"""Number of presets that a message about an unknown name lists."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _suggest_preset(name: str) -> str:
     typed = name.lower().replace("_", "-")
     names = list_preset_names()
     containing = [known for known in names if typed and typed in known]
-    # The comments have the names of the Hub and of papers, as BLOOM for tr11-176b.
+    # The comments have other names of the model, such as BLOOM for tr11-176b.
     described = [known for known in names if typed and typed in _read_comments(known).lower()]
     close = difflib.get_close_matches(typed, names, n=3)
     # With no similar name, those of the same family are listed, as for gpt2-1.5b.

@@ -1,4 +1,4 @@
-"""The rules of profiler traces and memory snapshots."""
+"""The rules of profiler traces, memory snapshots and statistics of layers."""
 
 from collections.abc import Iterator
 
@@ -42,10 +42,10 @@ def check_profile(settings: ConfigWithOrigin) -> Iterator[str]:
         parse_profile_iterations(config)
     except ConfigError as error:
         yield str(error)
-    asked = _find_asked(settings)
-    if asked is not None and choose_profile_folder(config) is None:
+    requested = _find_requesting_field(settings)
+    if requested is not None and choose_profile_folder(config) is None:
         yield (
-            f"{settings.describe(asked)} needs a folder: give --profile-dir, --save or "
+            f"{settings.describe(requested)} needs a folder: give --profile-dir, --save or "
             "--tensorboard-dir."
         )
 
@@ -60,7 +60,7 @@ def warn_profile_settings_without_effect(settings: ConfigWithOrigin) -> Iterator
             f"{settings.describe('logging.memory_snapshot_iterations')} has no effect without "
             "--memory-snapshot."
         )
-    if _find_asked(settings) is not None:
+    if _find_requesting_field(settings) is not None:
         return
     for dotted in ("logging.profile_ranks", "logging.profile_dir"):
         if settings.is_changed(dotted):
@@ -82,8 +82,8 @@ def warn_layer_statistics_without_file(settings: ConfigWithOrigin) -> Iterator[s
         )
 
 
-def _find_asked(settings: ConfigWithOrigin) -> str | None:
-    """Return the field that asks for traces or snapshots, or None."""
+def _find_requesting_field(settings: ConfigWithOrigin) -> str | None:
+    """Return the field that requests traces or snapshots, or None."""
     logging = settings.config.logging
     if logging.profile_iterations is not None:
         return "logging.profile_iterations"

@@ -97,8 +97,8 @@ class RequestedData:
             segment.seq_length,
         ) and self.has_same_mixture(segment)
 
-    def begins(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the first of the segments is the first one of this phase."""
+    def is_start_of(self, segments: Sequence[Segment]) -> bool:
+        """Return whether the first of these segments is the first one that this phase makes."""
         return (
             len(segments) > 0
             and segments[0].start_sample == self.start_sample
@@ -393,18 +393,18 @@ class History:
 
         Args:
             phases: The phases in order.
-            recorded: The segments of the checkpoint. As long as nothing changed, they are kept.
+            recorded: The segments of the checkpoint. They are kept up to the first change.
         """
         history = self
         notes: list[str] = []
         for phase in phases:
             count = len(history.segments)
-            if history.segments == list(recorded[:count]) and phase.begins(recorded[count:]):
+            if history.segments == list(recorded[:count]) and phase.is_start_of(recorded[count:]):
                 segment = recorded[count]
             else:
                 segment, description = history._make_next_segment(phase.start_sample, phase)
                 notes.append(
-                    f"data order: a phase begins at sample {phase.start_sample}; there "
+                    f"data order: a phase begins at sample {phase.start_sample}; from there on "
                     f"{description}"
                 )
             history, further = History([*history.segments, segment], self._registry).extend(phase)

@@ -1,10 +1,10 @@
 """The tokenizer that made a data set, recorded in PREFIX.tokenizer.json.
 
-Ids of another tokenizer with the same vocabulary size are valid, and training on them would not
-fail. With the record, such data are recognised.
+Ids of another tokenizer with the same vocabulary size are valid, so training on them would not
+fail. The record is what reveals such data.
 
-Invariant: a record counts only for the files that it was written for, which it knows by their
-sizes. Data without a record are trained on as before.
+Invariant: a record is ignored unless the sizes of `.bin` and `.idx` are those that it names. Data
+without a record are not checked.
 """
 
 import json
@@ -29,7 +29,7 @@ def get_record_path(prefix: str | os.PathLike) -> Path:
 
 
 def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
-    """Return the name and the digest of each file of a tokenizer, by the part that it plays.
+    """Return the name and the digest of each part of a tokenizer. Most parts are files.
 
     It is empty if no file is given or none is on this machine.
 
@@ -41,7 +41,7 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
     except OSError as error:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     names = {part: path.name for part, path in tokenizer_files(config).items()}
-    # The end-of-document token is a part that is no file.
+    # The end-of-document token is a part without a file, so its name is empty.
     return {
         part: {"name": names.get(part, ""), "digest": digest} for part, digest in digests.items()
     }
@@ -83,11 +83,11 @@ def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged; delete it if the data set is right") from error
     try:
-        # Otherwise somebody has put another data set in the place of the one that was recorded.
+        # With other sizes, another data set has replaced the recorded one.
         if sizes == _measure(prefix):
             return tokenizer
     except OSError:
-        # Whoever opens the data set reports what is missing.
+        # A missing file is reported when the data set is opened.
         pass
     return None
 
@@ -105,7 +105,8 @@ def merge_records(prefixes: Sequence[str]) -> dict[str, dict[str, str]] | None:
         if differing:
             raise DataError(
                 f"{prefix} was made with another tokenizer than {known[0][0]}: "
-                f"{'; '.join(differing)} (xxh3_128). Preprocess them with the same tokenizer."
+                f"{'; '.join(differing)} (xxh3_128 of the files). Preprocess them with the same "
+                "tokenizer."
             )
     if len(known) < len(prefixes):
         return None
@@ -145,7 +146,8 @@ def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -
 
 
 def _compare(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> list[str]:
-    """Return a text for each part that both have and that differs."""
+    """Return a description of each part that both have with different digests."""
+    # A part without a name would leave two spaces.
     return [
         f"{part} {there[part]['name']} {there[part]['digest']}, and "
         f"{here[part]['name']} {here[part]['digest']} here".replace("  ", " ")

@@ -1,7 +1,7 @@
-"""Statistics of each transformer layer, for the iterations that are asked for them.
+"""Statistics of each transformer layer, for single iterations.
 
-Hooks on the modules read the activations of each microbatch. The largest logits are computed a
-second time, without gradients, because the kernels of attention and loss do not return them.
+Hooks on the modules read the activations of each microbatch. The kernels of attention and loss do
+not return logits, so the largest ones are computed separately, without gradients.
 
 Invariant: training computes the same numbers with and without statistics. The hooks are outside of
 recomputation and of compiled graphs, and exist only during the iterations with statistics.
@@ -23,9 +23,9 @@ from megatron.model.block import Block
 from megatron.model.gpt import GPT, read_block_number
 from megatron.parallel.mesh import Mesh
 
-# The rows of the sums.
+# Rows of `LayerRecorder._sums`.
 _OUTPUT_SQUARES = 0
-_OUTPUT_NUMBERS = 1
+_OUTPUT_ELEMENTS = 1
 _GRADIENT_SQUARES = 2
 _WEIGHT_SQUARES = 3
 
@@ -47,24 +47,23 @@ class LayerRecorder:
         self._stages = stages
         self._mesh = mesh
         self._hooks: list[RemovableHandle] = []
-        # A row has a number for each layer. Layers of other ranks stay 0, so that the sum over all
-        # ranks is right.
+        # [4, layers]. Layers of other ranks stay 0, so that the sum over all ranks is right.
         self._sums = torch.zeros((4, num_layers), dtype=torch.float64, device=mesh.device)
-        # The last number is the output logit. It is 0 on ranks without the last stage.
+        # [layers + 1]. The last number is the output logit, which stays 0 without the last stage.
         self._largest = torch.zeros(num_layers + 1, dtype=torch.float32, device=mesh.device)
 
     def __enter__(self) -> "LayerRecorder":
         """Add the hooks."""
         for stage in self._stages:
             for number, block in stage.get_blocks().items():
-                # FSDP2's own hooks come first, so the parameters of the block are there.
+                # FSDP2 registered its hooks earlier, so the parameters are gathered when ours run.
                 self._hooks += [
-                    block.register_forward_pre_hook(partial(self._read_input, number)),
-                    block.register_forward_hook(partial(self._read_output, number)),
+                    block.register_forward_pre_hook(partial(self._record_input, number)),
+                    block.register_forward_hook(partial(self._record_output, number)),
                 ]
             if stage.head is not None:
                 self._hooks.append(
-                    stage.head.norm.register_forward_hook(partial(self._read_head, stage))
+                    stage.head.norm.register_forward_hook(partial(self._record_head, stage))
                 )
         return self
 
@@ -75,28 +74,28 @@ class LayerRecorder:
         self._hooks = []
 
     @torch.no_grad()
-    def _read_input(self, number: int, block: Block, arguments: tuple[Any, ...]) -> None:
+    def _record_input(self, number: int, block: Block, arguments: tuple[Any, ...]) -> None:
         """Record the largest attention logit of one microbatch."""
         x, positions, _ = arguments
         self._keep_largest(number, block.find_largest_attention_logit(x, positions))
 
     @torch.no_grad()
-    def _read_output(self, number: int, block: Block, arguments: Any, output: Tensor) -> None:
+    def _record_output(self, number: int, block: Block, arguments: Any, output: Tensor) -> None:
         """Record the squares of a layer's output for one microbatch."""
         # Without sequence parallelism, the tensor-parallel ranks have the same output. All of them
         # count it in both sums, which does not change the mean.
         self._sums[_OUTPUT_SQUARES, number] += compute_squared_norm([output.float()])
-        self._sums[_OUTPUT_NUMBERS, number] += output.numel()
+        self._sums[_OUTPUT_ELEMENTS, number] += output.numel()
 
     @torch.no_grad()
-    def _read_head(self, stage: GPT, norm: nn.Module, arguments: Any, output: Tensor) -> None:
+    def _record_head(self, stage: GPT, norm: nn.Module, arguments: Any, output: Tensor) -> None:
         """Record the largest output logit of one microbatch."""
         self._keep_largest(-1, stage.find_largest_output_logit(output))
 
     def _keep_largest(self, index: int, value: Tensor) -> None:
         self._largest[index] = torch.maximum(self._largest[index], value)
 
-    def read_gradients(self, counted: Sequence[MasterParameter], scale: float) -> None:
+    def record_gradients(self, counted: Sequence[MasterParameter], scale: float) -> None:
         """Record the squares of the gradients.
 
         Args:
@@ -107,7 +106,7 @@ class LayerRecorder:
             gradients = [m.weight.grad for m in masters if m.weight.grad is not None]
             self._sums[_GRADIENT_SQUARES, number] = compute_squared_norm(gradients) / scale**2
 
-    def read_weights(self, counted: Sequence[MasterParameter]) -> None:
+    def record_weights(self, counted: Sequence[MasterParameter]) -> None:
         """Record the squares of the weights that this rank counts."""
         for number, masters in _group_by_layer(counted).items():
             self._sums[_WEIGHT_SQUARES, number] = compute_squared_norm(
@@ -122,9 +121,8 @@ class LayerRecorder:
             with self._mesh.tensor_parallel.comm_timer():
                 dist.all_reduce(self._sums)
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        attention_logits = largest.tolist()
-        outputs = self._sums[_OUTPUT_SQUARES] / self._sums[_OUTPUT_NUMBERS]
-        output_logit = attention_logits.pop()
+        *attention_logits, output_logit = largest.tolist()
+        outputs = self._sums[_OUTPUT_SQUARES] / self._sums[_OUTPUT_ELEMENTS]
         return LayerStatistics(
             layer_output_rms=outputs.sqrt().tolist(),
             layer_grad_norm=self._sums[_GRADIENT_SQUARES].sqrt().tolist(),

@@ -211,7 +211,7 @@ class NativeEngine(EngineBase):
         self._add_partial_gradients()
         self._add_tied_gradients()
         if recorder is not None:
-            recorder.read_gradients(self._list_counted(), scale)
+            recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
         loss_value, squares, zeros = self._reduce_step(loss)
         if math.isfinite(squares):
@@ -243,7 +243,7 @@ class NativeEngine(EngineBase):
         result = self._finish_step(loss_value, norm, applied=applied, num_zeros=num_zeros)
         if recorder is None:
             return result
-        recorder.read_weights(self._list_counted())
+        recorder.record_weights(self._list_counted())
         return replace(result, layers=recorder.reduce())
 
     def _add_partial_gradients(self) -> None:

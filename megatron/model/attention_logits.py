@@ -1,6 +1,6 @@
 """The largest logit of attention, which the attention kernels do not return.
 
-Logits that grow without bound are a known start of divergence
+Logits that grow without bound are a known cause of divergence
 (https://arxiv.org/abs/2309.14322, section 3.1).
 
 b: micro-batch, s: sequence, g: query groups, n: heads, d: head width, t: tensor-parallel size.
@@ -26,9 +26,10 @@ def find_largest_attention_logit(
     Args:
         query: [b, n/t, s, d].
         key: [b, g/t, s, d].
-        bias: [1, 1 or n/t, s, s]. Pairs with a bias of -inf are masked. None means that later
-            keys are masked.
-        documents: If given, pairs of different documents are masked.
+        bias: [1, 1 or n/t, s, s]. Pairs with a bias of -inf are masked. Without a bias, a query
+            sees no later key.
+        documents: Bounds of the documents of each sample. Pairs of different documents are masked.
+            None means that each sample is one document.
 
     Returns:
         A scalar in fp32. It is nan if a logit is.
@@ -37,7 +38,8 @@ def find_largest_attention_logit(
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
     for sample, bounds in enumerate(documents or ((0, length),) * samples):
         for start, stop in pairwise(bounds):
-            # A bias depends on distances only, so its upper left corner is that of a document.
+            # A bias depends only on the distance of two tokens. Its upper left corner therefore
+            # applies to a document at any position.
             found = _search_document(query[sample, :, start:stop], key[sample, :, start:stop], bias)
             largest = torch.maximum(largest, found)
     return largest

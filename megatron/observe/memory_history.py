@@ -1,8 +1,8 @@
 """Snapshots of CUDA's memory with the history of its allocations.
 
-Invariant: a snapshot that cannot be written never ends training, and does not replace the error
-that the memory is used up. Snapshots are pickles, which https://docs.pytorch.org/memory_viz shows.
-This program never reads them.
+Invariant: a snapshot that cannot be written never ends training, and never hides the out-of-memory
+error. Snapshots are pickles for https://docs.pytorch.org/memory_viz. This program never reads
+them.
 """
 
 import pickle

@@ -60,7 +60,7 @@ class Profiler:
 
     @contextmanager
     def record(self, iteration: int) -> Iterator[None]:
-        """Profile what is inside of the `with` block if `iteration` is in the range."""
+        """Profile the `with` block if `iteration` is in the range."""
         if self._folder is None:
             yield
             return
@@ -123,8 +123,8 @@ def _export(stopped: "profile", folder: Path, file: BinaryIO) -> None:
     Raises:
         OSError: The trace is not complete.
     """
-    # The exporter needs a name, and does not report a full disk. The folder of the trace has space
-    # more often than that of the system's temporary files.
+    # The exporter takes a file name, and does not report a full disk. The uncompressed file may be
+    # too large for the system's folder of temporary files, so it is next to the trace.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
         plain = Path(temporary) / "trace.json"
         stopped.export_chrome_trace(str(plain))
@@ -141,6 +141,7 @@ def _check_complete(path: Path) -> None:
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
+        # The last field is the path as JSON text, in which a byte may take two characters.
         file.seek(max(0, size - 100 - 2 * len(os.fsencode(path))))
         end = file.read().rstrip()
     if not (b'"traceName"' in end and end.endswith(b"}")):

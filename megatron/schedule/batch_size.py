@@ -292,7 +292,7 @@ def parse_amount(text: str) -> int:
     """Return the number that a text such as 250B, 1.5T or 6_000_000 spells, rounded down.
 
     Raises:
-        ValueError: it spells none.
+        ValueError: the text is no such number.
     """
     match = _SIZE.fullmatch(text)
     if match is None:

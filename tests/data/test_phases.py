@@ -62,8 +62,11 @@ def test_a_file_of_phases_is_read(tmp_path: Path) -> None:
         ("data_path: a\n", "must be a list"),
         ("- [a\n", "is not YAML"),
         ("- a\n", "must be a mapping"),
-        ("- seed: 1\n", "phases.yaml:1 must have data_path or train_weighted_split_paths"),
-        ("- data_path: a\n  train_weighted_split_paths: b\n", "one of both"),
+        ("- seed: 1\n", "phases.yaml:1 must have either data_path or train"),
+        (
+            "- data_path: a\n  train_weighted_split_paths: b\n",
+            "either data_path or train_weighted_split_paths",
+        ),
         ("- data_path: a\n  lr: 1\n", "phases.yaml:2 has an unknown key 'lr'; the keys"),
         ("- data_path: a\n  data_path: b\n", "gives 'data_path' again"),
         ("- data_path: a\n  seed: -1\n", "phases.yaml:2 seed -1 must be at least 0"),
@@ -75,7 +78,7 @@ def test_a_file_of_phases_is_read(tmp_path: Path) -> None:
         ("- data_path: a\n- data_path: b\n  from_iteration: 0\n", "must be at least 1"),
         (
             "- data_path: a\n- data_path: b\n  from_iteration: 3\n  from_tokens: 1M\n",
-            "from_iteration or from_tokens, one of both",
+            "either from_iteration or from_tokens",
         ),
         ("- data_path: a\n- data_path: b\n  from_iteration: 1\n", "must be above 1"),
         (
