@@ -37,7 +37,6 @@ from megatron.schedule.batch_size import (
     RampupBatchSize,
     bare_thresholds_as_samples,
     count_iterations_for_samples,
-    count_samples_of_iterations,
     parse_step_schedule,
     step_entries,
 )
@@ -425,11 +424,9 @@ def _find_train_end(
     seq_length = report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
-        # A run that is resumed at or after its end has no iteration left.
-        ahead = max(0, iterations - iteration)
-        return iterations, count_samples_of_iterations(
-            schedule, ahead, seq_length, consumed_samples, consumed_tokens
-        )
+        # A run that is resumed at or after its end stays where it is.
+        position = Progress(iteration, consumed_samples, consumed_tokens)
+        return iterations, Steps(schedule, seq_length).find_iteration(position, iterations).samples
     iterations = iteration + count_iterations_for_samples(
         schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens
     )

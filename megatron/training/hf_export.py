@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint.folder import step_folder
 from megatron.config.checkpoint import CheckpointConfig
 
 FOLDER = "hf"
-"""Folder below --save that has the exported models."""
+"""Folder in --save that has the exported models."""
 LOG = "export.log"
 _END_SECONDS = 3600.0
 """Longest time that the end of a run waits for an export."""
 _LOWER_PRIORITY = 10
+"""Niceness of the export, so that training keeps its processor time."""
 _LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -37,10 +39,11 @@ class HFExporter:
         assert config.save is not None, "config.rules checks it"
         assert config.hf_export_interval is not None
         self._root = Path(config.save)
+        self._folder = self._root / FOLDER
         self._interval = config.hf_export_interval
         self._say = say
         self._last = iteration
-        """Iteration of the last checkpoint that was seen."""
+        """Iteration of the last checkpoint that was recorded, or at which this launch starts."""
         self._waiting: int | None = None
         """Iteration of the newest checkpoint to export after the present one."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,10 +51,11 @@ class HFExporter:
         """Iteration that `_process` exports."""
 
     def record_checkpoint(self, iteration: int) -> None:
-        """Export a checkpoint that is safe, if it is the first one of an interval."""
+        """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
+        # Saves by --save-at or before an exit need not be at a multiple of the interval.
         due = iteration // self._interval > self._last // self._interval
         self._last = iteration
-        if not due or (self._root / FOLDER / f"global_step{iteration}").exists():
+        if not due or step_folder(self._folder, iteration).exists():
             return
         if self._waiting is not None:
             self._say(
@@ -95,14 +99,12 @@ class HFExporter:
             self._process = None
             self._say(
                 f"warning: the export of iteration {self._iteration} was ended with the run; "
-                f"repeat it with tools/convert_checkpoint.py to-hf --load {self._root} "
-                f"--iteration {self._iteration}"
+                f"{self._describe_repetition()}"
             )
         self._waiting = None
 
     def _start(self) -> None:
-        folder = self._root / FOLDER
-        out = folder / f"global_step{self._iteration}"
+        out = step_folder(self._folder, self._iteration)
         command = [
             *(sys.executable, "-m", "megatron.commands.convert_checkpoint", "to-hf"),
             *("--load", str(self._root), "--iteration", str(self._iteration), "--out", str(out)),
@@ -114,8 +116,8 @@ class HFExporter:
             if not name.startswith(_LAUNCHER_PREFIXES)
         } | {"CUDA_VISIBLE_DEVICES": ""}
         try:
-            folder.mkdir(exist_ok=True)
-            with open(folder / LOG, "ab") as log:
+            self._folder.mkdir(exist_ok=True)
+            with open(self._folder / LOG, "ab") as log:
                 self._process = subprocess.Popen(
                     command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
                 )
@@ -123,14 +125,24 @@ class HFExporter:
         except OSError as error:
             # The process may have ended already, so it has no priority to change.
             if self._process is None:
-                self._say(f"warning: iteration {self._iteration} is not exported: {error}")
+                self._say(
+                    f"warning: iteration {self._iteration} is not exported: {error}; "
+                    f"{self._describe_repetition()}"
+                )
+
+    def _describe_repetition(self) -> str:
+        """Return the end of a warning: how to export the present iteration by hand."""
+        return (
+            f"repeat it with tools/convert_checkpoint.py to-hf --load {self._root} "
+            f"--iteration {self._iteration} --out FOLDER"
+        )
 
     def _report(self, code: int) -> None:
-        folder = self._root / FOLDER
         if code == 0:
-            self._say(f"exported iteration {self._iteration} to {folder}")
+            out = step_folder(self._folder, self._iteration)
+            self._say(f"exported iteration {self._iteration} to {out}")
         else:
             self._say(
                 f"warning: the export of iteration {self._iteration} failed (exit code {code}); "
-                f"see {folder / LOG}"
+                f"see {self._folder / LOG}"
             )

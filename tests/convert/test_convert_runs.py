@@ -165,7 +165,7 @@ def test_checkpoints_are_exported_while_training_continues(
     flags = f"{SIZES} {LLAMA} {paths} {tokenizer} --save-interval 2 --hf-export-interval 3 --bf16"
     output = succeed(pool.run(2, pretrain, f"{flags} --tensor-model-parallel-size 2".split()))
     # Iteration 4 is the first checkpoint of the interval from 3 on. Iteration 2 has none.
-    assert f"exported iteration 4 to {folder / 'hf'}" in output
+    assert f"exported iteration 4 to {folder / 'hf' / 'global_step4'}" in output
     assert [path.name for path in (folder / "hf").iterdir() if path.is_dir()] == ["global_step4"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf" / "global_step4")
     assert model.dtype == torch.bfloat16

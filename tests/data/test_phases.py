@@ -72,7 +72,7 @@ def test_a_file_of_phases_is_read(tmp_path: Path) -> None:
         ("- data_path: a\n  seed: -1\n", "phases.yaml:2 seed -1 must be at least 0"),
         ("- data_path: a\n  seed: x\n", "seed must be a whole number"),
         ("- data_path: a\n  from_iteration: 2\n", "is the first phase"),
-        ("- data_path: a\n- data_path: b\n", "phases.yaml:2 must have from_iteration"),
+        ("- data_path: a\n- data_path: b\n", "phases.yaml:2 must have either from_iteration"),
         ("- data_path: a\n- data_path: b\n  from_tokens: 1e\n", "'1e' must be a number"),
         ("- data_path: a\n- data_path: b\n  from_tokens: [1]\n", "must be a number"),
         ("- data_path: a\n- data_path: b\n  from_iteration: 0\n", "must be at least 1"),
