@@ -175,12 +175,14 @@ LLM_BASELINES: tuple[Row, ...] = (
     derive_from("--final-div-factor", "--min-lr is --lr / 100 / --final_div_factor", arity=1),
     derive_from(
         "--wsd-fract-decay",
-        "with --scheduler wsd, --lr-wsd-decay-iters is it x --iterations",
+        "with --scheduler wsd, --lr-wsd-decay-iters is its value x --iterations",
         arity=1,
     ),
     *(
         derive_from(
-            "--wsd-final-lr-scale", "with --scheduler wsd, --min-lr is it x --lr", only=values
+            "--wsd-final-lr-scale",
+            "with --scheduler wsd, --min-lr is its value x --lr",
+            only=values,
         )
         for values in (("0", "0.0"), ())
     ),

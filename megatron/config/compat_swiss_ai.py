@@ -18,11 +18,11 @@ _NORMS = "each part of a layer has a norm; --norm-placement sets where it is"
 _QUANTISED = "weights and activations are not quantised: remove it and use --bf16"
 _QK_WIDTH = "queries, keys and values have one width: use --kv-channels"
 
-# In the fork, the file `save` in the folder saves, and the file `exit` ends the run without a save.
-# The kill switch does both, so it is no other name for either.
+# In the fork, a file `save` in the folder starts a save, and a file `exit` ends the run without
+# one. The kill switch saves and ends the run, so neither file can be converted to it.
 _TRIGGERS = (
-    "no trigger files are looked for; --kill-switch-path FILE saves and ends the run when that "
-    "file appears, and --save-interval and --save-at set when else it saves"
+    "the files of this folder have no effect; when the file of --kill-switch-path appears, the run "
+    "saves and ends; --save-interval and --save-at choose the other saves"
 )
 
 SWISS_AI: tuple[Row, ...] = (
@@ -60,7 +60,7 @@ SWISS_AI: tuple[Row, ...] = (
     # The loss and the optimizer.
     refuse_flag(
         "--z-loss-weight",
-        "it is for the largest logit alone; --z-loss-coefficient is for the logarithm of the sum",
+        "it penalises the largest logit; --z-loss-coefficient penalises the logarithm of the sum",
         arity=1,
     ),
     *(

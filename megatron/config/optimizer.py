@@ -30,9 +30,9 @@ class OptimizerConfig:
         "constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"
     ] = "linear"
     """Shape after warm-up. half-cosine: the second half of a cosine, which falls fastest at its
-    start, for a cosine that is extended in its middle. inverse-square-root: --lr x sqrt(warm-up /
-    samples), and --min-lr after the end of the decay. WSD: constant, then a final decay, whose
-    length is --lr-wsd-decay-* (https://arxiv.org/abs/2404.06395)."""
+    start. It is for a resume that makes the second half of a cosine longer. inverse-square-root:
+    --lr x sqrt(warm-up / samples), and --min-lr after the end of the decay. WSD: constant, then
+    a final decay, whose length is --lr-wsd-decay-* (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
     lr_decay_samples: int | None = None
