@@ -503,7 +503,7 @@ def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None
     if iterations is not None and iterations[0] > train_iters:
         report.warnings.append(
             f"{report.describe('logging.profile_iterations')} begins after the last iteration, "
-            f"{train_iters}: no trace is written."
+            f"{train_iters}: no trace is written; choose earlier iterations."
         )
 
 
@@ -514,7 +514,7 @@ def warn_of_phases(phases: Sequence[PlannedPhase], train_iters: int, report: Pla
             report.warnings.append(
                 f"{planned.phase.origin}: the phase begins with iteration "
                 f"{planned.first_iteration}, and training ends after iteration {train_iters}; its "
-                "data are not read."
+                "data are not read. Let it begin earlier, or remove it."
             )
 
 

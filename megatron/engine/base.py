@@ -117,7 +117,7 @@ class Engine(Protocol):
         iteration: int,
         lr: float,
         decoupled_lr: float | None = None,
-        with_layers: bool = False,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -126,7 +126,7 @@ class Engine(Protocol):
             iteration: The 1-based iteration, which seeds dropout.
             lr: The learning rate of this step.
             decoupled_lr: The rate of the word embedding and the output matrix. None: `lr`.
-            with_layers: Return the statistics of each layer as well.
+            with_layer_statistics: Fill `StepResult.layers`.
         """
         ...
 

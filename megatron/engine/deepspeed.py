@@ -451,10 +451,10 @@ class DeepSpeedEngine(EngineBase):
         iteration: int,
         lr: float,
         decoupled_lr: float | None = None,
-        with_layers: bool = False,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
-        assert not with_layers, "`support.py` refuses statistics of layers"
+        assert not with_layer_statistics, "`support.py` refuses statistics of layers"
         engine = self._engine
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()

@@ -153,14 +153,14 @@ class NativeEngine(EngineBase):
         iteration: int,
         lr: float,
         decoupled_lr: float | None = None,
-        with_layers: bool = False,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
         scale = self._get_scale()
         recorder = None
-        if with_layers:
+        if with_layer_statistics:
             recorder = LayerRecorder(self.stages, self._mesh, self._plan.config.model.num_layers)
         with self._timers("forward-backward"), recorder or nullcontext():
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. Twice the

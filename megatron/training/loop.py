@@ -160,7 +160,7 @@ def train_iteration(run: Run) -> None:
         iteration=iteration,
         lr=state.compute_learning_rate(plan.lr_schedule),
         decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
-        with_layers=is_due(
+        with_layer_statistics=is_due(
             plan.config.logging.log_layer_stats_interval, state.iteration, iteration
         ),
     )

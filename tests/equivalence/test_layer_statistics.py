@@ -86,7 +86,7 @@ def compare_with_plain_pass(argv: list[str]) -> tuple[list[float], list[float]]:
     microbatches = run.sources.train.read_batch(8)
     plain = compute_plainly(run.engine.stages[0], microbatches)  # type: ignore[attr-defined]
     # Without a learning rate the norm of the parameters is that before the step.
-    result = run.engine.train_batch(microbatches, iteration=1, lr=0.0, with_layers=True)
+    result = run.engine.train_batch(microbatches, iteration=1, lr=0.0, with_layer_statistics=True)
     # Iterations without statistics have no hooks.
     for module in run.engine.stages[0].modules():  # type: ignore[attr-defined]
         assert not [*module._forward_hooks, *module._forward_pre_hooks], module
