@@ -1,4 +1,4 @@
-"""Measure layouts, pipeline bubbles, recomputation, ZeRO and compiling next to their predictions.
+"""Measure layouts, pipeline bubbles, recomputation, ZeRO, compiling and statistics of layers.
 
     python benchmarks/layouts.py                      everything, in less than 6 minutes on
                                                       2 cores without other load
@@ -44,14 +44,14 @@ LLAMA = (
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2"
-Part = Literal["steps", "bubble", "memory", "compile"]
+Part = Literal["steps", "bubble", "memory", "compile", "statistics"]
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The command line."""
 
-    part: tuple[Part, ...] = ("steps", "bubble", "memory", "compile")
+    part: tuple[Part, ...] = ("steps", "bubble", "memory", "compile", "statistics")
     """Comparisons to run."""
     rounds: int = 5
     """Interleaved rounds, after one that warms up."""
@@ -354,6 +354,43 @@ def measure_compile(arguments: Arguments, folder: str) -> None:
     table("| `--use-torch-compile` | ms | speed | first step, s |", rows)
 
 
+def measure_statistics(arguments: Arguments, folder: str) -> None:
+    """Measure steps with and without the statistics of layers."""
+    layouts = [("one process", 256, "", 1), ("one process", 1024, "", 1)]
+    layouts += [("TP 2 x PP 2", 256, f"{TENSOR} {PIPELINE}", 4)]
+    print("\n### Statistics of layers\n\n`--log-layer-stats-interval 1`, one thread a process.")
+    rows = []
+    for name, length, flags, processes in layouts:
+        if arguments.quick:
+            length = length // 8
+        shape = shape_flags(6, 384, length, 1, max(2, 1024 // length))
+        off = Case("off", f"{shape} {flags}", processes)
+        on = Case("on", f"{off.flags} --log-layer-stats-interval 1", processes)
+        seconds: dict[str, list[float]] = {"off": [], "on": []}
+        used: dict[str, list[float]] = {"off": [], "on": []}
+        with worlds_of([off, on], folder) as worlds:
+            for number in range(arguments.rounds + 1):
+                for case, world in worlds.items():
+                    measured = world.ask("steps", 2)
+                    if number:
+                        seconds[case].append(max(m.seconds for m in measured))
+                        used[case].append(sum(m.cpu_seconds for m in measured))
+            if not worlds:
+                continue
+        elapsed, cpu = (
+            statistics.median(b / a for a, b in zip(times["off"], times["on"], strict=True))
+            for times in (seconds, used)
+        )
+        rows.append(
+            f"| {name} | {length} | {spread(seconds['off'])} | {spread(seconds['on'])} | "
+            f"{elapsed:.3f} | {cpu:.3f} | {1 + (cpu - 1) / 100:.4f} |"
+        )
+    table(
+        "| layout | sequence | off, ms | on, ms | time on / off | CPU time on / off | every 100 |",
+        rows,
+    )
+
+
 def compare_losses(folder: str) -> int:
     """Train ten steps of each layout by gloo on one device.
 
@@ -425,6 +462,7 @@ def main() -> int:
         "bubble": measure_bubble,
         "memory": measure_memory,
         "compile": measure_compile,
+        "statistics": measure_statistics,
     }
     failed = 0
     command = " ".join(["python benchmarks/layouts.py", *sys.argv[1:]])

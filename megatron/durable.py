@@ -1,23 +1,37 @@
-"""Small files that stay consistent after a kill or a power failure.
+"""Files that stay consistent after a kill or a power failure.
 
-Invariant: a reader sees a complete text, the old or the new one. A rename within a folder is
-atomic. It is durable when the folder has been synced.
+Invariant: a reader sees the complete old content or the complete new one. A rename within a folder
+is atomic. It is durable when the folder has been synced.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: None) -> None:
-    """Replace the text of a small file atomically and durably.
+    """Replace the text of a small file atomically and durably. See `replace_file_by`.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    # Always UTF-8, because digests are computed from these bytes. Text mode would use the encoding
+    # of the locale.
+    replace_file_by(path, lambda file: file.write(text.encode()), confirm)
+
+
+def replace_file_by(
+    path: Path, write: Callable[[BinaryIO], object], confirm: Callable[[], None] = lambda: None
+) -> None:
+    """Replace a file atomically and durably by what a function writes.
 
     Args:
         path: The file. It need not exist.
-        text: The new text.
-        confirm: Called when the text is on the disk and only the rename is left. If it raises, the
-            old text stays. A lease is checked here, so that little time is left to lose it.
+        write: Writes the new content to the open file that it gets.
+        confirm: Called when the content is on the disk and only the rename is left. If it raises,
+            the old content stays. A lease is checked here, so that little time is left to lose it.
 
     Raises:
         OSError: If the file cannot be written.
@@ -26,7 +40,7 @@ def replace_file(path: Path, text: str, confirm: Callable[[], None] = lambda: No
     try:
         # This syncs the bytes before the rename. In the other order, a power failure could leave an
         # empty file under the final name.
-        write_file(temporary, text)
+        _write_synced(temporary, write)
         confirm()
         os.replace(temporary, path)
     except BaseException:
@@ -46,10 +60,13 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         OSError: If it cannot be written, or is a symbolic link.
     """
+    _write_synced(path, lambda file: file.write(text.encode()))
+
+
+def _write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file and sync its bytes."""
     with open(path, "wb", opener=without_links) as file:
-        # Always UTF-8, because digests are computed from these bytes. Text mode would use the
-        # encoding of the locale.
-        file.write(text.encode())
+        write(file)
         # `fsync` syncs only what has left Python's buffer.
         file.flush()
         os.fsync(file.fileno())

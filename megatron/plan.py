@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.cli import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.rules import check_rules
 from megatron.config.tree import Config
 from megatron.data.phases import PlannedPhase, find_phase_mixture, plan_phases, read_phases
@@ -22,6 +23,7 @@ from megatron.plan_rules import (
     check_curriculum,
     check_grid,
     check_muon,
+    check_profile,
     check_tensor_parallel,
     clamp_sizes,
     warn_of_files,
@@ -35,7 +37,6 @@ from megatron.schedule.batch_size import (
     RampupBatchSize,
     bare_thresholds_as_samples,
     count_iterations_for_samples,
-    count_samples_of_iterations,
     parse_step_schedule,
     step_entries,
 )
@@ -45,7 +46,11 @@ from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.position import Progress, Steps
 from megatron.schedule.progress import Forecast
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import compute_padded_vocab_size, find_vocab_size
+from megatron.tokenizer import (
+    check_same_vocab_size,
+    compute_padded_vocab_size,
+    find_vocab_size,
+)
 
 
 @dataclass(frozen=True)
@@ -253,6 +258,7 @@ def resolve(
     check_curriculum(
         curriculum, batch_size, range(iteration + 1, train_iters + 1), consumed_tokens, report
     )
+    check_profile(world_size, train_iters, report)
     no_phases: tuple[PlannedPhase, ...] = ()
     data_phases = no_phases
     if vocab_size is None:
@@ -290,8 +296,16 @@ def resolve(
 
 
 def _find_vocab_size(report: PlanReport) -> int:
-    """Return the number of real token ids, and add a warning to the report if there is one."""
-    size, warning = find_vocab_size(report.config.tokenizer)
+    """Return the number of real token ids, and add a warning to the report if there is one.
+
+    Raises:
+        ConfigError: The size is not known, or a preset's size is not that of the tokenizer.
+    """
+    tokenizer = report.config.tokenizer
+    # Given by hand, the size may be larger on purpose. Data with too many ids are refused later.
+    if report.asked.is_from_preset("tokenizer.vocab_size"):
+        check_same_vocab_size(tokenizer, report.describe("tokenizer.vocab_size"))
+    size, warning = find_vocab_size(tokenizer)
     if warning:
         report.warnings.append(warning)
     return size
@@ -410,11 +424,9 @@ def _find_train_end(
     seq_length = report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
-        # A run that is resumed at or after its end has no iteration left.
-        ahead = max(0, iterations - iteration)
-        return iterations, count_samples_of_iterations(
-            schedule, ahead, seq_length, consumed_samples, consumed_tokens
-        )
+        # A run that is resumed at or after its end stays where it is.
+        position = Progress(iteration, consumed_samples, consumed_tokens)
+        return iterations, Steps(schedule, seq_length).find_iteration(position, iterations).samples
     iterations = iteration + count_iterations_for_samples(
         schedule, batch.train_samples, seq_length, consumed_samples, consumed_tokens
     )
@@ -481,6 +493,8 @@ def _build_lr_schedule(
         ),
         wsd_decay_style=optimizer.lr_wsd_decay_style,
         warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
+        decoupled_max_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=_find_decoupled_minimum(optimizer),
     )
     schedule.check_decay_after_warmup()
     return schedule
@@ -499,6 +513,16 @@ def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple
     for phase in phases:
         find_phase_mixture(config.data, phase)
     return plan_phases(phases, steps, position)
+
+
+def _find_decoupled_minimum(optimizer: OptimizerConfig) -> float | None:
+    """Return the minimum rate of the word embedding and the output matrix, or None."""
+    # A minimum without a peak has no effect, which a warning reports.
+    if optimizer.decoupled_lr is None:
+        return None
+    if optimizer.decoupled_min_lr is None:
+        return optimizer.min_lr
+    return optimizer.decoupled_min_lr
 
 
 def _parse_skip_ranges(train_iters: int, report: PlanReport) -> tuple[SkipRange, ...]:

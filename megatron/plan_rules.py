@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.profiling import parse_profile_iterations
 from megatron.config.tree import Config
 from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
@@ -375,6 +376,7 @@ def warn_of_shape(shape: ModelShape, report: PlanReport) -> None:
         model.ffn_hidden_size is not None
         and model.glu_activation is None
         and model.ffn_hidden_size != 4 * h
+        and not report.asked.is_from_preset("model.ffn_hidden_size")
     ):
         report.warnings.append(
             f"{report.describe('model.ffn_hidden_size')} is not 4 x {width} = {4 * h}; a value "
@@ -485,14 +487,34 @@ def _warn_of_schedules(by_size: list[tuple[int, PipelineSchedule]], report: Plan
         )
 
 
+def check_profile(world_size: int, train_iters: int, report: PlanReport) -> None:
+    """Check that the ranks of traces and memory snapshots exist, and the run reaches the trace."""
+    config = report.config
+    logging = config.logging
+    if logging.profile_iterations is None and not logging.memory_snapshot:
+        return
+    if logging.profile_ranks and max(logging.profile_ranks) >= world_size > 0:
+        report.errors.append(
+            f"{report.describe('logging.profile_ranks')} names a rank that does not exist: there "
+            f"are {world_size} processes, 0 to {world_size - 1}; give -1 for all of them."
+        )
+    # `config.rules` reports a range that cannot be read.
+    iterations = report.attempt(lambda: parse_profile_iterations(config), None)
+    if iterations is not None and iterations[0] > train_iters:
+        report.warnings.append(
+            f"{report.describe('logging.profile_iterations')} begins after the last iteration, "
+            f"{train_iters}: no trace is written; choose earlier iterations."
+        )
+
+
 def warn_of_phases(phases: Sequence[PlannedPhase], train_iters: int, report: PlanReport) -> None:
     """Warn of phases that begin after the end of training."""
     for planned in phases[1:]:
         if planned.first_iteration > train_iters > 0:
             report.warnings.append(
-                f"{planned.phase.name}: the phase begins with iteration "
+                f"{planned.phase.origin}: the phase begins with iteration "
                 f"{planned.first_iteration}, and training ends after iteration {train_iters}; its "
-                "data are not read."
+                "data are not read. Let it begin earlier, or remove it."
             )
 
 
@@ -502,7 +524,7 @@ def warn_of_files(report: PlanReport, phases: Sequence[PlannedPhase]) -> None:
     data = report.config.data
     named: list[tuple[str, tuple[str, ...]]] = [
         (report.describe("data.data_path"), data.data_path),
-        *((f"{planned.phase.name} data_path", planned.phase.data_path) for planned in phases),
+        *((f"{planned.phase.origin} data_path", planned.phase.data_path) for planned in phases),
     ]
     if data.mock_data:
         named = []

@@ -643,3 +643,17 @@ def test_stages_of_tr11():
     # With the embedding and the output projection there are 72 layers, 6 in each stage.
     assert plan.layers_per_stage == (5, *[6] * 10, 5)
     assert plan.padded_vocab_size == 250_880
+
+
+def test_ranks_of_traces_must_exist():
+    logging = {"profile_iterations": "3-4", "profile_dir": "traces", "profile_ranks": (0, 8)}
+    assert "--profile-ranks 0 8 names a rank that does not exist" in errors_of(8, logging=logging)
+    assert errors_of(8, logging=logging | {"profile_ranks": (0, 7)}) == ""
+    assert errors_of(2, logging=logging | {"profile_ranks": (-1,)}) == ""
+
+
+def test_a_trace_that_the_run_never_reaches_is_a_warning():
+    logging = {"profile_iterations": "100-101", "profile_dir": "traces"}
+    assert "profile" not in warnings_of(1, logging=logging)
+    logging["profile_iterations"] = "101-102"
+    assert "begins after the last iteration, 100" in warnings_of(1, logging=logging)

@@ -52,6 +52,13 @@ def test_training_on_one_device_imports_no_compiler_and_no_fsdp(
     assert modules.isdisjoint(COMPILER_AND_FSDP)
 
 
+def test_list_of_presets_imports_no_torch() -> None:
+    code, modules, printed = run_and_list_modules("--list-presets")
+    assert code == 0, printed
+    assert "llama2-7b" in printed
+    assert "torch" not in modules
+
+
 def test_help_imports_no_torch() -> None:
     code, modules, printed = run_and_list_modules("--help", "precision")
     assert code == 0, printed

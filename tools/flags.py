@@ -21,9 +21,11 @@ dataclasses and the compatibility table. A test compares it with them.
 
 Flags may be spelled with hyphens or underscores, and values may be attached
 (`--train_samples=6_000_000`). If a flag is given twice, the last one wins. Flags have priority over
-the YAML file of `--config FILE`, which nests the groups below: `model: {hidden_size: 384}`. Boolean
-flags take no value and have a `--no-` form (`--fp16`, `--no-fp16`). `--fp16=True` and
-`--fp16=False` are accepted too. `None` unsets a value.
+the YAML file of `--config FILE`, which nests the groups below: `model: {hidden_size: 384}`. The
+file has priority over `--preset NAME`, the architecture of a published model. `--list-presets`
+prints the names. In the file, the line is `preset: NAME`, outside of the groups. Boolean flags take
+no value and have a `--no-` form (`--fp16`, `--no-fp16`). `--fp16=True` and `--fp16=False` are
+accepted too. `None` unsets a value.
 
 Ranges are in mathematical notation: `[0, 1)` contains 0 but not 1. A whole number without a range
 must be at least 1, and any other number must be finite. Combinations are checked at the start, and

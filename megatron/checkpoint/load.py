@@ -42,6 +42,10 @@ _FREE_TO_CHANGE = {
 }
 
 
+_SHOWN_TENSORS = 3
+"""Number of tensors that a message lists."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A finished checkpoint whose small files were read and whose tensors were not."""
@@ -76,8 +80,8 @@ class Checkpoint:
             model: Architecture of the run. If given, it must fit the checkpoint's.
 
         Raises:
-            CheckpointError: If the checkpoint does not fit. The message has all differences of
-                architecture, names and shapes. Nothing was written.
+            CheckpointError: If the checkpoint does not fit. The message has all differences of the
+                architecture, and the first ones of names and shapes. Nothing was written.
             DamagedError: If a file is missing, cut off or altered. Some of the shards may have been
                 overwritten.
         """
@@ -142,26 +146,45 @@ class Checkpoint:
     def _check_fit(
         self, shards: Sequence[TensorShard], index: TensorIndex, model: ModelConfig | None
     ) -> None:
-        """Raise CheckpointError with all differences between the checkpoint and the run."""
-        # All problems are collected, so that a user need not fix them one by one.
-        problems = []
+        """Raise CheckpointError with the differences between the checkpoint and the run.
+
+        The settings come first. All of them are listed, so that a user need not correct them one by
+        one. The tensors mostly follow from them, so only the first ones are listed.
+        """
+        settings = []
         if model is not None:
-            problems += _compare_models(self.read_config().model, model)
-        for shard in shards:
-            stored = index.tensors.get(f"{shard.kind}/{shard.name}")
-            if stored is None:
-                problems.append(f"{shard.kind} of {shard.name} is not in the checkpoint")
-            elif tuple(stored["shape"]) != shard.global_shape:
-                problems.append(
-                    f"{shard.name} is {tuple(stored['shape'])} in the checkpoint, and "
-                    f"{shard.global_shape} in this run"
-                )
-        if problems:
-            # A weight and its states give the same line. One is enough, in the same order.
-            problems = list(dict.fromkeys(problems))
-            raise CheckpointError(
-                f"{self.folder} does not fit this run:\n  " + "\n  ".join(problems)
+            settings = _compare_models(self.read_config().model, model)
+        tensors = _compare_tensors(shards, index)
+        if not settings and not tensors:
+            return
+        shown = tensors[:_SHOWN_TENSORS]
+        if len(tensors) > len(shown):
+            shown.append(f"... and {len(tensors) - len(shown)} more differences of tensors")
+        raise CheckpointError(
+            f"{self.folder} does not fit this run:\n  " + "\n  ".join([*settings, *shown])
+        )
+
+
+def _compare_tensors(shards: Sequence[TensorShard], index: TensorIndex) -> list[str]:
+    """Return a line for each tensor that is missing or has another shape.
+
+    A weight and its states have one line together.
+    """
+    differing: dict[str, str] = {}
+    missing: dict[str, list[str]] = {}
+    for shard in shards:
+        stored = index.tensors.get(f"{shard.kind}/{shard.name}")
+        if stored is None:
+            kinds = missing.setdefault(shard.name, [])
+            if shard.kind not in kinds:
+                kinds.append(shard.kind)
+            differing[shard.name] = f"{', '.join(kinds)} of {shard.name} is not in the checkpoint"
+        elif tuple(stored["shape"]) != shard.global_shape:
+            differing[shard.name] = (
+                f"{shard.name} is {tuple(stored['shape'])} in the checkpoint, and "
+                f"{shard.global_shape} in this run"
             )
+    return list(differing.values())
 
 
 def _compare_models(saved: ModelConfig, asked: ModelConfig) -> list[str]:

@@ -140,7 +140,7 @@ def write_shard_file(
         tensors: The same keys -> the values to write, which may be copies on the host.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the file cannot be written.
     """
     name = f"rank_{rank:05d}.safetensors"
     written = write_tensors(folder / name, tensors)

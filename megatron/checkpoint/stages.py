@@ -160,7 +160,7 @@ class SaveStages:
         """Do this rank's part of a stage.
 
         Raises:
-            OSError: The disk refuses. The save can be tried again.
+            OSError: A file cannot be written. The save can be tried again.
             DamagedError: The disk holds other bytes than were written. It can be tried again.
             CheckpointError: Another run took the folder over.
         """

@@ -51,7 +51,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenTensors:
         tensors: Name in the file -> tensor.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the file cannot be written.
     """
     header: dict[str, Any] = {}
     position = 0

@@ -8,7 +8,8 @@ Inputs are JSON records (one in each line, or one array), .parquet, .arrow, and 
 a folder, the files with known suffixes are read. A folder of Hugging Face's save_to_disk is read as
 one data set.
 
-If a run is killed, the same command continues it.
+If a run is killed, the same command continues it. PREFIX_{key}_document.tokenizer.json records the
+tokenizer. Training refuses another one where this file is beside the data.
 """
 
 import sys

@@ -20,6 +20,7 @@ import sys
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
+from megatron.preset_table import format_preset_table, wants_preset_list
 from megatron.standard_streams import protect_standard_streams
 from megatron.training.leaving import leave_with_error
 from megatron.training.orphans import die_with_launcher
@@ -59,9 +60,14 @@ def main(argv: list[str] | None = None) -> None:
 def _load(argv: list[str]) -> LoadedConfig:
     """Return the configuration, after all checks that need no torch.
 
+    --help and --list-presets print their text and exit.
+
     Raises:
         MegatronError: The configuration is wrong, or a file that it names cannot be read.
     """
+    if wants_preset_list(argv):
+        print(format_preset_table())
+        raise SystemExit(0)
     try:
         loaded = load_config(argv, prog="pretrain_gpt.py")
         world = read_launcher_world(loaded.config.parallel.local_rank)

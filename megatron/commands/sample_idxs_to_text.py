@@ -24,8 +24,9 @@ from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
 from megatron.config.tree import Config
+from megatron.data.build_sources import build_sources
 from megatron.data.segments import History
-from megatron.data.source import BatchSlice, build_sources
+from megatron.data.source import BatchSlice
 from megatron.errors import ConfigError, DataError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import find_range

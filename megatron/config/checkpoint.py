@@ -35,6 +35,10 @@ class CheckpointConfig:
     keep_every: int | None = None
     """With --keep-latest-checkpoints, keep the checkpoints of iterations divisible by this
     permanently."""
+    hf_export_interval: int | None = None
+    """Iterations between exports to the format of Hugging Face, into the folder hf in --save. The
+    first checkpoint of each interval is exported, by a process of its own while training continues.
+    If --keep-latest-checkpoints removes it first, it is not exported. Default: off."""
     save_optim: bool = True
     """Save the optimizer's state. Without it (--no-save-optim) a resumed run starts with new
     moments."""
@@ -54,7 +58,8 @@ class CheckpointConfig:
     require_load: bool = False
     """Refuse to start without a checkpoint."""
     allow_fresh_start: bool = False
-    """Start from scratch although --load has traces of a run and no usable pointer."""
+    """Start from scratch in two cases that are otherwise refused: --load has traces of a run but no
+    usable pointer, or --load has no checkpoint and is not the folder of --save."""
 
     @property
     def resumes_itself(self) -> bool:

@@ -1,7 +1,7 @@
 """Reads a run's configuration from a command line and a YAML file, with the origin of each value.
 
-Invariant: precedence is flag, then YAML file, then default. Only --help ends the process. All that
-is wrong is collected into one `ConfigError`. Rules that connect fields are in
+Invariant: precedence is flag, then YAML file, then preset, then default. Only --help ends the
+process. All that is wrong is collected into one `ConfigError`. Rules that connect fields are in
 `megatron.config.rules`.
 """
 
@@ -17,8 +17,15 @@ from megatron.config.deepspeed_json import merge_json
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
 from megatron.config.help import print_help
 from megatron.config.normalise import CommandLine, read_argv
+from megatron.config.presets import read_preset
 from megatron.config.tree import Config
-from megatron.config.yaml_file import dump_yaml, read_file, read_flat_flags, read_text
+from megatron.config.yaml_file import (
+    YamlContents,
+    dump_yaml,
+    read_file,
+    read_flat_flags,
+    read_text,
+)
 from megatron.errors import ConfigError
 
 __all__ = [
@@ -37,12 +44,12 @@ class LoadedConfig:
 
     config: Config
     origin: dict[str, str]
-    """Dotted field -> 'default', 'run.yaml:9', or the flag as it was typed."""
+    """Dotted field -> 'default', 'preset llama2-7b', 'run.yaml:9', or the flag as it was typed."""
     warnings: list[str]
 
 
 def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -> LoadedConfig:
-    """Read flags (`sys.argv` by default) over the YAML file that --config names.
+    """Read flags (`sys.argv` by default) over the YAML file that --config names and a preset.
 
     --help prints the help text and exits.
 
@@ -54,7 +61,7 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
     if line.help:
         print_help(prog, line.help_group)
         raise SystemExit(0)
-    given: dict[str, ValueWithOrigin] = {}
+    contents = YamlContents()
     errors = list(line.errors)
     flat = None if line.config_file is None else read_flat_flags(line.config_file)
     if flat is not None:
@@ -62,9 +69,12 @@ def load_config(argv: Sequence[str] | None = None, *, prog: str | None = None) -
         line = _merge_lines(read_argv(flat), line)
         errors = list(line.errors)
     elif line.config_file is not None:
-        given, yaml_errors = read_file(line.config_file)
-        errors += yaml_errors
-    # Flags are merged after the file, so a flag replaces the file's value and its origin.
+        contents = read_file(line.config_file)
+        errors += contents.errors
+    given, preset_errors = _read_preset(line.preset or contents.preset)
+    errors += preset_errors
+    # The file replaces values of the preset and their origins, and flags replace those of the file.
+    given |= contents.given
     given |= line.given
     warnings = list(line.warnings)
     # DeepSpeed's JSON is read last, because its values must agree with those of flags and YAML.
@@ -109,11 +119,28 @@ def _merge_lines(below: CommandLine, above: CommandLine) -> CommandLine:
     """Return two command lines as one. Values of `above` take precedence."""
     return CommandLine(
         given=below.given | above.given,
+        preset=above.preset or below.preset,
         typed=below.typed | above.typed,
         conditions=[*below.conditions, *above.conditions],
         warnings=list(dict.fromkeys([*below.warnings, *above.warnings])),
         errors=[*below.errors, *above.errors],
     )
+
+
+def _read_preset(
+    choice: ValueWithOrigin | None,
+) -> tuple[dict[str, ValueWithOrigin], list[str]]:
+    """Return the values of the chosen preset and the errors. Without a choice, both are empty."""
+    if choice is None or choice.value is None:
+        return {}, []
+    try:
+        return dict(read_preset(choice.value).values), []
+    except ValueError as error:
+        if choice.origin.startswith("-"):
+            note = ""
+        else:
+            note = f" ({choice.origin})"
+        return {}, [f"--preset {choice.value}{note} {error}."]
 
 
 def _fill_for_other_systems(
@@ -184,10 +211,12 @@ def load_yaml(text: str) -> Config:
     Raises:
         ConfigError: the text is not YAML, or has an unknown key, a wrong value or a missing field.
     """
-    given, errors = read_text(text, "<yaml>")
+    contents = read_text(text, "<yaml>")
+    given, errors = _read_preset(contents.preset)
+    given |= contents.given
     # A text that cannot be parsed gives no values, so each required field would be reported as
     # missing too.
-    errors = errors or find_missing(given)
+    errors = contents.errors or errors or find_missing(given)
     if errors:
         raise combine_errors(errors)
     return build_config({dotted: item.value for dotted, item in given.items()})

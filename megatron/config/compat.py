@@ -8,18 +8,22 @@ import functools
 from collections.abc import Sequence
 
 from megatron.config.compat_fms import FMS
+from megatron.config.compat_forks import FORKS
 from megatron.config.compat_llm_baselines import LLM_BASELINES
 from megatron.config.compat_megatron import MEGATRON
 from megatron.config.compat_megatron_core import MEGATRON_CORE
 from megatron.config.compat_models import OTHER_MODELS
 from megatron.config.compat_row import Row
+from megatron.config.compat_swiss_ai import SWISS_AI
 
 SYSTEMS: dict[str, tuple[Row, ...]] = {
     "Megatron-LM and Megatron-DeepSpeed (BigScience's and Microsoft's)": (
         *MEGATRON,
         *MEGATRON_CORE,
         *OTHER_MODELS,
+        *FORKS,
     ),
+    "swiss-ai's Megatron-LM (Apertus)": SWISS_AI,
     "fms-fsdp": FMS,
     "llm-baselines": LLM_BASELINES,
 }

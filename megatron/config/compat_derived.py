@@ -14,7 +14,13 @@ from typing import Any
 
 from megatron.config.compat_fms import FMS_DEFAULTS
 from megatron.config.compat_llm_baselines import LLM_BASELINES_DEFAULTS
-from megatron.config.fields import ValueWithOrigin, all_fields, find_missing
+from megatron.config.fields import (
+    PRESET_ORIGIN,
+    ValueWithOrigin,
+    all_fields,
+    find_missing,
+)
+from megatron.config.profiling import ALL_RANKS
 
 Typed = Mapping[str, tuple[str, ...]]
 """Flag of the compatibility table, with hyphens -> its values as text."""
@@ -101,7 +107,12 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
         ValueError: the flags contradict each other. The message gives the rule.
     """
     size = given.get("tokenizer.vocab_size")
-    if typed.get("--tokenizer-type") == ("NullTokenizer",) and size is not None:
+    # A preset's number already includes the end of a document.
+    if (
+        typed.get("--tokenizer-type") == ("NullTokenizer",)
+        and size is not None
+        and not size.origin.startswith(PRESET_ORIGIN)
+    ):
         yield (
             "tokenizer.vocab_size",
             size.value + 1,
@@ -112,7 +123,11 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
         if (trigger in typed or trigger == system) and dotted not in given:
             value, reason = compute(_Values(typed, given))
             if value is not None:
-                shown = f"{value:g}" if isinstance(value, float) else value
+                shown = value
+                if isinstance(value, float):
+                    shown = f"{value:g}"
+                elif isinstance(value, tuple):
+                    shown = " ".join(map(str, value))
                 yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
 
 
@@ -130,12 +145,25 @@ class _Values:
             return None
         return item.value
 
-    def get_number(self, flag: str) -> float:
-        """Return the value of another system's flag, or nan if it is no number."""
+    def has(self, flag: str, value: str) -> bool:
+        """Return whether another system's flag is given with this value."""
+        return self._typed.get(flag) == (value,)
+
+    def get_number(self, flag: str, default: float = math.nan) -> float:
+        """Return the value of another system's flag, or nan if it is no number.
+
+        It is `default` if the flag is not given.
+        """
+        if flag not in self._typed:
+            return default
         try:
             return float(self._typed[flag][0])
-        except (IndexError, KeyError, ValueError):
+        except (IndexError, ValueError):
             return math.nan
+
+    def get_words(self, flag: str) -> tuple[str, ...] | None:
+        """Return the values of another system's flag, or None if it was not given."""
+        return self._typed.get(flag)
 
 
 _Computed = tuple[Any, str]
@@ -167,10 +195,51 @@ def _compute_accumulated_batch(values: _Values) -> _Computed:
     return micro * int(steps), "the batch size x --acc_steps, over all ranks"
 
 
+def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[_Values], _Computed]:
+    """Return a function that sets a value if a flag of another system is given with a word."""
+
+    def compute(values: _Values) -> _Computed:
+        if values.has(flag, word):
+            return value, reason
+        return None, ""
+
+    return compute
+
+
+def _compute_wsd_decay(values: _Values) -> _Computed:
+    iterations = values.get_field("batch.train_iters")
+    if not values.has("--scheduler", "wsd") or iterations is None:
+        return None, ""
+    fraction = values.get_number("--wsd-fract-decay", 0.1)
+    if not fraction > 0:
+        return None, ""
+    return int(fraction * iterations), f"--wsd_fract_decay {fraction:g} x iterations, rounded down"
+
+
+def _compute_wsd_floor(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    if not values.has("--scheduler", "wsd") or peak is None:
+        return None, ""
+    scale = values.get_number("--wsd-final-lr-scale", 0.0)
+    if not scale >= 0:
+        return None, ""
+    return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
+
+
+def _compute_wsd_start(values: _Values) -> _Computed:
+    peak = values.get_field("optimizer.lr")
+    warmups = ("optimizer.lr_warmup_iters", *_OTHER_WARMUPS)
+    warm = any(values.get_field(dotted) for dotted in warmups)
+    if not values.has("--scheduler", "wsd") or peak is None or not warm:
+        return None, ""
+    return peak / 100, "a hundredth of the peak rate, as in llm-baselines"
+
+
 def _compute_one_cycle_floor(values: _Values) -> _Computed:
     peak = values.get_field("optimizer.lr")
     factor = values.get_number("--final-div-factor")
     decays = values.get_field("optimizer.lr_decay_style") != "constant"
+    decays = decays and not values.has("--scheduler", "wsd")
     if peak is None or not decays or not factor > 0:
         return None, ""
     floor = peak / 100 / factor
@@ -212,11 +281,90 @@ def _compute_virtual_stage_layers(values: _Values) -> _Computed:
     return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
 
 
+def _profiles_as_microsoft(values: _Values) -> bool:
+    """Return whether --profile is that of Microsoft's fork, with its own flag for the steps."""
+    words = values.get_words("--profile") or ()
+    if words not in ((), ("pt",), ("pt-full",)):
+        raise ValueError(f"--profile {' '.join(words)} must be --profile, or --profile pt.")
+    return words != ()
+
+
+def _compute_profiled_iterations(values: _Values) -> _Computed:
+    """Return the iterations, counted from 1, that the profilers of Megatron record."""
+    if _profiles_as_microsoft(values):
+        words = values.get_words("--profile-steps") or ("2,3",)
+        match = re.fullmatch(r"(\d+),(\d+)", " ".join(words))
+        if match is None:
+            raise ValueError(
+                f"--profile-steps {' '.join(words)} must be FIRST,LAST; use --profile-iterations."
+            )
+        return f"{match[1]}-{match[2]}", "--profile-steps, both included"
+    start = _get_whole_number(values, "--profile-step-start", 10)
+    end = _get_whole_number(values, "--profile-step-end", 12)
+    # nsys starts after `start` iterations. PyTorch's profiler is stopped in its step `end`, which
+    # is therefore not recorded.
+    if values.get_words("--use-pytorch-profiler") is None:
+        first = start + 1
+        last = end
+    else:
+        first = max(start, 1)
+        last = end - 1
+    if first > last:
+        raise ValueError(
+            f"--profile-step-end {end} must be above --profile-step-start {start}; use "
+            "--profile-iterations FIRST-LAST."
+        )
+    return f"{first}-{last}", f"Megatron profiles from step {start} to step {end}"
+
+
+def _get_whole_number(values: _Values, flag: str, default: int) -> int:
+    number = values.get_number(flag)
+    if math.isnan(number):
+        return default
+    return int(number)
+
+
+def _compute_profiled_ranks(values: _Values) -> _Computed:
+    if _profiles_as_microsoft(values):
+        return (ALL_RANKS,), "all ranks, as in Microsoft's Megatron-DeepSpeed"
+    return None, ""
+
+
 _DERIVATIONS: tuple[tuple[str, str, Callable[[_Values], _Computed]], ...] = (
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
     ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
     ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
     ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
+    ("--profile", "logging.profile_iterations", _compute_profiled_iterations),
+    ("--profile", "logging.profile_ranks", _compute_profiled_ranks),
+    (
+        "--scheduler",
+        "optimizer.lr_decay_style",
+        _set_with("--scheduler", "wsd", "WSD", "--scheduler wsd"),
+    ),
+    ("--scheduler", "optimizer.min_lr", _compute_wsd_floor),
+    ("--scheduler", "optimizer.lr_wsd_decay_iters", _compute_wsd_decay),
+    (
+        "--scheduler",
+        "optimizer.lr_wsd_decay_style",
+        _set_with("--scheduler", "wsd", "linear", "the default of --decay_type"),
+    ),
+    ("--scheduler", "optimizer.lr_warmup_init", _compute_wsd_start),
+    (
+        "--opt",
+        "optimizer.optimizer",
+        _set_with("--opt", "ademamix", "ademamix", "--opt ademamix"),
+    ),
+    (
+        "--opt",
+        "optimizer.ademamix_beta3",
+        _set_with("--opt", "ademamix", 0.9, "the default of --adema_beta3"),
+    ),
+    (
+        "--opt",
+        "optimizer.ademamix_alpha",
+        _set_with("--opt", "ademamix", 2.0, "the default of --adema_alpha"),
+    ),
     ("fms-fsdp", "optimizer.min_lr", _compute_fms_floor),
     ("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
     (

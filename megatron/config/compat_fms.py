@@ -16,24 +16,9 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
-# What every variant has in common and fms-fsdp hard-codes. The defaults here are GPT-2's, so each
-# has to be set.
-_LLAMA = (
-    *(
-        "--normalization",
-        "RMSNorm",
-        "--layernorm-epsilon",
-        "1e-5",
-        "--glu-activation",
-        "swiglu",
-        "--no-add-bias-linear",
-    ),
-    *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rotary"),
-    *("--hidden-dropout", "0", "--attention-dropout", "0"),
-)
 _VARIANT = (
-    "weights are initialised with --init-method-std, and smaller in the output projections; "
-    "fms-fsdp uses 0.02 for all"
+    "without its sequence length. Weights are initialised with --init-method-std, and smaller in "
+    "the output projections; fms-fsdp uses 0.02 for all"
 )
 _STREAMED = (
     "data sets are not streamed: make them with tools/preprocess_data.py and mix them with "
@@ -45,89 +30,32 @@ _SPECIAL_TOKENS = (
 )
 _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
-_PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
+_STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
 _OWN_CHECKPOINTS = "checkpoints of fms-fsdp are not read"
 _NO_NODES = (
     "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
 )
 
 
-def _make_variant(
-    *names: str,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    groups: int | None = None,
-    vocab: int = 32000,
-    base: int = 10000,
-) -> Row:
-    """Return the row of a model variant.
-
-    `groups` is the number of key/value heads if it is less than `heads`.
-    """
-    shape = {
-        "num-layers": layers,
-        "hidden-size": hidden,
-        "ffn-hidden-size": ffn,
-        "num-attention-heads": heads,
-    }
-    shape |= {"num-query-groups": groups or heads, "vocab-size": vocab, "rotary-base": base}
-    flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-    return rename_flag("--model-variant", *flags, *_LLAMA, arity=1, only=names, reason=_VARIANT)
-
-
-_LLAMA3 = {"vocab": 128256, "base": 500000}
+_VARIANTS = {
+    ("7b", "llama2_7b"): "llama2-7b",
+    ("13b", "llama2_13b"): "llama2-13b",
+    ("34b", "llama2_34b"): "llama2-34b",
+    ("70b", "llama2_70b"): "llama2-70b",
+    ("llama2_1.4b",): "llama2-1.4b",
+    ("llama3_194m_4k",): "llama3-194m-4k",
+    ("llama3_1.8b", "llama3_1.8b_4k"): "llama3-1.8b",
+    ("llama3_3.2b", "llama3_3.2b_4k"): "llama3-3.2b",
+    ("llama3_8b", "llama3_8b_4k"): "llama3-8b",
+    ("llama3_70b", "llama3_70b_4k"): "llama3-70b",
+}
+"""Names of a model in fms-fsdp's registry of model variants -> preset."""
 
 FMS: tuple[Row, ...] = (
-    # The model. The shapes are those of fms-fsdp's registry of model variants.
-    _make_variant("7b", "llama2_7b", layers=32, hidden=4096, ffn=11008, heads=32),
-    _make_variant("13b", "llama2_13b", layers=40, hidden=5120, ffn=13824, heads=40),
-    _make_variant(
-        "34b", "llama2_34b", layers=48, hidden=8192, ffn=22016, heads=64, groups=8, base=1000000
-    ),
-    _make_variant("70b", "llama2_70b", layers=80, hidden=8192, ffn=28672, heads=64, groups=8),
-    _make_variant("llama2_1.4b", layers=24, hidden=2048, ffn=6144, heads=16, groups=4),
-    _make_variant("llama3_194m_4k", layers=10, hidden=1024, ffn=2816, heads=8, **_LLAMA3),
-    _make_variant(
-        "llama3_1.8b",
-        "llama3_1.8b_4k",
-        layers=24,
-        hidden=2048,
-        ffn=7168,
-        heads=16,
-        groups=8,
-        **_LLAMA3,
-    ),
-    _make_variant(
-        "llama3_3.2b",
-        "llama3_3.2b_4k",
-        layers=24,
-        hidden=3072,
-        ffn=8192,
-        heads=24,
-        groups=8,
-        **_LLAMA3,
-    ),
-    _make_variant(
-        "llama3_8b",
-        "llama3_8b_4k",
-        layers=32,
-        hidden=4096,
-        ffn=14336,
-        heads=32,
-        groups=8,
-        **_LLAMA3,
-    ),
-    _make_variant(
-        "llama3_70b",
-        "llama3_70b_4k",
-        layers=80,
-        hidden=8192,
-        ffn=28672,
-        heads=64,
-        groups=8,
-        **_LLAMA3,
+    *(
+        rename_flag("--model-variant", "--preset", preset, arity=1, only=names, reason=_VARIANT)
+        for names, preset in _VARIANTS.items()
     ),
     # This row follows the variants. It holds for every other value of --model-variant.
     refuse_flag(
@@ -233,7 +161,10 @@ FMS: tuple[Row, ...] = (
         "--wandb-dir --wandb-project-name --wandb-run-id --aim-dir --aim-project-name --aim-run-id",
         arity=1,
     ),
-    *ignore_flags(_PROFILER, "--use-profiler --profiler-rank0-only"),
+    ignore_flag("--use-profiler", "no trace is written", only=("False", "false")),
+    rename_flag("--use-profiler", *_TRACE, reason=_STEPS),
+    rename_flag("--profiler-rank0-only", "--profile-ranks", "-1", only=("False", "false")),
+    rename_flag("--profiler-rank0-only", "--profile-ranks", "0"),
     # Speculators.
     *refuse_flags(_SPECULATOR, "--speculator-tie-weights --speculator-scale-input"),
     *refuse_flags(

@@ -19,7 +19,7 @@ _DATA = (
     "data set"
 )
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
-_OTHER_OPTIMIZER = "it is for another optimizer than adamw"
+_OTHER_OPTIMIZER = "it is for another optimizer than adamw and ademamix"
 _AVERAGES = "weights are not averaged over steps"
 _MOE = "there are no mixtures of experts"
 _NO_MOE = "it is for mixtures of experts, which are not supported"
@@ -32,7 +32,7 @@ LLM_BASELINES: tuple[Row, ...] = (
     rename_flag(
         "--model",
         *("--normalization", "RMSNorm", "--glu-activation", "swiglu", "--no-add-bias-linear"),
-        *("--position-embedding-type", "rotary"),
+        *("--position-embedding-type", "rotary", "--no-weight-decay-on-embeddings"),
         arity=1,
         only=("llama", "llama2"),
         reason="the feed-forward width is 8/3 x --n_embd, rounded up to a multiple of "
@@ -42,6 +42,7 @@ LLM_BASELINES: tuple[Row, ...] = (
         "--model",
         "--no-add-bias-linear",
         "--no-bias-gelu-fusion",
+        "--no-weight-decay-on-embeddings",
         arity=1,
         only=("base",),
         reason="its norms have biases here",
@@ -55,7 +56,11 @@ LLM_BASELINES: tuple[Row, ...] = (
     rename_flag("--sequence-length", "--seq-length", arity=1),
     rename_flag("--rmsnorm-eps", "--layernorm-epsilon", arity=1),
     rename_flag("--init-std", "--init-method-std", arity=1),
-    rename_flag("--untied-embeds", "--untie-embeddings-and-output-weights"),
+    rename_flag(
+        "--untied-embeds",
+        "--untie-embeddings-and-output-weights",
+        reason="the output matrix has weight decay here, and none there",
+    ),
     rename_flag("--bias", "--add-bias-linear", arity=1, only=("True", "true")),
     rename_flag("--bias", "--no-add-bias-linear", arity=1, only=("False", "false")),
     *(
@@ -117,17 +122,27 @@ LLM_BASELINES: tuple[Row, ...] = (
     ignore_flag("--data-rd-seed", "the order of samples follows from --seed", arity=1),
     # The optimizer and the learning rate.
     ignore_flag("--opt", "AdamW is the optimizer", arity=1, only=("adamw",)),
+    derive_from(
+        "--opt", "it is --optimizer ademamix with llm-baselines' defaults", only=("ademamix",)
+    ),
+    rename_flag("--adema-beta3", "--ademamix-beta3", arity=1),
+    rename_flag("--adema-alpha", "--ademamix-alpha", arity=1),
+    rename_flag("--adema-beta3-warmup", "--ademamix-beta3-warmup", arity=1),
+    rename_flag("--adema-alpha-warmup", "--ademamix-alpha-warmup", arity=1),
     refuse_flag(
         "--opt",
-        "use --optimizer ademamix and --ademamix-*, whose defaults differ",
+        "queries, keys and values are one matrix there and three here, and its matrices have no "
+        "weight decay and a learning rate of their own. --optimizer muon is near it with "
+        "--muon-coefficient-type simple --muon-scale-mode shape_scaling",
         arity=1,
-        only=("ademamix",),
+        only=("muon",),
     ),
     refuse_flag(
         "--opt",
-        "use --optimizer muon and --muon-*, whose defaults and scales differ",
+        "queries, keys and values are one matrix there and three here. --optimizer muon is near "
+        "it with --muon-coefficient-type simple --muon-extra-scale-factor 0.2",
         arity=1,
-        only=("muon", "d-muon", "muon-pytorch"),
+        only=("d-muon", "muon-pytorch"),
     ),
     refuse_flag("--opt", "there is no such optimizer: use adamw", arity=1),
     rename_flag("--beta1", "--adam-beta1", arity=1),
@@ -153,16 +168,36 @@ LLM_BASELINES: tuple[Row, ...] = (
         reason="warm-up starts at 0 here, and at a hundredth of the peak there",
     ),
     rename_flag("--scheduler", "--lr-decay-style", "constant", arity=1, only=("none",)),
-    refuse_flag(
-        "--scheduler",
-        "use --lr-decay-style WSD with --lr-wsd-decay-iters and --lr-wsd-decay-style, or cosine",
+    derive_from(
+        "--scheduler", "it is --lr-decay-style WSD with llm-baselines' defaults", only=("wsd",)
+    ),
+    refuse_flag("--scheduler", "use --scheduler wsd or cos", arity=1),
+    derive_from("--final-div-factor", "--min-lr is --lr / 100 / --final_div_factor", arity=1),
+    derive_from(
+        "--wsd-fract-decay",
+        "with --scheduler wsd, --lr-wsd-decay-iters is its value x --iterations",
         arity=1,
     ),
-    derive_from("--final-div-factor", "--min-lr is --lr / 100 / --final_div_factor", arity=1),
+    *(
+        derive_from(
+            "--wsd-final-lr-scale",
+            "with --scheduler wsd, --min-lr is its value x --lr",
+            only=values,
+        )
+        for values in (("0", "0.0"), ())
+    ),
+    *(
+        rename_flag("--decay-type", "--lr-wsd-decay-style", style, arity=1, only=(theirs,))
+        for theirs, style in (("linear", "linear"), ("cosine", "cosine"), ("sqrt", "minus_sqrt"))
+    ),
+    refuse_flag(
+        "--decay-type",
+        "the final decay of WSD has another shape: use linear, cosine or sqrt",
+        arity=1,
+    ),
     *ignore_flags(
-        "it is for --scheduler wsd or cos_inf, which are refused",
-        "--wsd-final-lr-scale --wsd-fract-decay --decay-type --cos-inf-steps "
-        "--dd-second-decay-type --dd-first-lr-factor",
+        "it is for --scheduler cos_inf or dd, which are refused",
+        "--cos-inf-steps --dd-second-decay-type --dd-first-lr-factor",
         arity=1,
     ),
     refuse_flag(
@@ -172,8 +207,7 @@ LLM_BASELINES: tuple[Row, ...] = (
         _OTHER_OPTIMIZER,
         "--momentum --shampoo-beta --precondition-frequency --max-precond-dim --merge-dims "
         "--precondition-1d --normalize-grads --soap-data-format --correct-bias --nesterov "
-        "--muon-ns-steps --muon-lr-factor --muon-backend --muon-backend-steps --adema-beta3 "
-        "--adema-alpha --adema-beta3-warmup --adema-alpha-warmup --schedulefree-r "
+        "--muon-ns-steps --muon-lr-factor --muon-backend --muon-backend-steps --schedulefree-r "
         "--weight-lr-power --dampening --prodigy-beta3 --prodigy-decouple "
         "--prodigy-use-bias-correction --prodigy-safeguard-warmup --prodigy-fsdp-in-use "
         "--sophia-rho --sophia-bs --clipping-type --clip-eta --mars-type --mars-vr-gamma "

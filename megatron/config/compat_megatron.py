@@ -51,8 +51,9 @@ _SENTENCEPIECE = (
     "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
 )
 _ZERO_BUFFERS = "the engine sizes and orders its communication itself"
-_NO_PROFILER = (
-    "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_TRACE = (
+    "it sets --profile-iterations, and PyTorch's profiler writes the trace, also for nsys; the "
+    "iterations count from the start of the run"
 )
 _MESSAGES = "there is one level of messages"
 _STEP_TIMES = "the step's parts are always timed"
@@ -124,9 +125,11 @@ _MODEL = (
         "--apply-residual-connection-post-layernorm",
         "residuals are taken before the norm (pre-LN), as in GPT-2",
     ),
-    refuse_flag(
+    # With weights w + 1 a norm has the same function, start and gradients, and there is no decay.
+    ignore_flag(
         "--apply-layernorm-1p",
-        "norms store their weight directly, in fp32 master weights: remove it",
+        "the weight of a norm is stored as it is, which is the same in exact arithmetic, and the "
+        "master weights are fp32",
     ),
     refuse_flag(
         "--embedding-weights-in-fp32",
@@ -260,7 +263,11 @@ _OPTIMIZER_AND_PRECISION = (
     rename_flag("--override-opt-param-scheduler", "--override-lr-scheduler"),
     rename_flag("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     # Megatron-LM's distributed optimizer shards optimizer states, which is ZeRO's stage 1.
-    rename_flag("--use-distributed-optimizer", "--zero-stage", "1"),
+    rename_flag(
+        "--use-distributed-optimizer",
+        *("--zero-stage", "1"),
+        reason="this is the default, so the flag has no effect without another --zero-stage",
+    ),
     ignore_flag("--accumulate-allreduce-grads-in-fp32", _FP32),
     refuse_flag("--fp16-lm-cross-entropy", "the loss is computed in fp32: remove it"),
     ignore_flag("--sgd-momentum", "the optimizer is AdamW", arity=1),
@@ -278,7 +285,11 @@ _OPTIMIZER_AND_PRECISION = (
 
 _PARALLELISM = (
     rename_flag("--model-parallel-size", "--tensor-model-parallel-size", arity=1),
-    rename_flag("--no-pipeline-parallel", "--pipeline-model-parallel-size", "1"),
+    rename_flag(
+        "--no-pipeline-parallel",
+        *("--pipeline-model-parallel-size", "1"),
+        reason="this is the default, so the flag has no effect without another size",
+    ),
     # DeepSpeed's name in its first versions.
     rename_flag("--deepscale", "--deepspeed"),
     rename_flag("--deepscale-config", "--deepspeed-config", arity=1),
@@ -392,7 +403,7 @@ _STOPPING_AND_CHECKPOINTS = (
         "it is for one cluster only: requeue with --exit-duration-in-mins or SIGTERM",
     ),
     ignore_flag("--adlr-autoresume-interval", "it is only for --adlr-autoresume", arity=1),
-    ignore_flag("--exit-signal-handler", "SIGTERM always saves and exits"),
+    ignore_flag("--exit-signal-handler", "SIGTERM, SIGUSR1 and SIGUSR2 always save and exit"),
 )
 
 _LOGGING = (
@@ -409,8 +420,9 @@ _LOGGING = (
         "--log-optimizer-states-to-tensorboard",
     ),
     *ignore_flags(_WANDB, "--wandb-project --wandb-exp-name --wandb-save-dir", arity=1),
-    *ignore_flags(_NO_PROFILER, "--profile --profile-steps", arity=1),
-    ignore_flag("--profile-ranks", _NO_PROFILER, arity="*"),
+    # Megatron-LM's flag has no value, and that of Microsoft's fork has one.
+    derive_from("--profile", _TRACE, arity="*"),
+    derive_from("--profile-steps", _TRACE, arity="*"),
 )
 
 MEGATRON: tuple[Row, ...] = (

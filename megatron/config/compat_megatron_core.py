@@ -38,7 +38,8 @@ _CONVERSION = "checkpoints of Megatron are not read or converted"
 _TRACKERS = "metrics go to TensorBoard and to metrics.jsonl"
 _RESTARTS = "a lost rank ends the run, and the next array task resumes it"
 _STRAGGLERS = "tools/node_check.py finds slow nodes"
-_PROFILER = "no profiler is attached; --log-timers-to-tensorboard logs the times of a step's parts"
+_PROFILER = "traces have the operators without shapes and call stacks"
+_TRACE = "with --profile, it sets --profile-iterations"
 _CHECKS = "a step with a NaN or an infinity is always dropped and reported"
 _INFERENCE = "it is for inference, and this program only trains"
 _COLLECTOR = "Python's garbage collector keeps its defaults"
@@ -84,8 +85,6 @@ _MODEL = (
         "--spec", "it names code of Megatron core, which is not used: remove it", arity="*"
     ),
     rename_flag("--qk-layernorm", "--qk-norm", "head"),
-    ignore_flag("--qknorm-impl", _KERNELS, arity=1),
-    rename_flag("--xielu", "--activation", "xielu"),
     refuse_flag("--qk-l2-norm", "a norm without weights is not supported: use --qk-norm"),
     refuse_flag("--quick-geglu", "use --glu-activation"),
     refuse_flag("--activation-func-clamp-value", "activations are not clamped: remove it", arity=1),
@@ -156,11 +155,6 @@ _MODEL = (
 )
 
 _OPTIMIZER_AND_LOSS = (
-    *refuse_flags(
-        "one learning rate holds for all weights: remove it",
-        "--decoupled-lr --decoupled-min-lr",
-        arity=1,
-    ),
     rename_flag("--optimizer", "--optimizer", "muon", arity=1, only=("dist_muon",)),
     ignore_flag(
         "--muon-tp-mode",
@@ -176,14 +170,6 @@ _OPTIMIZER_AND_LOSS = (
     ignore_flag("--muon-use-syrk", _KERNELS),
     ignore_flag("--muon-scalar-optimizer", "it is AdamW", arity=1, only=("adam",)),
     refuse_flag("--muon-scalar-optimizer", "it is AdamW: remove it", arity=1),
-    # The next three are of swiss-ai's Megatron-LM, which trained Apertus.
-    *(
-        ignore_flag(flag, "-1 turns the warm-up off", arity=1, only=("-1",))
-        for flag in ("--ademamix-beta3-warmup", "--ademamix-alpha-warmup")
-    ),
-    rename_flag(
-        "--lr-wsd-decay-style", "--lr-wsd-decay-style", "minus_sqrt", arity=1, only=("1-sqrt",)
-    ),
     ignore_flag(
         "--calculate-per-token-loss",
         "every microbatch has the same number of tokens, unless the loss of some is masked",
@@ -234,9 +220,10 @@ _OPTIMIZER_AND_LOSS = (
         "use --skip-train-iteration-range, as in 5-5 for one iteration",
         arity="*",
     ),
-    refuse_flag(
+    # It changes only batch sizes that the ranks cannot divide.
+    ignore_flag(
         "--decrease-batch-size-if-needed",
-        "the batch size is never changed silently: choose --global-batch-size",
+        "a batch size that the ranks cannot divide is an error",
     ),
 )
 
@@ -387,21 +374,36 @@ _REPORTS = (
     *ignore_flags(_TRACKERS, "--one-logger-* --wandb-*", arity="*"),
     *ignore_flags(_STRAGGLERS, "--log-straggler --disable-straggler-on-startup"),
     *ignore_flags(_STRAGGLERS, "--straggler-ctrlr-port --straggler-minmax-count", arity=1),
-    *ignore_flags(_PROFILER, "--profile-step-start --profile-step-end", arity=1),
+    derive_from("--profile-step-start", _TRACE, only=("0",)),
+    derive_from("--profile-step-start", _TRACE),
+    derive_from("--profile-step-end", _TRACE),
+    ignore_flag("--use-pytorch-profiler", "--profile always writes a trace of PyTorch's profiler"),
+    rename_flag(
+        "--record-memory-history",
+        "--memory-snapshot",
+        reason="a snapshot is written if memory runs out, and after "
+        "--memory-snapshot-iterations instead of each --log-interval",
+    ),
+    ignore_flag("--memory-snapshot-path", "snapshots are written to --profile-dir", arity=1),
     *ignore_flags(
         _PROFILER,
-        "--use-pytorch-profiler --record-memory-history --run-workload-inspector-server "
-        "--nvtx-ranges --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack",
+        "--run-workload-inspector-server --nvtx-ranges --pytorch-profiler-collect-shapes "
+        "--pytorch-profiler-collect-callstack",
     ),
-    ignore_flag("--profile-*", _PROFILER, arity="*"),
-    ignore_flag("--memory-snapshot-path", _PROFILER, arity=1),
     ignore_flag("--train-sync-interval", "the host reads the loss of every iteration", arity=1),
     ignore_flag("--test-mode", "no tests run beside training"),
     *ignore_flags(_RESTARTS, "--enable-ft-package --calc-ft-timeouts --inprocess-restart"),
     ignore_flag("--inprocess-empty-cuda-cache", _RESTARTS),
     ignore_flag("--inprocess-*", _RESTARTS, arity="*"),
     ignore_flag(
-        "--exit-signal", "SIGTERM always saves and exits", arity=1, only=("SIGTERM", "sigterm")
+        "--exit-signal",
+        "this signal always saves and exits",
+        arity=1,
+        only=tuple(
+            spelled
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+            for spelled in (name, name.lower())
+        ),
     ),
 )
 

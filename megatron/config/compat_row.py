@@ -68,7 +68,7 @@ def derive_from(
 ) -> Row:
     """Return the row of a flag from which a value is computed, together with other flags.
 
-    Without `only`, the flag's value must be a number above 0.
+    Without `only`, the value of a flag that takes one value must be a number above 0.
     """
     return Row(flag, "derived", arity, reason, (), only, needs)
 

@@ -6,7 +6,7 @@ Rules read it, and messages take their wording from it.
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import all_fields, flatten
+from megatron.config.fields import PRESET_ORIGIN, all_fields, flatten
 from megatron.config.tree import Config
 
 
@@ -29,6 +29,10 @@ class ConfigWithOrigin:
     def is_changed(self, dotted: str) -> bool:
         """Return whether the field's value differs from its default."""
         return bool(self[dotted] != all_fields()[dotted].default)
+
+    def is_from_preset(self, dotted: str) -> bool:
+        """Return whether the field's value is that of a preset."""
+        return self.origin.get(dotted, "").startswith(PRESET_ORIGIN)
 
     def describe(self, *dotted: str) -> str:
         """Return flag, value and origin of fields, joined with 'and'.

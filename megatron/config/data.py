@@ -30,8 +30,9 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = None
     """File that holds the argument of --test-weighted-split-paths."""
     data_phases: str | None = None
-    """YAML file with the phases of training, instead of --data-path: which mixture and which seed
-    of the data order apply from which iteration or token on. See docs/data_phases.md."""
+    """YAML file with the phases of the training data, instead of --data-path. Each phase has a
+    mixture, a seed of the data order, and the iteration or the token with which it begins. See
+    docs/data_phases.md."""
     data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the data set. mmap (.bin/.idx) is the only one."""
     mock_data: bool = False

@@ -133,9 +133,13 @@ class Field:
             raise ValueError(f"must be {self.expected}") from None
 
 
+PRESET_ORIGIN = "preset "
+"""The origin of a preset's values begins with this. The name of the preset follows."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ValueWithOrigin:
-    """A value that a user gave, and where: '--lr' or 'run.yaml:9'."""
+    """A value that a user gave, and where: '--lr', 'run.yaml:9' or 'preset llama2-7b'."""
 
     value: typing.Any
     origin: str

@@ -21,12 +21,15 @@ DESCRIPTION = """Pretrain a GPT or Llama model.
 Flags may be spelled with hyphens or underscores. If a flag is given twice, the last one wins.
 Boolean flags take no value and have a --no- form (--fp16, --no-fp16). --fp16=True and --fp16=False
 are accepted too. Numbers may be grouped (6_000_000). None unsets a value. Flags have priority over
-the --config file, which nests the groups below, as in `model: {hidden_size: 384}`.
+the --config file, which nests the groups below, as in `model: {hidden_size: 384}`. The file has
+priority over the --preset.
 
 A small model on one device: pretrain_gpt.py --data-path corpus_text_document
 --vocab-file vocab.json --merge-file merges.txt --num-layers 4 --hidden-size 128
 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --global-batch-size 8 --train-iters
 1000 --lr 1e-3 --save runs/small --load runs/small --save-interval 200
+
+A published model: torchrun --nproc-per-node 8 pretrain_gpt.py --preset llama2-7b --zero-stage 3 ...
 
 On 8 devices: torchrun --nproc-per-node 8 pretrain_gpt.py ... --tensor-model-parallel-size 2"""
 
@@ -76,8 +79,23 @@ def _make_help_class(only: str | None) -> type:
         help="YAML file with values by group. Flags have priority over it.",
         help_behavior_hint="",
     )
+    preset_help = tyro.conf.arg(
+        metavar="NAME",
+        help="Architecture of a published model. The --config file and flags have priority over "
+        "it. The file may also name it, as in `preset: llama2-7b`.",
+        help_behavior_hint="",
+    )
+    list_help = tyro.conf.arg(
+        help="Print the presets with their sizes and sources.", help_behavior_hint=""
+    )
     members: list[tuple[str, Any, Any]] = [
-        ("config", Annotated[str | None, file_help], dataclasses.field(default=None))
+        ("config", Annotated[str | None, file_help], dataclasses.field(default=None)),
+        ("preset", Annotated[str | None, preset_help], dataclasses.field(default=None)),
+        (
+            "list_presets",
+            Annotated[tyro.conf.FlagCreatePairsOff[bool], list_help],
+            dataclasses.field(default=False),
+        ),
     ]
     for group, items in by_group.items():
         # Keyword-only fields may be without a default after others that have one.

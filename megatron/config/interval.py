@@ -53,5 +53,6 @@ PROBABILITY = Range("[0, 1)")
 # Above 1e15, the product of a count and a usual sequence length may exceed 64 bits.
 COUNT = Range("[1, 1e15]")
 WORKERS = Range("[0, 64]")
+RANKS = Range("[-1, inf)")
 AT_LEAST_ONE = Range("[1, inf)")
 FINITE = Range("(-inf, inf)")

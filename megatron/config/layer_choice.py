@@ -1,6 +1,7 @@
 """Choices of layers as text: numbers and slices from 0, separated by commas, as in `0,3::4`."""
 
 import re
+from collections.abc import Sequence
 
 _PART = re.compile(r"(\d+)|(\d*):(\d*)(?::(\d+))?")
 
@@ -35,3 +36,22 @@ def choose_layers(text: str, num_layers: int) -> frozenset[int]:
             raise ValueError(f"'{part}' chooses none of the layers 0 to {num_layers - 1}")
         chosen.update(layers)
     return frozenset(chosen)
+
+
+def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
+    """Return a text for which `choose_layers` returns these layers, as in 3::4.
+
+    Args:
+        chosen: Numbers of layers in ascending order.
+        num_layers: Layers of the model.
+
+    Returns:
+        The text, or None if no layer is chosen.
+    """
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
+        if choose_layers(text, num_layers) == frozenset(chosen):
+            return text
+    return ",".join(map(str, chosen))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.config.interval import POSITIVE
+from megatron.config.interval import COUNT, POSITIVE, RANKS
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class LoggingConfig:
     """Count the zeros in the gradient in each step and log them."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
+    log_layer_stats_interval: int | None = None
+    """Iterations between statistics of each transformer layer, in TensorBoard and the metrics file:
+    root mean square of its output, norms of its gradient (before clipping) and of its parameters,
+    and its largest attention logit. The largest output logit is also logged. Default: off."""
     metrics_file: str | None = None
     """File of JSON lines, one for each iteration. Default: metrics.jsonl in --save."""
     codecarbon_dir: str | None = None
@@ -46,3 +50,16 @@ class LoggingConfig:
     not printed."""
     show_progress: bool = False
     """Show a progress bar if the output is a terminal."""
+    profile_iterations: str | None = None
+    """Iterations that PyTorch's profiler records, as FIRST-LAST, both included. Each of
+    --profile-ranks writes a trace for chrome://tracing, ui.perfetto.dev or TensorBoard."""
+    profile_ranks: Annotated[tuple[int, ...], RANKS] = (0,)
+    """Ranks that write traces and memory snapshots. -1: all ranks."""
+    profile_dir: str | None = None
+    """Folder for traces and memory snapshots. Default: profile in --save, or in --tensorboard-dir
+    without --save."""
+    memory_snapshot: bool = False
+    """Record the history of CUDA memory on --profile-ranks, and write a snapshot for
+    pytorch.org/memory_viz if memory runs out. A snapshot is a pickle: open only your own."""
+    memory_snapshot_iterations: Annotated[tuple[int, ...], COUNT] = ()
+    """With --memory-snapshot, also write a snapshot after each of these iterations."""

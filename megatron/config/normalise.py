@@ -16,6 +16,7 @@ from typing import Any
 from megatron.config.compat import find_row, find_rows
 from megatron.config.compat_row import Row
 from megatron.config.fields import Arity, Field, ValueWithOrigin, all_fields
+from megatron.config.presets import read_preset
 
 
 @dataclasses.dataclass
@@ -24,6 +25,8 @@ class CommandLine:
 
     given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
     config_file: str | None = None
+    preset: ValueWithOrigin | None = None
+    """Name of the preset, or None as its value if --preset None was given."""
     help: bool = False
     help_group: str | None = None
     """The group that --help names."""
@@ -91,6 +94,13 @@ def _read_flag(line: CommandLine, typed: str, flag: str, values: list[str]) -> N
             line.config_file = values[0]
         else:
             line.errors.append("--config needs the name of a YAML file.")
+    elif flag == "--preset":
+        if len(values) == 1:
+            name = _strip_quotes(values[0])
+            # The word None unsets the preset of the --config file.
+            line.preset = ValueWithOrigin(None if name == "None" else name, typed)
+        else:
+            line.errors.append("--preset needs the name of a preset; --list-presets lists all.")
     # The compatibility table comes first. A flag of this trainer may also be in it, with a row for
     # some values only.
     elif row := find_row(flag, values):
@@ -110,7 +120,8 @@ def _read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[s
     """Read a flag of another system as its row in the compatibility table prescribes."""
     shown = " ".join([typed, *values])
     off = False
-    if row.arity == 0 and values:
+    # A row for single values states what each of them means.
+    if row.arity == 0 and values and not row.only:
         # The flag takes no value, but =True or =False may be attached to it.
         if values[0].lower() not in ("true", "false"):
             line.errors.append(f"{shown} must be true, or left out.")
@@ -154,7 +165,11 @@ def _describe_refused(refused: dict[str, list[str]]) -> list[str]:
 def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) -> None:
     """Check a flag from which `compat_derived` computes a value."""
     try:
-        valid = bool(row.only) or (len(values) == 1 and 0 < float(values[0]) < math.inf)
+        valid = (
+            bool(row.only)
+            or row.arity == "*"
+            or (len(values) == 1 and 0 < float(values[0]) < math.inf)
+        )
     except ValueError:
         valid = False
     if valid:
@@ -198,7 +213,20 @@ def _set_renamed(
         f"{shown} is read as {' '.join(word for words in flags for word in words)}{note}."
     )
     for flag, *its_values in flags:
-        _set_field(line, list_known_flags()[flag], typed, flag, its_values)
+        if flag == "--preset":
+            _set_variant(line, typed, *its_values)
+        else:
+            _set_field(line, list_known_flags()[flag], typed, flag, its_values)
+
+
+def _set_variant(line: CommandLine, typed: str, preset: str) -> None:
+    """Set the fields of the preset that another system's name of a model stands for.
+
+    There, such a name leaves the sequence length to another flag.
+    """
+    for dotted, item in read_preset(preset).values.items():
+        if dotted != "model.seq_length":
+            line.given[dotted] = ValueWithOrigin(item.value, typed)
 
 
 def _split_at_flags(words: Sequence[str]) -> list[list[str]]:
@@ -265,7 +293,7 @@ def _convert_values(field: Field, flag: str, values: list[str]) -> Any:
 
 def _get_arity(flag: str) -> Arity:
     """Return how many values follow the flag."""
-    if flag == "--config":
+    if flag in ("--config", "--preset"):
         return 1
     if found := find_rows(flag):
         # All rows of one flag take the same number of values.
@@ -313,7 +341,7 @@ def _describe_stray(token: str, before: list[str]) -> str:
 
 def _suggest_flag(flag: str) -> str:
     """Return the end of a message about an unknown flag."""
-    known = list(list_known_flags())
+    known = [*list_known_flags(), "--config", "--preset", "--list-presets"]
     # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
     if len(flag) > 4:
         started = [name for name in known if name.startswith(flag)]

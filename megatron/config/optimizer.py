@@ -14,15 +14,25 @@ class OptimizerConfig:
     """adam: AdamW, with decoupled weight decay (https://arxiv.org/abs/1711.05101). ademamix: AdamW
     with a second, slow average of the gradient (https://arxiv.org/abs/2409.03137). muon: an
     orthogonalised momentum for the matrices of the layers, and AdamW for the rest, at the same
-    --lr (https://arxiv.org/abs/2502.16982)."""
+    --lr (https://arxiv.org/abs/2502.16982). --decoupled-lr sets another rate for the word embedding
+    and the output matrix."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate."""
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate at the end of the decay, and its floor."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape after warm-up. inverse-square-root: --lr x sqrt(warm-up / samples), and --min-lr after
-    the end of the decay. WSD: constant, then a final decay, whose length is --lr-wsd-decay-*
-    (https://arxiv.org/abs/2404.06395)."""
+    decoupled_lr: Annotated[float | None, POSITIVE] = None
+    """Peak learning rate of the word embedding and the output matrix. Default: --lr. The shape of
+    the schedule is that of --lr."""
+    decoupled_min_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    """--min-lr of the word embedding and the output matrix, with --decoupled-lr. Default:
+    --min-lr."""
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"
+    ] = "linear"
+    """Shape after warm-up. half-cosine: the second half of a cosine, which falls fastest at its
+    start. It is for a resume that makes the second half of a cosine longer. inverse-square-root:
+    --lr x sqrt(warm-up / samples), and --min-lr after the end of the decay. WSD: constant, then
+    a final decay, whose length is --lr-wsd-decay-* (https://arxiv.org/abs/2404.06395)."""
     lr_decay_iters: int | None = None
     """End of the decay in iterations. Default: --train-iters."""
     lr_decay_samples: int | None = None
@@ -39,11 +49,11 @@ class OptimizerConfig:
     """Linear warm-up in tokens. It is converted to samples by dividing by the full sequence length,
     so it is inexact with a curriculum."""
     lr_warmup_init: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Learning rate at the start of the warm-up, at most --lr."""
-    lr_wsd_decay_iters: int | None = None
-    """Length of WSD's final decay in iterations."""
-    lr_wsd_decay_samples: int | None = None
-    """Length of WSD's final decay in samples."""
+    """Learning rate at the start of the warm-up, at most --lr and --decoupled-lr."""
+    lr_wsd_decay_iters: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in iterations. With 0 there is none."""
+    lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None
+    """Length of WSD's final decay in samples. With 0 there is none."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay. minus_sqrt: 1 - sqrt(finished fraction of the decay)."""
     override_lr_scheduler: bool = False

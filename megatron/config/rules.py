@@ -19,6 +19,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
+from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
 from megatron.config.tree import Config
 from megatron.config.warning_rules import WARNINGS
@@ -377,6 +378,7 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
         # A run with --async-save and no folder would train to its end and leave no checkpoint.
         "checkpoint.async_save": checkpoint.async_save,
         "checkpoint.keep_latest_checkpoints": checkpoint.keep_latest_checkpoints is not None,
+        "checkpoint.hf_export_interval": checkpoint.hf_export_interval is not None,
     }
     for dotted, wanted in saving.items():
         if wanted and checkpoint.save is None:
@@ -545,6 +547,7 @@ ERRORS: tuple[Rule, ...] = (
     check_end_of_document_is_known,
     check_one_partition_method,
     check_recompute_fraction,
+    check_profile,
 )
 """All rules whose failure is an error, in the order in which their messages are reported."""
 

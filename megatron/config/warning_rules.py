@@ -11,6 +11,10 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.profiling import (
+    warn_layer_statistics_without_file,
+    warn_profile_settings_without_effect,
+)
 
 _OWN_SETTINGS = ("ademamix", "muon")
 """Optimizers whose settings have names that begin with theirs."""
@@ -65,6 +69,16 @@ def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
                 yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
 
 
+def warn_decoupled_minimum_alone(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --decoupled-min-lr without --decoupled-lr."""
+    optimizer = settings.config.optimizer
+    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
+        yield (
+            f"{settings.describe('optimizer.decoupled_min_lr')} has no effect without "
+            "--decoupled-lr."
+        )
+
+
 def warn_start_of_missing_warmup(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings that need a warm-up, which is not given."""
     optimizer = settings.config.optimizer
@@ -117,6 +131,10 @@ def warn_loss_scale_without_fp16(settings: ConfigWithOrigin) -> Iterator[str]:
         ):
             if settings.is_changed(f"precision.{name}"):
                 yield f"{settings.describe(f'precision.{name}')} has no effect without --fp16."
+        logging = settings.config.logging
+        # Without a folder, `warn_tensorboard_without_folder` reports this flag.
+        if logging.tensorboard_dir is not None and not logging.log_loss_scale_to_tensorboard:
+            yield "--no-log-loss-scale-to-tensorboard has no effect without --fp16."
 
 
 def warn_static_loss_scale_wins(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -263,6 +281,16 @@ def warn_rotary_settings_without_rotary(settings: ConfigWithOrigin) -> Iterator[
                 )
 
 
+def warn_size_of_missing_position_table(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Warn about --max-position-embeddings in a model without a table of learned positions."""
+    positions = settings.config.model.position_embedding_type
+    if positions != "absolute" and settings.is_changed("model.max_position_embeddings"):
+        yield (
+            f"{settings.describe('model.max_position_embeddings')} has no effect with "
+            f"--position-embedding-type {positions}, which has no table of positions."
+        )
+
+
 def warn_rope_settings_without_scaling(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of the scaling of rotary frequencies that this scaling does not use."""
     scaling = settings.config.model.rope_scaling
@@ -348,6 +376,7 @@ WARNINGS = (
     warn_decay_by_tokens_wins,
     warn_warmup_tokens_with_curriculum,
     warn_wsd_without_its_style,
+    warn_decoupled_minimum_alone,
     warn_start_of_missing_warmup,
     warn_settings_of_another_optimizer,
     warn_loss_scale_without_fp16,
@@ -360,10 +389,13 @@ WARNINGS = (
     warn_save_without_interval,
     warn_tensorboard_without_folder,
     warn_rotary_settings_without_rotary,
+    warn_size_of_missing_position_table,
     warn_rope_settings_without_scaling,
     warn_biases_without_effect,
     warn_full_attention_without_window,
     warn_goldfish_settings_without_goldfish,
     warn_recompute_flags_without_effect,
+    warn_profile_settings_without_effect,
+    warn_layer_statistics_without_file,
 )
 """All rules whose failure is a warning, in the order in which their messages are reported."""

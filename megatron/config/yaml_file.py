@@ -5,6 +5,7 @@ line, so that 1e-4, 1:30 and NO mean what they look like. YAML 1.1 reads them as
 of base 60, and as false. No tag is ever executed.
 """
 
+import dataclasses
 import difflib
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,25 @@ _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp")
 }
+_PRESET_KEY = "preset"
+"""The only key of a file that is not a group."""
 _NULLS = ("", "~", "null", "Null", "NULL", "None")
 _SPECIAL_FLOATS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
-def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
-    """Return the values that a file gives by dotted name, and a message for each error in it."""
+@dataclasses.dataclass
+class YamlContents:
+    """What a file gives, and what is wrong with it."""
+
+    given: dict[str, ValueWithOrigin] = dataclasses.field(default_factory=dict)
+    """Dotted field -> its value."""
+    preset: ValueWithOrigin | None = None
+    """Name of the preset on which the file builds."""
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+
+def read_file(path: str) -> YamlContents:
+    """Return the contents of a file, with a message for each error in it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -33,44 +47,61 @@ def read_file(path: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
             reason = error.strerror
         else:
             reason = "it is not UTF-8 text"
-        return {}, [f"--config {path} cannot be read: {reason}."]
+        return YamlContents(errors=[f"--config {path} cannot be read: {reason}."])
     return read_text(text, path)
 
 
-def read_text(text: str, name: str) -> tuple[dict[str, ValueWithOrigin], list[str]]:
+def read_text(text: str, name: str) -> YamlContents:
     """Return the same as `read_file`, for text.
 
     `name` replaces the file's name in origins and messages.
     """
     root, broken = compose(text, name)
     if broken is not None:
-        return {}, [broken]
-    given: dict[str, ValueWithOrigin] = {}
-    errors: list[str] = []
-    for group, value in read_items(root, name, "the file", errors):
-        if group.value not in list_groups():
-            errors.append(
+        return YamlContents(errors=[broken])
+    contents = YamlContents()
+    for group, value in read_items(root, name, "the file", contents.errors):
+        if group.value == _PRESET_KEY:
+            _read_preset_name(value, name, contents)
+        elif group.value in list_groups():
+            _read_group(group.value, value, name, contents)
+        else:
+            contents.errors.append(
                 f"{name}:{get_line(group)} has an unknown group "
                 f"'{group.value}'{_suggest_group(group.value)}"
             )
+    return contents
+
+
+def _read_group(group: str, node: yaml.Node, name: str, contents: YamlContents) -> None:
+    """Read the keys of a group into `contents`."""
+    for key, value in read_items(node, name, f"'{group}'", contents.errors):
+        field = all_fields().get(f"{group}.{key.value}")
+        if field is None:
+            unknown = f"{group}.{key.value}"
+            contents.errors.append(
+                f"{name}:{get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
+            )
             continue
-        for key, node in read_items(value, name, f"'{group.value}'", errors):
-            field = all_fields().get(f"{group.value}.{key.value}")
-            if field is None:
-                unknown = f"{group.value}.{key.value}"
-                errors.append(
-                    f"{name}:{get_line(key)} has an unknown key '{unknown}'{_suggest_key(unknown)}"
-                )
-                continue
-            try:
-                given[field.dotted] = ValueWithOrigin(
-                    read_value(field, node), f"{name}:{get_line(key)}"
-                )
-            except ValueError as error:
-                errors.append(
-                    f"{field.dotted}: {_format_node(node)} ({name}:{get_line(node)}) {error}."
-                )
-    return given, errors
+        try:
+            contents.given[field.dotted] = ValueWithOrigin(
+                read_value(field, value), f"{name}:{get_line(key)}"
+            )
+        except ValueError as error:
+            contents.errors.append(
+                f"{field.dotted}: {_format_node(value)} ({name}:{get_line(value)}) {error}."
+            )
+
+
+def _read_preset_name(node: yaml.Node, name: str, contents: YamlContents) -> None:
+    """Read the name of a preset, or add an error to `contents`. An empty value names none."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN_TAGS:
+        contents.errors.append(
+            f"{name}:{get_line(node)} {_PRESET_KEY} must be the name of a preset, not "
+            f"{_format_node(node)}; --list-presets lists all."
+        )
+    elif not _is_null(node):
+        contents.preset = ValueWithOrigin(node.value, f"{name}:{get_line(node)}")
 
 
 def compose(text: str, name: str) -> tuple[yaml.Node | None, str | None]:
@@ -274,7 +305,7 @@ def _suggest_group(word: str) -> str:
     owners = [field.dotted for field in all_fields().values() if field.name == word]
     if owners:
         return f"; write it under its group: {owners[0]}."
-    close = difflib.get_close_matches(word, list_groups(), n=1)
+    close = difflib.get_close_matches(word, [*list_groups(), _PRESET_KEY], n=1)
     if close:
         return f"; perhaps you meant '{close[0]}'."
     return f"; the groups are {', '.join(list_groups())}."

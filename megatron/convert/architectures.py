@@ -1,6 +1,7 @@
 """The architectures that both sides can express: their fields and the names of their tensors.
 
-Each architecture is one table. Export and import read the same one.
+Each architecture is one table. Export and import read the same one. In this package, "our" names
+are those of this trainer, and "their" names are those of `transformers`.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,11 @@ from megatron.errors import ConfigError
 _USUAL_LENGTH = 2048
 """Tokens of a sample if neither config.json nor the user gives it."""
 FusedOrder = Literal["separate", "thirds", "by head"]
-"""How the projections to queries, keys and values lie in their file: three tensors, one with all
-queries before all keys and values, or one with query, key and value of one head after the other."""
+"""How their file stores the projections to queries, keys and values.
+
+separate: three tensors. thirds: one tensor with all queries, then all keys, then all values.
+by head: one tensor with query, key and value of the first head, then those of the next head.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Architecture:
     not_stored: tuple[str, ...] = ()
     """Patterns of their tensors that hold no weights, such as tables of frequencies."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Their tensor in each layer that holds one fixed number -> the number."""
+    """Name inside a layer -> the fixed number that their tensor of this name holds."""
     theirs: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of config.json with one value."""
+    """Further fields of config.json, each with its only supported value."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of config.json that describe a model of this trainer.
@@ -426,7 +430,7 @@ def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Archit
         return architecture
     if not reasons:
         known = ", ".join(each.model_type for each in ARCHITECTURES)
-        raise ConfigError(f"--architecture {wanted} is not one of {known}.")
+        raise ConfigError(f"--architecture {wanted} is unknown; give one of {known}.")
     raise ConfigError(
         "no architecture of transformers can express this model:\n  " + "\n  ".join(reasons)
     )

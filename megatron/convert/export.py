@@ -1,7 +1,7 @@
 """Export of a checkpoint in the format of Hugging Face.
 
-Invariant: the folder gets its name when its tensors were compared with the checkpoint, and the
-model with `transformers`. A kill before that leaves a folder whose name ends in `.unfinished`.
+Invariant: the folder gets its final name only after its tensors were compared with the checkpoint,
+and the model with `transformers`. A kill before that leaves a folder that ends in `.unfinished`.
 """
 
 import json
@@ -67,7 +67,7 @@ def export_checkpoint(
     Raises:
         ConfigError: no architecture can express the model, or `out` exists.
         CheckpointError: the checkpoint is damaged, or what was written differs from it.
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     config = checkpoint.read_config()
     index = checkpoint.read_index()
@@ -123,9 +123,9 @@ def export_checkpoint(
     return comparison
 
 
-def _choose_dtype(config: Config, asked: str | None) -> torch.dtype:
-    if asked is not None:
-        return DTYPES[asked]
+def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
+    if requested is not None:
+        return DTYPES[requested]
     if config.precision.bf16:
         return torch.bfloat16
     if config.precision.fp16:
@@ -148,7 +148,7 @@ def _round(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def _list_constants(
     architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
 ) -> dict[str, float]:
-    """Return their tensors with fixed numbers. Parts that this model lacks have none."""
+    """Return name -> number of their tensors with one fixed number, for the parts of this model."""
     stored = {name.rpartition(".")[0] for pair in pairs for name in pair.theirs}
     found = {}
     for layer in range(config.model.num_layers):
@@ -195,7 +195,7 @@ def _write_config(
     """Write config.json and generation_config.json."""
     transformers = import_transformers()
     fields: dict[str, Any] = architecture.write(config.model)
-    # Defaults of the class are ids of another tokenizer.
+    # The defaults of the class are the ids of its own tokenizer, not of ours.
     ids = {"bos_token_id": None, "eos_token_id": eod, "pad_token_id": None}
     config_class = type(transformers.AutoConfig.for_model(architecture.model_type))
     made = config_class(**fields, **ids, vocab_size=vocab_size)
@@ -208,9 +208,9 @@ def _write_config(
 def _write_tokenizer(
     folder: Path, config: TokenizerConfig, say: Callable[[str], None]
 ) -> int | None:
-    """Write the tokenizer's files, and return the id of the end of a document.
+    """Write the tokenizer's files, and return the id of the token that ends a document.
 
-    Without the tokenizer's files, the model is exported without them.
+    If the tokenizer is not on this machine, print a warning, write nothing and return None.
     """
     try:
         tokenizer = build_tokenizer(config)
@@ -219,8 +219,6 @@ def _write_tokenizer(
         return None
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.backend.save(str(folder / "tokenizer.json"))
-        eod = tokenizer.backend.id_to_token(tokenizer.eod)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod}
         source = None
         if config.tokenizer_type == "PretrainedFromHF" and config.tokenizer_name_or_path:
             source = Path(config.tokenizer_name_or_path)
@@ -229,6 +227,8 @@ def _write_tokenizer(
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         if not (folder / "tokenizer_config.json").exists():
+            eod_token = tokenizer.backend.id_to_token(tokenizer.eod)
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod_token}
             text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     else:
@@ -259,6 +259,8 @@ def _compare_description(architecture: Architecture, config: Config, their_confi
     expected = normalise_model(config.model)
     found = normalise_model(architecture.read(their_config.to_dict(), config.model.seq_length))
     for name in (name for pair in architecture.pairs for name in pair.ours):
+        # Two texts may choose the same layers, which are compared below. The sequence length was
+        # passed to `read`.
         if name in ("full_attention_layers", "no_rope_layers", "seq_length"):
             continue
         if getattr(found, name) != getattr(expected, name):
@@ -311,7 +313,7 @@ def _write_card(
 
 
 def _sync(folder: Path) -> None:
-    """Sync all files of a folder to the disk."""
+    """Sync a folder and all files in it. `transformers` and safetensors do not."""
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -1,26 +1,29 @@
-"""Fields of `ModelConfig` beside those of a configuration of `transformers`.
+"""Fields of `ModelConfig` and the fields of a configuration of `transformers` that mean the same.
 
-Each class describes one pair, and reads it in both directions. So export and import cannot
-disagree.
+Each class describes one such pair and converts it in both directions, so that export and import
+cannot disagree.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import choose_layers
+from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
+NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
+"""Fields that do not change what a trained model computes for a sequence."""
 
 
 class Pair(Protocol):
-    """One or several fields of ours that describe the same as theirs."""
+    """One or several of our fields, and their fields with the same meaning."""
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -101,7 +104,7 @@ class Cases:
 
 @dataclass(frozen=True)
 class Needed:
-    """Values of ours that a class of `transformers` always has."""
+    """Our fields that have a fixed value in a class of `transformers`, and no field of theirs."""
 
     values: Mapping[str, Any]
 
@@ -115,7 +118,7 @@ class Needed:
         for name, value in self.values.items():
             if getattr(model, name) != value:
                 raise ConfigError(
-                    f"it has {describe_setting(name, value)}, and this model has "
+                    f"the class has {describe_setting(name, value)}, and this model has "
                     f"{describe_setting(name, getattr(model, name))}"
                 )
         return {}
@@ -298,17 +301,6 @@ class LayersWithoutRope:
         }
 
 
-def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
-    """Return the text that chooses these layers, as in 3::4. None if there are none."""
-    if not chosen:
-        return None
-    if len(chosen) > 1:
-        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
-        if choose_layers(text, num_layers) == frozenset(chosen):
-            return text
-    return ",".join(map(str, chosen))
-
-
 def describe_setting(name: str, value: Any) -> str:
     """Return a field of `ModelConfig` as a flag."""
     field = all_fields()[f"model.{name}"]
@@ -351,8 +343,3 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     changes |= {name: defaults[name] for name in unused}
     return dataclasses.replace(model, **changes)
-
-
-_LLAMA3_ONLY = ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"]
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "attention_dropout", "init_method_std"}
-"""Fields that do not change what a trained model computes for a sequence."""

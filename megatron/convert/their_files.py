@@ -20,6 +20,8 @@ from megatron.errors import CheckpointError, ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHOWN = 12
+"""Number of problems that a message lists."""
 
 
 class TheirTensors:
@@ -73,10 +75,14 @@ def _find_files(folder: Path) -> list[str]:
     elif list(folder.glob("*.bin")):
         raise CheckpointError(
             f"{folder} has its tensors in pickle files (*.bin), which can run code, so they are "
-            "not read. Convert them first, with save_pretrained of transformers"
+            "not read. Load the model with transformers, write it with save_pretrained, and import "
+            "that folder"
         )
     else:
-        raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}")
+        raise CheckpointError(
+            f"{folder} has no {_SINGLE} and no {_INDEX}; give a folder that save_pretrained of "
+            "transformers has written"
+        )
     for name in files:
         # A name with a folder in it could read files elsewhere.
         if Path(name).name != name:
@@ -90,7 +96,7 @@ def read_config(folder: Path) -> Any:
     """Return the configuration of a folder, an object of `transformers`.
 
     Raises:
-        CheckpointError: it is missing, damaged, or needs code of its authors.
+        CheckpointError: it is missing, damaged, or needs code that comes with the model.
         ConfigError: `transformers` is not installed.
     """
     path = folder / "config.json"
@@ -100,7 +106,9 @@ def read_config(folder: Path) -> Any:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if needs_code:
-        raise CheckpointError(f"{path} needs code of its authors (auto_map), which is not run")
+        raise CheckpointError(
+            f"{path} needs code that comes with the model (auto_map), which is not run"
+        )
     transformers = import_transformers()
     try:
         return transformers.AutoConfig.from_pretrained(
@@ -141,7 +149,8 @@ def match_names(
         CheckpointError: a tensor is missing, has another shape, or is not known. The message lists
             all of them.
     """
-    # Files of the model without its head, such as GPT-2's, have names without this prefix.
+    # GPT-2's files, for example, were written from the class without a head. Their names lack this
+    # prefix.
     prefix = f"{architecture.base}."
     strip = not any(name in found.shapes for name in expected)
     names = {name: name.removeprefix(prefix) if strip else name for name in expected}
@@ -154,7 +163,7 @@ def match_names(
     for name in sorted(found.shapes.keys() - known):
         if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
             continue
-        if name == _name_of_head(architecture) and _is_equal_to_embedding(architecture, found):
+        if name == _get_head_name(architecture) and _is_equal_to_embedding(architecture, found):
             continue
         if _is_constant(architecture, name):
             continue
@@ -167,11 +176,7 @@ def match_names(
     return names
 
 
-_SHOWN = 12
-"""Problems that a message lists."""
-
-
-def _name_of_head(architecture: Architecture) -> str:
+def _get_head_name(architecture: Architecture) -> str:
     return f"{architecture.modules['head']}.weight"
 
 
@@ -180,7 +185,7 @@ def _is_equal_to_embedding(architecture: Architecture, found: TheirTensors) -> b
     embedding = f"{architecture.modules['embedding.word']}.weight"
     if embedding not in found.shapes:
         return False
-    return torch.equal(found.read(embedding), found.read(_name_of_head(architecture)))
+    return torch.equal(found.read(embedding), found.read(_get_head_name(architecture)))
 
 
 def _is_constant(architecture: Architecture, name: str) -> bool:
@@ -200,7 +205,7 @@ def write_tensors(
         shard_bytes: Largest size of a file, unless one tensor is larger.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     shards = _divide(sizes, shard_bytes)
     iterator = iter(tensors)

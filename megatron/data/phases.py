@@ -22,7 +22,7 @@ from megatron.schedule.batch_size import parse_amount
 from megatron.schedule.position import Progress, Steps
 
 _FIRST = {"from_iteration": 1, "from_tokens": 0}
-"""The start of a run."""
+"""Key -> the value with which a run starts."""
 _KEYS = ("from_iteration", "from_tokens", "data_path", "train_weighted_split_paths", "seed")
 
 
@@ -30,8 +30,8 @@ _KEYS = ("from_iteration", "from_tokens", "data_path", "train_weighted_split_pat
 class DataPhase:
     """A phase as the file describes it."""
 
-    name: str
-    """Where the file describes it, as in phases.yaml:7. Messages use it."""
+    origin: str
+    """Where the file describes it, as in phases.yaml:7. Messages begin with it."""
     data_path: tuple[str, ...] = ()
     """As --data-path. Its documents are divided by --split."""
     train_weighted_split_paths: tuple[str, ...] = ()
@@ -51,10 +51,10 @@ class PlannedPhase:
     phase: DataPhase
     first_iteration: int
     start_sample: int
-    """Samples that the run has consumed when the phase begins. For a phase that has started, it is
-    the value of a run without changes, and at most the run's position."""
+    """Samples that the run has consumed when the phase begins. For a phase that has started, this
+    is an estimate: the value of a run whose batch sizes never changed, and at most the position."""
     started: bool
-    """Whether the position of the run is at its start or later."""
+    """Whether the run has reached the start of the phase."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "PlannedPhase":
@@ -102,7 +102,7 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
 
 def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -> DataPhase:
     """Read one phase. Everything that is wrong with it is added to `errors`."""
-    name = f"{path}:{get_line(node)}"
+    origin = f"{path}:{get_line(node)}"
     values: dict[str, Any] = {}
     for key, value in read_items(node, path, "a phase", errors):
         if key.value not in _KEYS:
@@ -117,15 +117,17 @@ def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -
             errors.append(f"{path}:{get_line(value)} {key.value} {error}.")
     mixtures = [key for key in ("data_path", "train_weighted_split_paths") if values.get(key)]
     if len(mixtures) != 1:
-        errors.append(f"{name} must have data_path or train_weighted_split_paths, one of both.")
-    starts = [key for key in ("from_iteration", "from_tokens") if values.get(key) is not None]
-    if first and any(values[key] > least for key, least in _FIRST.items() if key in starts):
         errors.append(
-            f"{name} is the first phase, so it begins with the run; leave {starts[0]} out."
+            f"{origin} must have either data_path or train_weighted_split_paths, and not both."
+        )
+    starts = [key for key in ("from_iteration", "from_tokens") if values.get(key) is not None]
+    if first and any(values[key] > start for key, start in _FIRST.items() if key in starts):
+        errors.append(
+            f"{origin} is the first phase, so it begins with the run; leave {starts[0]} out."
         )
     if not first and len(starts) != 1:
-        errors.append(f"{name} must have from_iteration or from_tokens, one of both.")
-    return DataPhase(name, **values)
+        errors.append(f"{origin} must have either from_iteration or from_tokens, and not both.")
+    return DataPhase(origin, **values)
 
 
 def _check_order(phases: Sequence[DataPhase], errors: list[str]) -> None:
@@ -137,7 +139,7 @@ def _check_order(phases: Sequence[DataPhase], errors: list[str]) -> None:
                 continue
             if value <= latest:
                 errors.append(
-                    f"{phase.name}: {key} {value} must be above {latest}, where an earlier phase "
+                    f"{phase.origin}: {key} {value} must be above {latest}, where an earlier phase "
                     "begins; sort the phases."
                 )
             latest = max(latest, value)
@@ -147,7 +149,7 @@ def _read_key(key: str, node: yaml.Node) -> Any:
     """Return the value of a key of a phase.
 
     Raises:
-        ValueError: it does not fit. The message continues after the key.
+        ValueError: the value is wrong. The message continues a sentence that begins with the key.
     """
     if key == "seed":
         field = all_fields()["batch.seed"]
@@ -164,6 +166,11 @@ def _read_key(key: str, node: yaml.Node) -> Any:
 
 
 def _read_amount(node: yaml.Node) -> int:
+    """Return a number that may have a suffix, as in 7T.
+
+    Raises:
+        ValueError: as in `_read_key`.
+    """
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError("must be a number, as in 500_000 or 7T")
     try:
@@ -181,7 +188,7 @@ def find_phase_mixture(data: DataConfig, phase: DataPhase) -> NamedMixture:
     try:
         mixture = find_train_mixture(use_phase(data, phase))
     except ConfigError as error:
-        raise ConfigError(f"{phase.name}: {error}") from error
+        raise ConfigError(f"{phase.origin}: {error}") from error
     # `read_phases` refuses a phase without data.
     assert mixture is not None
     return mixture
@@ -200,11 +207,11 @@ def use_phase(data: DataConfig, phase: DataPhase) -> DataConfig:
 def plan_phases(
     phases: Sequence[DataPhase], steps: Steps, position: Progress
 ) -> tuple[PlannedPhase, ...]:
-    """Find where each phase begins.
+    """Return the phases with their first iterations and first samples.
 
     Args:
         phases: The phases in the order of the file.
-        steps: The sizes of the iterations.
+        steps: Batch size and sequence length of each iteration.
         position: What the run has consumed.
 
     Raises:
@@ -217,7 +224,7 @@ def plan_phases(
         least = planned[-1].first_iteration + (not found.started) if planned else 1
         if found.first_iteration < least:
             raise ConfigError(
-                f"{phase.name}: the phase begins with iteration {found.first_iteration}, and the "
+                f"{phase.origin}: the phase begins with iteration {found.first_iteration}, and the "
                 f"one before it with iteration {planned[-1].first_iteration}; sort the phases, and "
                 "let each begin with an iteration of its own."
             )
@@ -230,7 +237,8 @@ def _plan_phase(phase: DataPhase, steps: Steps, position: Progress) -> PlannedPh
         started = phase.from_tokens <= position.tokens
     else:
         started = (phase.from_iteration or 1) <= position.iteration + 1
-    # The checkpoint has the real start of a phase that has started. This one is for reports.
+    # For a phase that has started, this estimate is enough. The checkpoint records the real start,
+    # and a resume keeps it.
     if started:
         start = Progress()
     else:

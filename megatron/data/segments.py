@@ -16,24 +16,17 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
   all of them start again.
 """
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data import blend, order
-from megatron.data.background import Background
-from megatron.data.building import Say
-from megatron.data.cache import WAIT_SECONDS, IndexCache, discard_entry, say_to_stderr
 from megatron.data.gpt_dataset import GPTDataset, check_large_enough, count_tokens
-from megatron.data.indexed import IndexedDataset
+from megatron.data.registry import DatasetRegistry
 from megatron.data.splits import NamedMixture
-from megatron.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +97,8 @@ class RequestedData:
             segment.seq_length,
         ) and self.has_same_mixture(segment)
 
-    def begins(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the first of the segments is the first one of this phase."""
+    def is_start_of(self, segments: Sequence[Segment]) -> bool:
+        """Return whether the first of these segments is the first one that this phase makes."""
         return (
             len(segments) > 0
             and segments[0].start_sample == self.start_sample
@@ -118,122 +111,6 @@ class RequestedData:
         return [(part.key, part.weight) for part in self.parts] == [
             (part.key, part.weight) for part in segment.parts
         ]
-
-
-class DatasetRegistry:
-    """The data sets of a run, each opened once.
-
-    They are found by content. A recorded segment therefore finds its data at a new path, too.
-    """
-
-    def __init__(
-        self,
-        data_cache_path: str | None,
-        *,
-        say: Say = say_to_stderr,
-        wait_seconds: float = WAIT_SECONDS,
-    ) -> None:
-        """Create a registry without data sets.
-
-        Args:
-            data_cache_path: Folder of the index caches. None puts them next to each data set.
-            say: See `IndexCache`.
-            wait_seconds: See `IndexCache`.
-        """
-        self.notes: list[str] = []
-        self.background = Background()
-        """Verifies what is too large to be read before the first step."""
-        self._data_cache_path = data_cache_path
-        self._say = say
-        self._wait_seconds = wait_seconds
-        self._by_prefix: dict[str, IndexedDataset] = {}
-        self._caches: dict[str, IndexCache] = {}
-
-    @property
-    def datasets(self) -> dict[str, IndexedDataset]:
-        """The data sets that were opened, by their path."""
-        return dict(self._by_prefix)
-
-    def open(self, prefix: str) -> IndexedDataset:
-        """Return the data set at a path, opened at the first call.
-
-        Raises:
-            DataError: it is missing or damaged.
-        """
-        if prefix not in self._by_prefix:
-            self._by_prefix[prefix] = IndexedDataset(prefix)
-        return self._by_prefix[prefix]
-
-    def find(self, part: SegmentDataset) -> IndexedDataset:
-        """Return the data set that a segment was made of.
-
-        Raises:
-            DataError: it is missing or has changed.
-        """
-        # Search by content first. The data may have moved since the checkpoint was written.
-        for opened in self._by_prefix.values():
-            if opened.compute_fingerprint() == part.fingerprint:
-                return opened
-        needed = (
-            f"The checkpoint records an order of samples from {part.prefix}. Restore these data, "
-            "or start a new run from its weights with --finetune and another --save."
-        )
-        try:
-            opened = self.open(part.prefix)
-        except DataError as error:
-            raise DataError(f"{error} {needed}") from error
-        # Other data may be at the recorded path now. They would silently change the samples.
-        if opened.compute_fingerprint() != part.fingerprint:
-            raise DataError(
-                f"{part.prefix} has changed (fingerprint {opened.compute_fingerprint()}, recorded "
-                f"{part.fingerprint}). {needed}"
-            )
-        return opened
-
-    def cache(self, prefix: str) -> IndexCache:
-        """Return the index cache of a data set."""
-        folder = str(self.cache_folder(prefix))
-        if folder not in self._caches:
-            self._caches[folder] = IndexCache(
-                folder,
-                self.notes,
-                background=self.background,
-                say=self._say,
-                wait_seconds=self._wait_seconds,
-            )
-        return self._caches[folder]
-
-    def cache_folder(self, prefix: str | os.PathLike) -> Path:
-        """Return the folder of everything that is derived from a data set."""
-        return Path(
-            self._data_cache_path
-            if self._data_cache_path is not None
-            else f"{os.fspath(prefix)}.index-cache"
-        )
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Turn the RuntimeError of an index out of range into a DataError.
-
-        All indices of this run are discarded, so that the next start builds them again.
-
-        Raises:
-            DataError: an index, or the .idx of a data set, is not what it was when it was opened.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            # The error does not show which file has changed, so every entry is built again.
-            manifests = [
-                manifest for cache in self._caches.values() for manifest in cache.manifests
-            ]
-            results = [discard_entry(manifest) for manifest in dict.fromkeys(manifests)]
-            failed = [result for result in results if result.startswith("Remove")]
-            raise DataError(
-                f"an index of the data is damaged ({error}): a file of the index cache, or the "
-                ".idx of a data set, has changed since it was opened. Start again from the last "
-                "checkpoint. The index caches of this run are then built again. " + " ".join(failed)
-            ) from error
 
 
 class OpenSegment:
@@ -253,7 +130,7 @@ class OpenSegment:
         """Return the order of one part of the mixture."""
         if number not in self._streams:
             part = self.segment.parts[number]
-            data = self._registry.find(part)
+            data = self._registry.find(part.prefix, part.fingerprint)
             cache = self._registry.cache(part.prefix)
 
             def open_index(seed: int, num_samples: int) -> GPTDataset:
@@ -516,18 +393,18 @@ class History:
 
         Args:
             phases: The phases in order.
-            recorded: The segments of the checkpoint. As long as nothing changed, they are kept.
+            recorded: The segments of the checkpoint. They are kept up to the first change.
         """
         history = self
         notes: list[str] = []
         for phase in phases:
             count = len(history.segments)
-            if history.segments == list(recorded[:count]) and phase.begins(recorded[count:]):
+            if history.segments == list(recorded[:count]) and phase.is_start_of(recorded[count:]):
                 segment = recorded[count]
             else:
                 segment, description = history._make_next_segment(phase.start_sample, phase)
                 notes.append(
-                    f"data order: a phase begins at sample {phase.start_sample}; there "
+                    f"data order: a phase begins at sample {phase.start_sample}; from there on "
                     f"{description}"
                 )
             history, further = History([*history.segments, segment], self._registry).extend(phase)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import MasterParameter, Optimizer
+from megatron.engine.optimizer import MasterParameter, Optimizer, choose_rate, group_masters
 from megatron.parallel.shard import Kind
 
 _KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
@@ -45,7 +45,7 @@ class AdEMAMix(Optimizer):
         return self._states[master.weight][kind]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the weights. See `Optimizer.step`."""
         self.step_count += 1
         config = self._config
@@ -70,20 +70,21 @@ class AdEMAMix(Optimizer):
             # As in the paper, the slow average has no bias correction. It is small at first.
             torch._foreach_add_(updates, slow, alpha=alpha)
             torch._foreach_div_(updates, denominators)
+            rate = choose_rate(lr, decoupled_lr, decoupled=masters[0].decoupled)
             if masters[0].decays:
-                torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
-            torch._foreach_add_(weights, updates, alpha=-lr)
+                torch._foreach_mul_(weights, 1.0 - rate * config.weight_decay)
+            torch._foreach_add_(weights, updates, alpha=-rate)
 
     def _split_masters(self) -> Iterator[list[MasterParameter]]:
         """Yield the masters in batches of at most `_BATCH` elements, or of one master.
 
-        Weight decay applies to all masters of a batch, or to none.
+        All masters of a batch have the same learning rate and weight decay.
         """
-        for decays in (True, False):
+        for group in group_masters(self.masters):
             batch: list[MasterParameter] = []
             elements = 0
-            for master in self.masters:
-                if master.decays != decays or master.weight.grad is None:
+            for master in group:
+                if master.weight.grad is None:
                     continue
                 if batch and elements + master.weight.numel() > _BATCH:
                     yield batch

@@ -33,6 +33,25 @@ def skip_waiting() -> None:
 
 
 @dataclass(frozen=True)
+class LayerStatistics:
+    """Numbers of one iteration that show which layer diverges, the same on every rank.
+
+    A list has a number for each layer of the model. The names are keys in the metrics file.
+    """
+
+    layer_output_rms: list[float]
+    """Root mean square of the residual stream after the layer, over the global batch."""
+    layer_grad_norm: list[float]
+    """Norm of the gradient of the layer's parameters, unscaled and before clipping."""
+    layer_params_norm: list[float]
+    """Norm of the layer's parameters after the iteration."""
+    layer_attention_logit: list[float]
+    """Largest |q k| / sqrt(d) before the softmax. It is infinite if a logit is nan."""
+    output_logit: float
+    """Largest absolute value of the logits of the vocabulary. It is infinite if one is nan."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """The outcome of one global batch, the same on every rank."""
 
@@ -54,6 +73,8 @@ class StepResult:
 
     Such a step is normal in fp16 and does not count as nan.
     """
+    layers: LayerStatistics | None = None
+    """None if they were not asked for."""
 
     @property
     def is_nan(self) -> bool:
@@ -90,7 +111,13 @@ class Engine(Protocol):
     """
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        decoupled_lr: float | None = None,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -98,6 +125,8 @@ class Engine(Protocol):
             microbatches: This rank's microbatches, in order.
             iteration: The 1-based iteration, which seeds dropout.
             lr: The learning rate of this step.
+            decoupled_lr: The rate of the word embedding and the output matrix. None: `lr`.
+            with_layer_statistics: Fill `StepResult.layers`.
         """
         ...
 

@@ -53,9 +53,9 @@ from megatron.engine.engine_base import EngineBase
 from megatron.engine.flat_moments import EightBitMoments, FlatMoments, TorchMoments, build_adamw
 from megatron.engine.fragments import Fragment
 from megatron.engine.invariants import InvariantChecker, Replica
-from megatron.engine.optimizer import compute_squared_norm
+from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.errors import ConfigError
-from megatron.model.gpt import EMBEDDING, WORD_EMBEDDING
+from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
@@ -311,32 +311,45 @@ class DeepSpeedEngine(EngineBase):
         """Return the parameter groups, which are the same on every rank.
 
         Matrices decay, and vectors do not. The configuration decides for embeddings. They are also
-        a group of their own because their moments are too uneven for 8 bits.
+        a group of their own because their moments are too uneven for 8 bits. With a decoupled
+        learning rate, the word embedding and the output matrix are groups of their own, too.
 
         ZeRO makes one all-reduce over the pipeline for each group. Ranks with different numbers of
         groups would therefore wait for each other forever. DeepSpeed removes empty groups, so a
         stage without parameters of a group gets a placeholder.
         """
-        parts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": []}
+        names = [("matrices", False), ("embeddings", False), ("vectors", False)]
+        decoupling = self._plan.lr_schedule.decoupled_max_lr is not None
+        if decoupling:
+            names += [("matrices", True), ("embeddings", True)]
+        parts: dict[tuple[str, bool], list[nn.Parameter]] = {name: [] for name in names}
         for name, parameter in self.stages[0].named_parameters():
             spec = self._specs[name]
-            if spec.get_global_name(name).startswith(EMBEDDING):
-                matrix = "embeddings"
+            global_name = spec.get_global_name(name)
+            if len(spec.shape) == 1:
+                part = "vectors"
+            elif global_name.startswith(EMBEDDING):
+                part = "embeddings"
             else:
-                matrix = "matrices"
-            parts["vectors" if len(spec.shape) == 1 else matrix].append(parameter)
+                part = "matrices"
+            parts[part, decoupling and global_name in INPUT_AND_OUTPUT].append(parameter)
         config = self._plan.config.optimizer
         decay = {"matrices": config.weight_decay, "embeddings": 0.0, "vectors": 0.0}
         if config.weight_decay_on_embeddings:
             decay["embeddings"] = config.weight_decay
+
+        def add_placeholder(part: str, *, decoupled: bool) -> nn.Parameter:
+            prefix = "decoupled_" if decoupled else ""
+            return self._wrapped_stage.add_placeholder(prefix + part, self._mesh.device)
+
         return [
             {
-                "params": parameters
-                or [self._wrapped_stage.add_placeholder(part, self._mesh.device)],
+                "params": parameters or [add_placeholder(part, decoupled=decoupled)],
                 "weight_decay": decay[part],
                 "part": part,
+                "decoupled": decoupled,
             }
-            for part, parameters in parts.items()
+            for (part, decoupled), parameters in parts.items()
         ]
 
     def _find_flats(self) -> list[Tensor]:
@@ -432,14 +445,21 @@ class DeepSpeedEngine(EngineBase):
     # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        decoupled_lr: float | None = None,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
+        assert not with_layer_statistics, "`support.py` refuses statistics of layers"
         engine = self._engine
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()
         for group in engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
         if self._loss_scale is not None:
             engine.optimizer.loss_scaler = FixedLossScaler(self._loss_scale.scale)
         # DeepSpeed derives the number of accumulation steps from the size of the global batch.

@@ -159,10 +159,11 @@ class Muon(Optimizer):
         self._adamw.set_step_count(count)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the weights. All ranks must call it. See `Optimizer.step`."""
         self.step_count += 1
-        self._adamw.step(lr)
+        # No matrix of a layer is decoupled.
+        self._adamw.step(lr, decoupled_lr)
         for matrices in self._rounds:
             self._update(matrices, lr)
 

@@ -7,6 +7,8 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +27,7 @@ from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.invariants import InvariantChecker, Replica
+from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.runner import build_runner
@@ -144,13 +147,22 @@ class NativeEngine(EngineBase):
     # -- a step -----------------------------------------------------------------------------------
 
     def train_batch(
-        self, microbatches: Sequence[Microbatch], *, iteration: int, lr: float
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        lr: float,
+        decoupled_lr: float | None = None,
+        with_layer_statistics: bool = False,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
             stage.train()
         scale = self._get_scale()
-        with self._timers("forward-backward"):
+        recorder = None
+        if with_layer_statistics:
+            recorder = LayerRecorder(self.stages, self._mesh, self._plan.config.model.num_layers)
+        with self._timers("forward-backward"), recorder or nullcontext():
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. Twice the
             # data-parallel ranks have half as many each. Their fp16 gradients are then twice as
             # large before they are averaged, and overflow at half the loss scale.
@@ -160,7 +172,7 @@ class NativeEngine(EngineBase):
                 train=True,
             )
         with self._timers("optimizer"):
-            result = self._apply_gradients(loss, scale, lr)
+            result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder)
             # With `set_to_none`, the next backward pass allocates the gradients again. That costs
             # less than filling them with zeros.
             for stage in self.stages:
@@ -177,13 +189,20 @@ class NativeEngine(EngineBase):
             )
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
 
-    def _apply_gradients(self, loss: Tensor, scale: float, lr: float) -> StepResult:
+    def _apply_gradients(
+        self,
+        loss: Tensor,
+        scale: float,
+        rates: tuple[float, float | None],
+        recorder: LayerRecorder | None,
+    ) -> StepResult:
         """Reduce, check, unscale and clip the gradients, and update the weights.
 
         Args:
             loss: This rank's mean loss, a scalar. It is zero on a rank without the last stage.
             scale: The loss scale, which the gradients still contain.
-            lr: The learning rate.
+            rates: `lr` and `decoupled_lr` of `train_batch`.
+            recorder: It records the gradients before clipping, and the weights after the update.
         """
         for master in self._masters:
             gradient = master.model.grad
@@ -191,6 +210,8 @@ class NativeEngine(EngineBase):
             master.weight.grad = self._get_local_tensor(gradient)
         self._add_partial_gradients()
         self._add_tied_gradients()
+        if recorder is not None:
+            recorder.record_gradients(self._list_counted(), scale)
         # The norm is only right after the partial and tied gradients were added up.
         loss_value, squares, zeros = self._reduce_step(loss)
         if math.isfinite(squares):
@@ -210,7 +231,7 @@ class NativeEngine(EngineBase):
                 gradients = [m.weight.grad for m in self._masters if m.weight.grad is not None]
                 torch._foreach_mul_(gradients, clip_factor / scale)
             self._before_update()
-            self._optimizer.step(lr)
+            self._optimizer.step(*rates)
             self._refresh_model()
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.
@@ -219,7 +240,11 @@ class NativeEngine(EngineBase):
         num_zeros = None
         if self._count_zeros:
             num_zeros = int(zeros)
-        return self._finish_step(loss_value, norm, applied=applied, num_zeros=num_zeros)
+        result = self._finish_step(loss_value, norm, applied=applied, num_zeros=num_zeros)
+        if recorder is None:
+            return result
+        recorder.record_weights(self._list_counted())
+        return replace(result, layers=recorder.reduce())
 
     def _add_partial_gradients(self) -> None:
         """Add up the partial gradients over the tensor-parallel ranks.
@@ -261,11 +286,7 @@ class NativeEngine(EngineBase):
 
         They are those of the complete model. One all-reduce sums all three.
         """
-        mine = [
-            m.weight.grad
-            for m in self._masters
-            if self._is_counted(m) and m.weight.grad is not None
-        ]
+        mine = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         squares = compute_squared_norm(mine).to(loss.device)
         # Only the first tensor-parallel rank counts a replicated parameter, but an infinity must be
         # seen on whichever rank it occurs. 0 x inf is nan, so it makes the sum nan. The copy of a
@@ -302,6 +323,9 @@ class NativeEngine(EngineBase):
         if master.weight.numel() == 0 or master.spec.copy_of is not None:
             return False
         return master.spec.shard_dim is not None or self._mesh.coordinate.tensor == 0
+
+    def _list_counted(self) -> list[MasterParameter]:
+        return [m for m in self._masters if self._is_counted(m)]
 
     def _sum_over_ranks(self, values: Tensor) -> list[float]:
         if self._mesh.grid.world_size > 1:
@@ -364,9 +388,9 @@ class NativeEngine(EngineBase):
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""
-        squares = compute_squared_norm(
-            [m.weight.data for m in self._masters if self._is_counted(m)]
-        ).to(self._mesh.device)
+        squares = compute_squared_norm([m.weight.data for m in self._list_counted()]).to(
+            self._mesh.device
+        )
         return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
 
     def describe_choices(self) -> list[tuple[str, str, str]]:

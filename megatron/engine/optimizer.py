@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from megatron import apex
 from megatron.config.optimizer import OptimizerConfig
-from megatron.model.gpt import EMBEDDING
+from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
 
@@ -47,6 +47,11 @@ class MasterParameter:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 
+    @property
+    def decoupled(self) -> bool:
+        """Whether --decoupled-lr sets the learning rate."""
+        return self.name in INPUT_AND_OUTPUT
+
 
 class Optimizer(ABC):
     """The rule that updates all master parameters of this rank.
@@ -71,8 +76,13 @@ class Optimizer(ABC):
         """Return a live state of a parameter, with the shape of its master."""
 
     @abstractmethod
-    def step(self, lr: float) -> None:
-        """Update the weights with the gradients of the masters and the learning rate `lr`."""
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the weights with the gradients of the masters.
+
+        Args:
+            lr: The learning rate.
+            decoupled_lr: The rate of the decoupled parameters. None: `lr`.
+        """
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps that the states have had. Bias corrections depend on it."""
@@ -86,6 +96,21 @@ class Optimizer(ABC):
         self.set_step_count(0)
 
 
+def group_masters(masters: list[MasterParameter]) -> list[list[MasterParameter]]:
+    """Return groups of parameters with the same learning rate and weight decay."""
+    groups: dict[tuple[bool, bool], list[MasterParameter]] = {}
+    for master in masters:
+        groups.setdefault((master.decays, master.decoupled), []).append(master)
+    return list(groups.values())
+
+
+def choose_rate(lr: float, decoupled_lr: float | None, *, decoupled: bool) -> float:
+    """Return the learning rate of a decoupled or another parameter. See `Optimizer.step`."""
+    if decoupled and decoupled_lr is not None:
+        return decoupled_lr
+    return lr
+
+
 class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
@@ -94,12 +119,12 @@ class AdamW(Optimizer):
         super().__init__(masters)
         groups: list[dict[str, Any]] = [
             {
-                "params": [m.weight for m in masters if m.decays],
-                "weight_decay": config.weight_decay,
-            },
-            {"params": [m.weight for m in masters if not m.decays], "weight_decay": 0.0},
+                "params": [m.weight for m in group],
+                "weight_decay": config.weight_decay if group[0].decays else 0.0,
+                "decoupled": group[0].decoupled,
+            }
+            for group in group_masters(masters)
         ]
-        groups = [group for group in groups if group["params"]]
         betas = (config.adam_beta1, config.adam_beta2)
         on_gpu = any(m.weight.is_cuda for m in masters)
         apex_adam, reason = (
@@ -144,10 +169,10 @@ class AdamW(Optimizer):
         """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
         return self._optimizer.state[master.weight][kind]
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the weights. See `Optimizer.step`."""
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
         self._optimizer.step()
         self.step_count += 1
 

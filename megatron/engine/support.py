@@ -42,6 +42,11 @@ def _list_unsupported_by_deepspeed(plan: Plan) -> list[str]:
         problems.append(
             "--log-num-zeros-in-grad: DeepSpeed does not expose its gradients; remove this flag"
         )
+    if config.logging.log_layer_stats_interval is not None:
+        problems.append(
+            f"--log-layer-stats-interval {config.logging.log_layer_stats_interval}: DeepSpeed does "
+            "not expose its gradients; remove this flag or --deepspeed"
+        )
     if config.kernels.use_torch_compile:
         problems.append(
             "--use-torch-compile is not tested with DeepSpeed; remove this flag or --deepspeed"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.attention_logits import find_largest_attention_logit
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
@@ -95,6 +96,41 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        query, key, value = self._project(x, positions)
+        # No random state is preserved, because the dropout seeds the generator itself and draws the
+        # same mask both times.
+        if self.recompute_core and torch.is_grad_enabled():
+            context = checkpoint(
+                self._compute_core,
+                query,
+                key,
+                value,
+                positions,
+                dropout_key,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        else:
+            context = self._compute_core(query, key, value, positions, dropout_key)
+        # The output projection reads [s, b, n d/t].
+        return self.out(context.permute(2, 0, 1, 3).flatten(2))
+
+    def find_largest_logit(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the largest logit of this rank's heads on [s, b, h], a scalar in fp32.
+
+        See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
+        """
+        query, key, _ = self._project(x, positions)
+        return find_largest_attention_logit(
+            query, key, self._select_bias(positions), positions.documents
+        )
+
+    def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the attention core.
+
+        Returns:
+            Queries [b, n/t, s, d], keys and values [b, g/t, s, d].
+        """
         # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
         qkv = self.qkv(x)
         s, b, _ = qkv.shape
@@ -113,24 +149,13 @@ class SelfAttention(nn.Module):
             query_key = rotate(query_key, positions.cos, positions.sin)
         query = query_key[..., :n, :].flatten(2, 3).permute(1, 2, 0, 3)  # [b, n/t, s, d]
         key = query_key[..., n, :].permute(1, 2, 0, 3)  # [b, g/t, s, d]
-        value = value.permute(1, 2, 0, 3)
-        # No random state is preserved, because the dropout seeds the generator itself and draws the
-        # same mask both times.
-        if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(
-                self._compute_core,
-                query,
-                key,
-                value,
-                positions,
-                dropout_key,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            context = self._compute_core(query, key, value, positions, dropout_key)
-        # The output projection reads [s, b, n d/t].
-        return self.out(context.permute(2, 0, 1, 3).reshape(s, b, -1))
+        return query, key, value.permute(1, 2, 0, 3)
+
+    def _select_bias(self, positions: Positions) -> Tensor | None:
+        """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None."""
+        if self.windowed:
+            return positions.window_bias
+        return positions.bias
 
     def _compute_core(
         self,
@@ -147,7 +172,7 @@ class SelfAttention(nn.Module):
         """
         # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
         p = self.dropout.seed(dropout_key)
-        bias = positions.window_bias if self.windowed else positions.bias
+        bias = self._select_bias(positions)
         if positions.documents is not None:
             return _attend_by_document(query, key, value, bias, positions.documents, p)
         if positions.cache is not None:

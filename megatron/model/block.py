@@ -101,6 +101,16 @@ class Block(nn.Module):
             return self.recomputation(self._compute, x, positions, dropout_key)
         return self._compute(x, positions, dropout_key)
 
+    def find_largest_attention_logit(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the largest attention logit of this rank's heads, a scalar in fp32.
+
+        Args:
+            x: The input of the layer, [s, b, h], or [s/t, b, h] with sequence parallelism.
+            positions: The tables of positions.
+        """
+        read = _normalise_input(self.input_norm, self.attention_output_norm, x)
+        return self.attention.find_largest_logit(read, positions)
+
     def _compute(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
         """Compute both halves of the layer.
 

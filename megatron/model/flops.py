@@ -88,6 +88,29 @@ def _count_activation_parameters(shape: ModelShape) -> int:
     return 0
 
 
+def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
+    """Return the elements of a layer's matrices on one tensor-parallel rank.
+
+    For GPT-2 on one rank these are 12 h^2.
+    """
+    w = _get_widths(shape)
+    queries, replicated = _divide_attention_columns(shape, tensor_parallel_size)
+    # In this order: query, key and value, attention output, MLP input, MLP output.
+    sharded = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
+    return sharded // tensor_parallel_size + w.h * replicated
+
+
+def _divide_attention_columns(shape: ModelShape, tensor_parallel_size: int) -> tuple[int, int]:
+    """Return how many columns of queries, keys and values are sharded, and how many replicated.
+
+    Keys and values are replicated if several ranks share a query group.
+    """
+    w = _get_widths(shape)
+    if shape.query_groups < tensor_parallel_size:
+        return w.q, 2 * w.k
+    return w.q + 2 * w.k, 0
+
+
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """Return the parameters of one transformer layer on one tensor-parallel rank.
 
@@ -97,21 +120,15 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     """
     w = _get_widths(shape)
     t = tensor_parallel_size
-    # Keys and values are replicated if several ranks share a query group.
-    if shape.query_groups < t:
-        queries, replicated = w.q, 2 * w.k
-    else:
-        queries, replicated = w.q + 2 * w.k, 0
-    # In this order: query, key and value, attention output, MLP input, MLP output.
-    weights = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
+    queries, replicated = _divide_attention_columns(shape, t)
     column_biases, row_biases = (w.mlp_in, 2 * w.h) if shape.config.add_bias_linear else (0, 0)
     if shape.has_qkv_bias:
         column_biases += queries
         row_biases += replicated
     return (
-        (weights + column_biases) // t
+        count_layer_matrix_parameters(shape, t)
+        + column_biases // t
         + row_biases
-        + w.h * replicated
         + 2 * count_norm_parameters(shape)
         + _count_query_key_norm_parameters(shape, t)
         + _count_activation_parameters(shape)
@@ -296,8 +313,28 @@ class ParameterMemory:
         return self.master_weights + self.working_weights + self.optimizer_states + self.gradients
 
 
-def estimate_parameter_memory(parameters: int, *, half: bool) -> ParameterMemory:
-    """Estimate the memory of parameters by the rule of 18 bytes for each.
+def count_state_bytes(optimizer: str, parameters: int, layer_matrices: int) -> int:
+    """Return the bytes of an optimizer's states, which are fp32 tensors.
+
+    Adam has two for each parameter. AdEMAMix has three. Muon has one for the matrices of the layers
+    and Adam's for the rest.
+
+    Args:
+        optimizer: The value of --optimizer.
+        parameters: Number of parameters.
+        layer_matrices: How many of them are in the matrices of the layers.
+    """
+    if optimizer == "ademamix":
+        return 12 * parameters
+    if optimizer == "muon":
+        return 8 * parameters - 4 * layer_matrices
+    return 8 * parameters
+
+
+def estimate_parameter_memory(
+    parameters: int, *, half: bool, state_bytes: int | None = None
+) -> ParameterMemory:
+    """Estimate the memory of parameters. With Adam it is the rule of 18 bytes for each.
 
     These are 4 for fp32 weights, 2 for half-precision weights, 8 for Adam's moments and 4 for fp32
     gradients.
@@ -306,16 +343,26 @@ def estimate_parameter_memory(parameters: int, *, half: bool) -> ParameterMemory
         parameters: Number of parameters.
         half: The model computes in bf16 or fp16. In fp32 there is no second copy of the weights,
             and the rule has 16 bytes.
+        state_bytes: Bytes of the optimizer's states. Default: those of Adam.
     """
+    if state_bytes is None:
+        state_bytes = 8 * parameters
     return ParameterMemory(
-        4 * parameters, 2 * parameters if half else 0, 8 * parameters, 4 * parameters
+        4 * parameters, 2 * parameters if half else 0, state_bytes, 4 * parameters
     )
 
 
 def estimate_parameter_memory_per_rank(
-    rank_parameters: int, *, half: bool, data_parallel_size: int, zero_stage: int
+    rank_parameters: int,
+    *,
+    half: bool,
+    data_parallel_size: int,
+    zero_stage: int,
+    state_bytes: int | None = None,
 ) -> ParameterMemory:
     """Estimate the memory of parameters on one rank with ZeRO, rounded up.
+
+    `state_bytes` are those before ZeRO shards them. See `estimate_parameter_memory`.
 
     Stage 1 shards optimizer states and master weights over the data-parallel ranks. Stage 2 also
     shards gradients. Stage 3 also shards the weights that the model computes with.
@@ -323,7 +370,7 @@ def estimate_parameter_memory_per_rank(
     In fp32 the model computes with the master weights, unless stage 1 or 2 shards them. Then the
     rank also has a complete copy.
     """
-    whole = estimate_parameter_memory(rank_parameters, half=half)
+    whole = estimate_parameter_memory(rank_parameters, half=half, state_bytes=state_bytes)
     if not half and data_parallel_size > 1 and zero_stage in (1, 2):
         fp32_copies = 4 * rank_parameters
     else:

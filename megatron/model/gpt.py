@@ -16,7 +16,7 @@ from megatron.model.embedding import Embedding
 from megatron.model.execution import Execution
 from megatron.model.goldfish import keep_tokens
 from megatron.model.inputs import Inputs
-from megatron.model.loss import VocabSlice, cross_entropy
+from megatron.model.loss import VocabSlice, cross_entropy, find_largest_output_logit
 from megatron.model.norm import build_norm
 from megatron.model.partition import Stage, make_single_stage
 from megatron.model.positions import Positions, PositionTables
@@ -32,6 +32,25 @@ EMBEDDING = "embedding."
 # Name of the parameter that a tied output matrix on another stage is a replica of. Checkpoints
 # store it under this name only.
 WORD_EMBEDDING = "embedding.word.weight"
+INPUT_AND_OUTPUT = (WORD_EMBEDDING, "head.weight")
+"""Names of the parameters with a row for each token: the word embedding and the output matrix.
+
+The second is missing if the output matrix is tied.
+"""
+
+
+_BLOCKS = "blocks."
+
+
+def read_block_number(name: str) -> int | None:
+    """Return the number of the block that a parameter belongs to, or None if it is in no block.
+
+    Args:
+        name: Name of the parameter in the complete model.
+    """
+    if not name.startswith(_BLOCKS):
+        return None
+    return int(name.split(".")[1])
 
 
 class Head(nn.Module):
@@ -159,6 +178,16 @@ class GPT(nn.Module):
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
         weight = self._get_output_weight()[: self._vocab.real]
         return torch.nn.functional.linear(hidden, weight).float()
+
+    def find_largest_output_logit(self, normalised: Tensor) -> Tensor:
+        """Return the largest absolute value of this rank's output logits, a scalar in fp32.
+
+        Args:
+            normalised: The output of the final norm, [s, b, h], or [s/t, b, h] with sequence
+                parallelism.
+        """
+        hidden = enter_tensor_parallel(normalised, self.tp)
+        return find_largest_output_logit(hidden, self._get_output_weight(), self._vocab)
 
     def run_blocks(
         self, x: Tensor | None, inputs: Inputs, positions: Positions | None = None

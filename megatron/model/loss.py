@@ -90,6 +90,26 @@ def cross_entropy(
     return total / count
 
 
+def find_largest_output_logit(hidden: Tensor, weight: Tensor, rows: VocabSlice) -> Tensor:
+    """Return the largest absolute value of this rank's logits, a scalar in fp32.
+
+    It is 0 if this rank holds nothing but padding.
+
+    Args:
+        hidden: [s, b, h], after the final norm and `enter_tensor_parallel`.
+        weight: [v/t, h].
+        rows: The ids of the rows of `weight`.
+    """
+    largest = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    if rows.real == 0:
+        return largest
+    flat = hidden.flatten(0, 1)
+    for part in split_rows(flat.shape[0], rows.real, on_gpu=flat.is_cuda):
+        logits = F.linear(flat[part], weight[: rows.real])
+        largest = torch.maximum(largest, logits.abs().amax().float())
+    return largest
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses times the mask.
 
@@ -122,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_logits = hidden.new_empty((kept, real))
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in _split_rows(n, real, on_gpu=hidden.is_cuda):
+        for part in split_rows(n, real, on_gpu=hidden.is_cuda):
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target = _combine(top, total, target, tp)
@@ -160,7 +180,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None
 
 
-def _split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
+def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
     """Divide n rows into chunks whose fp32 logits stay below a fixed size.
 
     The logits of all rows in fp32 would be the largest tensor of the step.

@@ -16,6 +16,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     "consumed tokens": ("consumed_tokens", int),
     "elapsed time per iteration (s)": ("seconds", float),
     "learning rate": ("learning_rate", float),
+    "decoupled learning rate": ("decoupled_learning_rate", float),
     "global batch size": ("global_batch_size", int),
     "lm loss": ("lm_loss", float),
     "loss scale": ("loss_scale", float),
@@ -30,6 +31,7 @@ _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
     # The labels of the short form.
     "loss": ("lm_loss", float),
     "lr": ("learning_rate", float),
+    "decoupled lr": ("decoupled_learning_rate", float),
     "norm": ("grad_norm", float),
     "samples/s": ("samples_per_second", float),
     "scale": ("loss_scale", float),
@@ -54,8 +56,10 @@ def format_training_line(report: IterationReport) -> str:
         f"consumed tokens: {report.consumed_tokens:12d}",
         f"elapsed time per iteration (s): {report.seconds:.2f}",
         f"learning rate: {report.learning_rate:.3E}",
-        f"global batch size: {report.global_batch_size:5d}",
     ]
+    if report.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {report.decoupled_learning_rate:.3E}")
+    parts.append(f"global batch size: {report.global_batch_size:5d}")
     if report.lm_loss is not None:
         parts.append(f"lm loss: {report.lm_loss:.6E}")
     if report.loss_scale is not None:
@@ -88,6 +92,8 @@ def format_short_training_line(report: IterationReport) -> str:
     if report.lm_loss is not None:
         parts.append(f"loss: {report.lm_loss:.4f}")
     parts.append(f"lr: {report.learning_rate:.3E}")
+    if report.decoupled_learning_rate is not None:
+        parts.append(f"decoupled lr: {report.decoupled_learning_rate:.3E}")
     if report.grad_norm is not None:
         parts.append(f"norm: {report.grad_norm:.3f}")
     parts.append(f"samples/s: {report.samples_per_second:.2f}")

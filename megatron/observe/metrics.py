@@ -63,10 +63,12 @@ class MetricsFile:
     def write_training(self, report: IterationReport) -> None:
         """Write one iteration.
 
-        Phases appear as `<phase>_seconds`. The field `compute_seconds` is forward, backward and
+        The statistics of layers are fields of the iterations that have them. Phases appear as
+        `<phase>_seconds`. The field `compute_seconds` is forward, backward and
         optimizer without their communication.
         """
         record: dict[str, Any] = {"kind": "train", **vars(report)}
+        record |= record.pop("layer_statistics")
         phases = dict(record.pop("phase_seconds"))
         record |= {
             f"{phase.replace('-', '_')}_seconds": seconds for phase, seconds in phases.items()
@@ -185,10 +187,20 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _encode_non_finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_encode_non_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
         return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode_non_finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode_non_finite(item) for item in value]
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
     return value
 
 
@@ -201,10 +213,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
         return None
-    record = {
-        key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
-        for key, value in record.items()
-    }
+    record = {key: _decode_non_finite(value) for key, value in record.items()}
     if _has_valid_numbers(record):
         return record
     return None

@@ -6,7 +6,7 @@ Invariant: nothing here depends on an engine, a tensor or a file. The loop fills
 passes it to all three, so that they cannot disagree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -43,6 +43,8 @@ class IterationReport:
     tokens_per_second: float
     tflops: float
     """TFLOPs of one device, in the convention that the start table names."""
+    decoupled_learning_rate: float | None = None
+    """Rate of the word embedding and the output matrix. None if they have that of all others."""
     skipped_iterations: int = 0
     """Number of iterations since the last report whose step was not applied."""
     nan_iterations: int = 0
@@ -64,6 +66,9 @@ class IterationReport:
     """See `Axes`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of this iteration by phase, as returned by `Timers.take`."""
+    layer_statistics: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
+    """Numbers of an iteration that is due by --log-layer-stats-interval, by their key in the
+    metrics file. A sequence has a number for each layer."""
 
     @property
     def axes(self) -> Axes:

@@ -14,7 +14,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,11 @@ class TensorBoard:
         return self._file is not None
 
     def write_training(self, report: IterationReport) -> None:
-        """Write one iteration, if it is due by --tensorboard-log-interval."""
+        """Write one iteration, if it is due by --tensorboard-log-interval.
+
+        The statistics of layers have their own interval.
+        """
+        self._add_layers(report.iteration, report.layer_statistics)
         if self._file is None or report.iteration % self._logging.tensorboard_log_interval != 0:
             return
         at = report.axes
@@ -84,6 +88,7 @@ class TensorBoard:
         values: dict[str, float | None] = {}
         if self._logging.log_learning_rate_to_tensorboard:
             values["learning-rate/learning-rate"] = report.learning_rate
+            values["learning-rate/decoupled-learning-rate"] = report.decoupled_learning_rate
         if self._logging.log_batch_size_to_tensorboard:
             values["batch-size/batch-size"] = report.global_batch_size
         if self._logging.log_loss_scale_to_tensorboard:
@@ -123,6 +128,20 @@ class TensorBoard:
     def _add_phases(self, iteration: int, phase_seconds: Mapping[str, float]) -> None:
         for phase, seconds in phase_seconds.items():
             self._add(f"{phase}-time", seconds, iteration)
+
+    def _add_layers(
+        self, iteration: int, statistics: Mapping[str, float | Sequence[float]]
+    ) -> None:
+        """Write each statistic as one chart for each layer, such as `layer-grad-norm/07`."""
+        for key, values in statistics.items():
+            tag = key.replace("_", "-")
+            if isinstance(values, Sequence):
+                # TensorBoard sorts tags by their text, so all numbers have the same width.
+                width = len(str(len(values) - 1))
+                for layer, value in enumerate(values):
+                    self._add(f"{tag}/{layer:0{width}}", value, iteration)
+            else:
+                self._add(f"{tag}/{tag}", values, iteration)
 
     def _add_with_axes(self, at: Axes, tag: str, value: float, *, gigaflops: bool = False) -> None:
         """Write a value once for each step axis."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
+from megatron.data.tokenizer_record import merge_records, write_record
 from megatron.errors import ConfigError, DataError
 
 
@@ -28,7 +29,8 @@ def merge_datasets(
 
     Raises:
         ConfigError: no input is given, or the output is also an input or exists already.
-        DataError: a data set is damaged, or has another dtype than the first one.
+        DataError: a data set is damaged, or has another dtype or another tokenizer than the first
+            one.
     """
     if not prefixes:
         raise ConfigError(
@@ -52,7 +54,10 @@ def merge_datasets(
                 f"{first.dtype.name}: they were made with vocabularies of different sizes, so with "
                 "different tokenizers. Preprocess them with the same tokenizer."
             )
+    made_with = merge_records(prefixes)
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    # After a crash, the record of an older data set must not stay beside the new one.
+    write_record(output_prefix, None)
     total = sum(len(dataset.tokens) for dataset in datasets) * first.dtype.itemsize
     with (
         IndexedDatasetWriter(output_prefix, first.dtype) as writer,
@@ -61,4 +66,5 @@ def merge_datasets(
         for dataset in datasets:
             writer.add_dataset(dataset)
             bar.update(len(dataset.tokens) * first.dtype.itemsize)
+    write_record(output_prefix, made_with)
     return writer.num_documents, writer.num_tokens

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import choose_dtype, refuse_existing
+from megatron.data.tokenizer_record import describe_tokenizer, write_record
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.blocks import BLOCK_BYTES
 from megatron.preprocess.encoders import EncoderMismatchError, choose_encoder
@@ -46,8 +47,8 @@ _JOURNAL_SECONDS = 15.0
 class PreprocessJob:
     """What to preprocess.
 
-    The outputs are PREFIX_{key}_document.bin and .idx for each key. `input` has files, globs and
-    folders, in the order of the output.
+    The outputs are PREFIX_{key}_document.bin and .idx for each key, and .tokenizer.json, which
+    names the tokenizer. `input` has files, globs and folders, in the order of the output.
     """
 
     input: tuple[str, ...]
@@ -186,8 +187,12 @@ def _run(
         progress = _encode_all(job, paths, tokenizer, encoder, journal, progress, say, prefixes)
     # The journal goes last. If it is interrupted here, the next run finds `complete` and publishes
     # again.
+    made_with = describe_tokenizer(job.tokenizer)
     for prefix in prefixes.values():
+        # After a crash, the record of an older data set must not stay beside the new one.
+        write_record(prefix, None)
         publish(prefix)
+        write_record(prefix, made_with)
     journal.delete()
     outputs = progress.outputs
     seconds = time.monotonic() - started

@@ -292,7 +292,7 @@ def parse_amount(text: str) -> int:
     """Return the number that a text such as 250B, 1.5T or 6_000_000 spells, rounded down.
 
     Raises:
-        ValueError: it spells none.
+        ValueError: the text is no such number.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -344,32 +344,6 @@ def count_iterations_for_samples(
         iterations += steps
         consumed_samples += steps * size
         consumed_tokens += steps * size * seq_length
-
-
-def count_samples_of_iterations(
-    schedule: BatchSizeSchedule,
-    iterations: int,
-    seq_length: int,
-    consumed_samples: int = 0,
-    consumed_tokens: int = 0,
-) -> int:
-    """Return the samples consumed after `iterations` more.
-
-    They are counted from (consumed_samples, consumed_tokens). `seq_length` is the number of tokens
-    in a sample.
-    """
-    samples = consumed_samples
-    tokens = consumed_tokens
-    while iterations > 0:
-        steps = min(
-            iterations,
-            count_iterations_of_size(schedule, samples, tokens, seq_length) or iterations,
-        )
-        taken = steps * schedule.get_size(samples, tokens)
-        samples += taken
-        tokens += taken * seq_length
-        iterations -= steps
-    return samples
 
 
 def count_iterations_of_size(

@@ -10,15 +10,16 @@ Sources:
 - Megatron-LM's parameter scheduler.
 - Decay by tokens: https://arxiv.org/abs/2108.06084.
 - WSD: https://arxiv.org/abs/2404.06395.
+- Half a cosine: OLMo-core's HalfCosWithWarmup, whose peak is that of the complete cosine.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron.errors import ConfigError
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+DecayStyle = Literal["constant", "linear", "cosine", "half-cosine", "inverse-square-root", "WSD"]
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 FIELD_NAMES = {
@@ -31,6 +32,8 @@ FIELD_NAMES = {
     "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
     "wsd_decay_style": "--lr-wsd-decay-style",
     "warmup_init": "--lr-warmup-init",
+    "decoupled_max_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
 }
 """Field of `LRSchedule` -> its name in messages."""
 
@@ -47,6 +50,8 @@ class LRSchedule:
     decay, counted from the start of training. `wsd_decay_steps` is the length of WSD's final decay.
     If `decay_tokens` is given, the decay ends at this number of tokens and not at `decay_steps`.
     The warm-up is still in samples. `warmup_init` is the rate that the warm-up starts from.
+    `decoupled_max_lr` and `decoupled_min_lr` are the peak and the minimum of the word embedding and
+    the output matrix. They are None if these have the rate of all other parameters.
 
     Raises:
         ConfigError: the numbers do not give a valid schedule.
@@ -62,6 +67,8 @@ class LRSchedule:
     wsd_decay_style: WSDDecayStyle = "exponential"
     # Checkpoints of earlier versions do not have it. Their warm-up started from 0.
     warmup_init: float = 0.0
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
         """Check that the numbers give a valid schedule.
@@ -69,7 +76,11 @@ class LRSchedule:
         Raises:
             ConfigError: they do not. It lists all problems.
         """
-        problems = [*self._find_range_problems(), *self._find_wsd_problems()]
+        problems = [
+            *self._find_range_problems(),
+            *self._find_decoupled_problems(),
+            *self._find_wsd_problems(),
+        ]
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -103,6 +114,23 @@ class LRSchedule:
             problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
         return problems
 
+    def _find_decoupled_problems(self) -> list[str]:
+        """Return a message for each number of the decoupled rate that is out of its range."""
+        if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
+            return []
+        problems = []
+        if not 0 <= self.decoupled_min_lr <= self.decoupled_max_lr:
+            problems.append(
+                f"--decoupled-min-lr {self.decoupled_min_lr} (--min-lr, unless it is given) must "
+                f"be between 0 and --decoupled-lr {self.decoupled_max_lr}."
+            )
+        if self.warmup_init > self.decoupled_max_lr:
+            problems.append(
+                f"--lr-warmup-init {self.warmup_init} must be at most --decoupled-lr "
+                f"{self.decoupled_max_lr}."
+            )
+        return problems
+
     def _find_wsd_problems(self) -> list[str]:
         """Return a message for each setting that WSD cannot use."""
         if self.style != "WSD":
@@ -114,10 +142,10 @@ class LRSchedule:
                 "--lr-decay-style WSD needs the length of its final decay: "
                 "--lr-wsd-decay-samples or -iters."
             ]
-        if not 1 <= self.wsd_decay_steps <= self.decay_steps:
+        if not 0 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
-                f"-iters) must be at least 1 and at most {self.decay_steps}, the end of the decay."
+                f"-iters) must be at least 0 and at most {self.decay_steps}, the end of the decay."
             ]
         return []
 
@@ -140,6 +168,24 @@ class LRSchedule:
                 f"-iters) must not reach into the warm-up of {self.warmup_steps:.10g} samples; use "
                 f"at most {longest}, because the decay ends at {self.decay_steps}."
             )
+
+    def get_decoupled_lr(
+        self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0
+    ) -> float | None:
+        """Return the rate of the word embedding and the output matrix. See `get_lr`.
+
+        It is None if they have the rate of all other parameters.
+        """
+        if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
+            return None
+        decoupled = replace(
+            self,
+            max_lr=self.decoupled_max_lr,
+            min_lr=self.decoupled_min_lr,
+            decoupled_max_lr=None,
+            decoupled_min_lr=None,
+        )
+        return decoupled.get_lr(lr_samples, lr_tokens, warmup_tokens)
 
     def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
         """Return the rate of a state by the samples and tokens of all steps applied so far.
@@ -174,6 +220,8 @@ class LRSchedule:
             coefficient = self._compute_wsd_coefficient(lr_samples)
         elif self.style == "linear":
             coefficient = 1.0 - (done - start) / (end - start)
+        elif self.style == "half-cosine":
+            coefficient = 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
         else:
             coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)

@@ -17,7 +17,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Steps:
-    """The sizes of the iterations of a run. `seq_length` is in tokens."""
+    """Batch size and sequence length of each iteration of a run. `seq_length` is in tokens.
+
+    With a curriculum, `seq_length` is the final length.
+    """
 
     batch_size: BatchSizeSchedule
     seq_length: int
@@ -39,7 +42,7 @@ class Steps:
         return at
 
     def _advance(self, at: Progress, most: int) -> Progress:
-        """Return the position after some iterations of one size, at most `most`."""
+        """Return the position after at least one iteration and at most `most`, all of one size."""
         size, length = self._get_sizes(at)
         steps = most
         # With a curriculum, any iteration may change the length.

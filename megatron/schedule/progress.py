@@ -50,6 +50,8 @@ class ForecastPoint:
     lr_tokens: int
     warmup_tokens: int
     lr: float
+    decoupled_lr: float | None
+    """Rate of the word embedding and the output matrix. None if they have that of all others."""
 
 
 @dataclass(frozen=True)
@@ -121,4 +123,7 @@ class Forecast:
         return self.seq_length
 
     def _add_lr(self, c: _Counters) -> ForecastPoint:
-        return ForecastPoint(*c, lr=self.lr.get_lr(c.lr_samples, c.lr_tokens, c.warmup_tokens))
+        counters = (c.lr_samples, c.lr_tokens, c.warmup_tokens)
+        return ForecastPoint(
+            *c, lr=self.lr.get_lr(*counters), decoupled_lr=self.lr.get_decoupled_lr(*counters)
+        )

@@ -21,7 +21,7 @@ def parse_ranges(texts: tuple[str, ...]) -> tuple[SkipRange, ...]:
         ConfigError: a text is not FIRST-LAST.
     """
     merged: list[SkipRange] = []
-    for first, last in sorted(_parse_range(text) for text in texts):
+    for first, last in sorted(parse_range(text, "--skip-train-iteration-range") for text in texts):
         if merged and first <= merged[-1][1] + 1:
             # The earlier range may end later, because ranges are sorted by their first iteration.
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))
@@ -30,15 +30,23 @@ def parse_ranges(texts: tuple[str, ...]) -> tuple[SkipRange, ...]:
     return tuple(merged)
 
 
-def _parse_range(text: str) -> SkipRange:
-    """Return (first, last) of one range."""
+def parse_range(text: str, flag: str) -> tuple[int, int]:
+    """Return (first, last) of one range of iterations.
+
+    Args:
+        text: FIRST-LAST.
+        flag: The flag, for the message.
+
+    Raises:
+        ConfigError: The text is not FIRST-LAST.
+    """
     match = re.fullmatch(r"(\d[\d_]*)-(\d[\d_]*)", text.strip())
     # (0, 0) fails the next check, so a text that does not match gets the same message.
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
-            f"--skip-train-iteration-range '{text}' is not FIRST-LAST with 1 <= FIRST <= LAST "
-            "(iterations, both included); write it as in 8401-8800 9001-9100."
+            f"{flag} '{text}' is not FIRST-LAST with 1 <= FIRST <= LAST (iterations, both "
+            "included); write it as in 8401-8800."
         )
     return first, last
 

@@ -14,6 +14,7 @@ from megatron.tokenizer.build import (
 )
 from megatron.tokenizer.files import tokenizer_digests, tokenizer_files
 from megatron.tokenizer.vocabulary import (
+    check_same_vocab_size,
     compute_padded_vocab_size,
     find_vocab_size,
     list_missing_files,
@@ -24,6 +25,7 @@ __all__ = [
     "Tokenizer",
     "TransformersTokenizer",
     "build_tokenizer",
+    "check_same_vocab_size",
     "compute_padded_vocab_size",
     "find_vocab_size",
     "list_missing_files",

@@ -115,10 +115,10 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
         if config.vocab_size < 1:
             raise ConfigError(f"--vocab-size {config.vocab_size} must be at least 1.")
         return config.vocab_size, None
+    size = count_token_ids(config)
+    if size is not None:
+        return size, None
     if config.tokenizer_type == "GPT2BPETokenizer":
-        if config.vocab_file is not None and Path(config.vocab_file).is_file():
-            # The largest id counts and not the number of entries, because ids may have gaps.
-            return 1 + max(read_vocabulary(config.vocab_file).values()), None
         if config.vocab_file:
             absent = f"--vocab-file {config.vocab_file} does not exist"
         else:
@@ -128,13 +128,6 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
             f"{absent}: assuming GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; give --vocab-size N for "
             "another size.",
         )
-    found = find_tokenizer_json(config.tokenizer_name_or_path)
-    if found is not None:
-        vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
-        return 1 + max(vocabulary.values()), None
-    if config.tokenizer_name_or_path is not None and Path(config.tokenizer_name_or_path).is_dir():
-        # Without tokenizer.json only `transformers` can count the ids, which is slower.
-        return build_tokenizer(config).vocab_size, None
     if config.pad_vocab_size_to is not None:
         return config.pad_vocab_size_to, (
             f"the tokenizer {config.tokenizer_name_or_path} is not on this machine: using "
@@ -144,4 +137,53 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
     raise ConfigError(
         f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no tokenizer.json on this "
         "machine, so the size of the vocabulary is unknown; give its folder, or --vocab-size N."
+    )
+
+
+def count_token_ids(config: TokenizerConfig) -> int | None:
+    """Return the number of ids in the tokenizer's files, or None if they are not on this machine.
+
+    The largest id counts and not the number of entries, because ids may have gaps.
+
+    Raises:
+        ConfigError: Files that exist cannot be read.
+    """
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        if config.vocab_file is not None and Path(config.vocab_file).is_file():
+            return 1 + max(read_vocabulary(config.vocab_file).values())
+        return None
+    found = find_tokenizer_json(config.tokenizer_name_or_path)
+    if found is not None:
+        vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
+        return 1 + max(vocabulary.values())
+    if config.tokenizer_name_or_path is not None and Path(config.tokenizer_name_or_path).is_dir():
+        # Without tokenizer.json only `transformers` can count the ids, which is slower.
+        return build_tokenizer(config).vocab_size
+    return None
+
+
+def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:
+    """Check that the tokenizer's files have as many ids as `config.vocab_size`.
+
+    Args:
+        config: Settings of the tokenizer. Nothing is checked if its files are not on this machine.
+        described: The size with its flag and origin, for the message.
+
+    Raises:
+        ConfigError: The numbers differ, or files that exist cannot be read.
+    """
+    size = count_token_ids(config)
+    if size is None or size == config.vocab_size:
+        return
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        name = f"--vocab-file {config.vocab_file}"
+    else:
+        name = f"--tokenizer-name-or-path {config.tokenizer_name_or_path}"
+    if config.pad_vocab_size_to is None:
+        padding = ""
+    else:
+        padding = " --pad-vocab-size-to None"
+    raise ConfigError(
+        f"{name} has {size} ids, which is not {described}. Give the model's own tokenizer, or "
+        f"--vocab-size {size}{padding} to train this architecture with this one."
     )

@@ -17,7 +17,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.config.tree import Config
 from megatron.data.content import ContentDigests, FileIdentity, digest_of_file
 from megatron.data.indexed import get_bin_path, get_idx_path
-from megatron.data.segments import DatasetRegistry
+from megatron.data.registry import DatasetRegistry
 from megatron.data.source import Sources
 from megatron.errors import DataError, LayoutError, MegatronError
 from megatron.tokenizer import tokenizer_digests, tokenizer_files

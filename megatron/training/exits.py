@@ -73,8 +73,8 @@ class Exits:
         """Why the last search for the kill switch failed. None if it did not fail."""
 
     def catch_signals(self) -> None:
-        """Let SIGINT (Ctrl-C), SIGTERM and SIGUSR1 stop the run after the current iteration."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        """Let SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGUSR2 stop the run after its iteration."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             # A shell starts background jobs with SIGINT ignored, because Ctrl-C in the terminal is
             # meant for the program in the foreground.
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:

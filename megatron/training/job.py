@@ -159,7 +159,8 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     Raises:
         ConfigError: The configuration is wrong, or it contradicts the checkpoint. The message lists
             everything that is wrong with the configuration.
-        CheckpointError: The checkpoint's state is incomplete, or --eval-only has no checkpoint.
+        CheckpointError: The checkpoint's state is incomplete, or --load has no checkpoint and the
+            run would not save one there.
     """
     if loaded.config.batch.eval_only and checkpoint is None:
         raise CheckpointError(
@@ -180,6 +181,8 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         iteration=state.iteration,
     )
     check_plan(plan)
+    if checkpoint is None:
+        _refuse_missing_checkpoint(config.checkpoint)
     _refuse_kill_switch(config.batch)
     check_optimizer(plan.config, checkpoint)
     plan, about_schedule = choose_schedule(plan, state)
@@ -198,6 +201,23 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         *about_settings,
     ]
     return Job(plan, state, checkpoint, notes)
+
+
+def _refuse_missing_checkpoint(config: CheckpointConfig) -> None:
+    """Raise an error if --load has no checkpoint, and is not the folder that this run saves to.
+
+    The path is then probably misspelt. If the folders are the same, the first job of a chain starts
+    from scratch, and the same command line resumes later.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    if config.load is None or config.resumes_itself or config.allow_fresh_start:
+        return
+    raise CheckpointError(
+        f"--load {config.load} has no checkpoint, and this run would not save one there. Correct "
+        "the path, or leave out --load to start from scratch"
+    )
 
 
 def select_checkpoint_config(config: Config) -> CheckpointConfig:

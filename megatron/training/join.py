@@ -43,5 +43,10 @@ def join_ranks(loaded: LoadedConfig, world: LaunchedWorld) -> Ranks:
 def make_printer(rank: int) -> Callable[[str], None]:
     """Return a function that prints on rank 0. It is used before the reporter exists."""
     if rank == 0:
-        return lambda line: print(line, flush=True)
+        return print_line
     return lambda line: None
+
+
+def print_line(line: str) -> None:
+    """Print a line of the log, on any rank."""
+    print(line, flush=True)

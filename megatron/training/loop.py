@@ -41,7 +41,8 @@ def train(run: Run) -> StopReason:
     state = run.state
     first = run.state.iteration
     try:
-        stop, evaluated_at = train_until_stop(run)
+        with run.profiler:
+            stop, evaluated_at = train_until_stop(run)
         # If no iteration was trained or skipped, there is nothing new to save.
         if state.iteration != first:
             save_at_end(run)
@@ -64,6 +65,8 @@ def train(run: Run) -> StopReason:
         # the same samples as a run that was never interrupted.
         evaluate_validation(run)
     evaluate_test(run)
+    if run.exporter is not None:
+        run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
     return stop
 
@@ -95,7 +98,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if skipped is not None:
             skip_range(run, skipped)
         else:
-            train_iteration(run)
+            with run.profiler.record(before + 1), run.memory_history.record(before + 1):
+                train_iteration(run)
         state.elapsed_seconds = time.monotonic() - started
         check_nan_iterations(plan, state)
         # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
@@ -110,6 +114,8 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         # iteration if it was not due here.
         stop = run.exits.decide(before, state.iteration)
         save_when_due(run, before)
+        if run.exporter is not None:
+            run.exporter.poll()
     return stop, evaluated_at
 
 
@@ -146,10 +152,18 @@ def train_iteration(run: Run) -> None:
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
-    # This is the rate that the step uses. The reported rate, below, is the one after the step, as
-    # in Megatron.
-    learning_rate = state.compute_learning_rate(plan.lr_schedule)
-    result = run.engine.train_batch(microbatches, iteration=state.iteration + 1, lr=learning_rate)
+    # These are the rates that the step uses. The reported rates, below, are those after the step,
+    # as in Megatron.
+    iteration = state.iteration + 1
+    result = run.engine.train_batch(
+        microbatches,
+        iteration=iteration,
+        lr=state.compute_learning_rate(plan.lr_schedule),
+        decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
+        with_layer_statistics=is_due(
+            plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+        ),
+    )
     state.advance(batch_size, batch_size * seq_length)
     count_step(plan, state, result, batch_size, seq_length)
     if plan.config.logging.log_params_norm:
@@ -163,6 +177,7 @@ def train_iteration(run: Run) -> None:
             batch_size=batch_size,
             seq_length=seq_length,
             learning_rate=state.compute_learning_rate(plan.lr_schedule),
+            decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
             seconds=time.perf_counter() - start,
             phase_seconds=timers.take(),
             params_norm=params_norm,

@@ -66,6 +66,8 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         run = start_run(loaded, job, mesh, timers, lease)
         closing.callback(run.reporter.close)
         closing.callback(run.sources.close)
+        if run.exporter is not None:
+            closing.callback(run.exporter.stop)
         if config.batch.eval_only:
             evaluate_only(run)
         else:

@@ -72,6 +72,8 @@ class StepRecord:
     seq_length: int
     learning_rate: float
     """Learning rate after the iteration."""
+    decoupled_learning_rate: float | None
+    """See `IterationReport`."""
     seconds: float
     """Wall time of the iteration in seconds."""
     phase_seconds: dict[str, float]
@@ -233,6 +235,7 @@ class Reporter:
             consumed_tokens=state.consumed_tokens,
             global_batch_size=step.batch_size,
             learning_rate=step.learning_rate,
+            decoupled_learning_rate=step.decoupled_learning_rate,
             seconds=interval.seconds / interval.iterations,
             samples_per_second=rates.samples_per_second,
             tokens_per_second=rates.tokens_per_second,
@@ -250,6 +253,7 @@ class Reporter:
             curriculum_seqlen=None if self._plan.curriculum is None else step.seq_length,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
             phase_seconds=step.phase_seconds,
+            layer_statistics={} if step.result.layers is None else vars(step.result.layers),
         )
 
     def report_validation(

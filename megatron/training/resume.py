@@ -34,6 +34,8 @@ _NOT_LISTED = {
     "batch.skip_train_iteration_range",
     "optimizer.lr",
     "optimizer.min_lr",
+    "optimizer.decoupled_lr",
+    "optimizer.decoupled_min_lr",
     "optimizer.override_lr_scheduler",
     "optimizer.use_checkpoint_lr_scheduler",
     # The contents of these files are compared. Their paths may change.

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
+from megatron.observe.memory_history import MemoryHistory
+from megatron.observe.profiler import Profiler
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.data_files import DataFiles
 from megatron.training.divergence import DivergenceWatch
 from megatron.training.exits import Exits
+from megatron.training.hf_export import HFExporter
 from megatron.training.report import Reporter
 from megatron.training.state import TrainState
 
@@ -30,6 +33,10 @@ class Run:
     exits: Exits
     saver: Saver | None
     """None if nothing is saved."""
+    profiler: Profiler
+    memory_history: MemoryHistory
+    exporter: HFExporter | None = None
+    """Only on rank 0, with --hf-export-interval."""
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
 

@@ -23,6 +23,7 @@ from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
 from megatron.config.tree import Config
 from megatron.config.without_effect import format_warnings
+from megatron.data.build_sources import build_sources, count_evaluation_samples
 from megatron.data.documents import DocumentRules, needs_documents
 from megatron.data.epochs import (
     DatasetUse,
@@ -31,7 +32,8 @@ from megatron.data.epochs import (
     warn_of_many_epochs,
 )
 from megatron.data.index_helpers import describe_implementation
-from megatron.data.source import BatchSlice, Sources, build_sources, count_evaluation_samples
+from megatron.data.source import BatchSlice, Sources
+from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
 from megatron.observe.log_line import (
@@ -52,9 +54,11 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
+from megatron.training.hf_export import HFExporter
 from megatron.training.job import Job, confirm_job
 from megatron.training.join import make_printer
 from megatron.training.loop import check_invariants
+from megatron.training.profilers import build_profilers
 from megatron.training.report import Reporter
 from megatron.training.resume import record_for_resume
 from megatron.training.run import Run
@@ -184,7 +188,8 @@ def start_run(
         for line in format_warnings(job.notes):
             say(line)
         reporter = Reporter(job.plan, mesh, device_name=get_device_name(mesh.device))
-        saver = build_saver(job, mesh, reporter, lease)
+        exporter = build_exporter(job, mesh, reporter)
+        saver = build_saver(job, mesh, reporter, lease, exporter)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
         if saver is not None:
@@ -195,7 +200,7 @@ def start_run(
         else:
             wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, say)
         if wrong is None:
-            return build_run(job, mesh, engine, reporter, saver, exits, timers)
+            return build_run(job, mesh, engine, reporter, saver, exporter, exits, timers)
         assert job.checkpoint is not None
         damage[job.checkpoint.iteration] = wrong
         # The next engine needs as much memory. Reference cycles would keep this one allocated.
@@ -291,6 +296,7 @@ def build_run(
     engine: Engine,
     reporter: Reporter,
     saver: Saver | None,
+    exporter: HFExporter | None,
     exits: Exits,
     timers: Timers,
 ) -> Run:
@@ -349,17 +355,40 @@ def build_run(
         reporter.say(f"warning: {warning}")
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
-    run = Run(plan, mesh, engine, sources, data_files, state, reporter, timers, exits, saver)
+    run = Run(
+        plan,
+        mesh,
+        engine,
+        sources,
+        data_files,
+        state,
+        reporter,
+        timers,
+        exits,
+        saver,
+        *build_profilers(config, mesh.rank, reporter.say),
+        exporter=exporter,
+    )
     check_invariants(run)
     # The time of the construction must not be counted in the first iteration.
     timers.take()
     return run
 
 
-def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -> Saver | None:
+def build_exporter(job: Job, mesh: Mesh, reporter: Reporter) -> HFExporter | None:
+    """Build the exporter of --hf-export-interval on rank 0, or return None."""
+    config = job.plan.config
+    if mesh.rank != 0 or config.checkpoint.hf_export_interval is None or config.batch.eval_only:
+        return None
+    return HFExporter(config.checkpoint, reporter.say, job.state.iteration)
+
+
+def build_saver(
+    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: HFExporter | None
+) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 
-    It reports its checkpoints through the reporter.
+    It reports its checkpoints through the reporter, and passes them to the exporter.
     """
     config = job.plan.config.checkpoint
     if config.save is None or job.plan.config.batch.eval_only:
@@ -372,6 +401,8 @@ def build_saver(job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None) -
 
     def report_saved(iteration: int) -> None:
         reporter.say(format_saved_checkpoint_line(iteration, str(config.save)))
+        if exporter is not None:
+            exporter.record_checkpoint(iteration)
 
     ranks = build_ranks(mesh)
     root = Path(str(config.save))
@@ -394,6 +425,7 @@ def open_data(
         say: Prints lines that must appear while an index is still being built.
 
     Raises:
+        ConfigError: Data were made with another tokenizer.
         DataError: See `build_run`.
         LayoutError: Ranks read different data.
         CheckpointError: The state contradicts itself.
@@ -432,6 +464,12 @@ def open_data(
 
     ranks = build_ranks(mesh)
     sources = open_same(build, ranks, mesh.describe(), say)
+    prefixes = list(sources.registry.datasets)
+    ranks.call_on_rank_0(
+        lambda: check_tokenizers_of_data(config.tokenizer, prefixes),
+        "comparing the tokenizer with that of the data",
+        say,
+    )
     # --eval-only always starts at the first sample. From a checkpoint's position, it would
     # evaluate other samples for each checkpoint, and the losses could not be compared.
     if state.data and not batch.eval_only:

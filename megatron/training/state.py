@@ -71,6 +71,13 @@ class TrainState:
         """Return the learning rate that the next step will use."""
         return schedule.get_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
 
+    def compute_decoupled_learning_rate(self, schedule: LRSchedule) -> float | None:
+        """Return the rate of the word embedding and the output matrix, or None if it is the same.
+
+        See `compute_learning_rate`.
+        """
+        return schedule.get_decoupled_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""
         return asdict(self)

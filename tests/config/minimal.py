@@ -1,6 +1,7 @@
 """The shortest command line, configurations near it, and the command lines of published runs."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.config.cli import load_config
@@ -31,6 +32,24 @@ def published_arguments(run: str, folder: Path | None = None) -> list[str]:
     path = folder / "ds_config.json"
     path.write_text(json.dumps(record["ds_config"]))
     return [str(path) if word == "./ds_config.0.json" else word for word in record["arguments"]]
+
+
+def replace_values(arguments: list[str], changed: Mapping[str, list[str] | None]) -> list[str]:
+    """Return a command line with other values for some of its flags. None removes a flag."""
+    result = []
+    at = 0
+    while at < len(arguments):
+        flag = arguments[at]
+        values = []
+        at += 1
+        while at < len(arguments) and not arguments[at].startswith("--"):
+            values.append(arguments[at])
+            at += 1
+        new = changed.get(flag, values)
+        if new is not None:
+            assert len(new) == len(values), flag
+            result += [flag, *new]
+    return result
 
 
 def config_with(**changes: object) -> Config:

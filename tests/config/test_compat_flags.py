@@ -1,5 +1,6 @@
 """Flags of other systems are the same here, renamed, harmless or refused."""
 
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +11,24 @@ from config.minimal import REQUIRED
 from megatron.config.cli import LoadedConfig, load_config
 from megatron.config.compat import SYSTEMS, TABLE, find_row, find_rows
 from megatron.config.compat_row import Row
+from megatron.config.fields import all_fields
 from megatron.config.normalise import list_known_flags
+from megatron.config.presets import read_preset
 from megatron.config.rules import check_rules
 from megatron.errors import ConfigError
 from megatron.plan import resolve
 
 FOREIGN = Path(__file__).resolve().parents[1] / "fixtures" / "foreign_flags"
-SOURCES = ("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines")
+SOURCES = (
+    *("bigscience", "microsoft", "fms_fsdp", "megatron_lm", "llm_baselines", "swiss_ai"),
+    *("bigcode", "llm_jp"),
+)
 
 OTHER_ARITY = {
     "--rampup-batch-size": "any number in Megatron, which reads three",
     "--num-experts": "one value in Megatron-LM, any number in Microsoft's fork",
     "--profile": "no value in Megatron-LM, one in Microsoft's fork",
+    "--profile-steps": "one text with two numbers",
     "--data-path": "one folder of fms-fsdp; one path or a mixture here",
 }
 
@@ -85,12 +92,37 @@ def of_kind(kind: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", named)
 
 
+def spell(row: Row, values: list[str]) -> list[str]:
+    """Return the words of a flag with these values. One that takes none may have one attached."""
+    if values and row.arity == 0:
+        return [f"{row.flag}={values[0]}"]
+    return [row.flag, *values]
+
+
+def spell_new_flags(row: Row) -> list[str]:
+    """Return the flags that the row's flag is read as.
+
+    A preset is spelled as the flags of its fields without the sequence length. The row's flag
+    replaces what was given before it, and --preset itself replaces only defaults.
+    """
+    if row.to[0] != "--preset":
+        return list(row.to)
+    words = []
+    for dotted, item in read_preset(row.to[1]).values.items():
+        field = all_fields()[dotted]
+        if field.is_bool:
+            words.append(field.flag if item.value else field.negative_flag)
+        elif dotted != "model.seq_length":
+            words += [field.flag, str(item.value)]
+    return words
+
+
 @of_kind("renamed")
 def test_renamed_flags_set_what_their_new_name_sets(row: Row):
     values = values_of(row)
     passed = [] if row.only else values
-    old = load(*needed_flags(row), row.flag, *values)
-    new = load(*needed_flags(row), *row.to, *passed)
+    old = load(*needed_flags(row), *spell(row, values))
+    new = load(*needed_flags(row), *spell_new_flags(row), *passed)
     assert old.config == new.config
     (warning,) = old.warnings
     assert warning.startswith(" ".join([row.flag, *values]))
@@ -101,12 +133,13 @@ def test_renamed_flags_set_what_their_new_name_sets(row: Row):
 
 @of_kind("harmless")
 def test_harmless_flags_warn_once_and_change_nothing(row: Row):
-    flags = [row.flag, *values_of(row)]
+    values = values_of(row)
+    flags = spell(row, values)
     # A value that the flag did not take would be an error.
     loaded = load(*needed_flags(row), *flags, *flags, "--seed", "7")
     assert loaded.config == load(*needed_flags(row), "--seed", "7").config
     (warning,) = loaded.warnings
-    assert warning.startswith(" ".join([*flags, "has no effect"]))
+    assert warning.startswith(" ".join([row.flag, *values, "has no effect"]))
     assert row.reason in warning
 
 
@@ -120,12 +153,15 @@ def test_refused_flags_are_errors_with_the_reason(row: Row):
 
 @of_kind("derived")
 def test_derived_flags_warn_and_set_nothing_alone(row: Row):
-    values = list(row.only[:1]) or ["2"]
+    # A row of any number of values reads texts that only its own rule knows.
+    values = list(row.only[:1]) or ["2"] * (row.arity == 1)
     loaded = load(*needed_flags(row), row.flag, *values)
     assert any(row.reason in warning for warning in loaded.warnings)
-    if not row.only:
+    if not row.only and row.arity == 1:
         assert "must be a number above 0" in error_of(row.flag, "word")
-        assert "must be a number above 0" in error_of(row.flag, "0")
+        # A row of its own may allow 0.
+        if find_row(row.flag, ["0"]) is row:
+            assert "must be a number above 0" in error_of(row.flag, "0")
 
 
 @of_kind("any")
@@ -133,7 +169,8 @@ def test_table_is_consistent(row: Row):
     assert "_" not in row.flag
     assert row.kind == "renamed" or row.reason
     assert (row.kind == "renamed") == bool(row.to)
-    assert all(word in list_known_flags() for word in row.to if word.startswith("--"))
+    known = [*list_known_flags(), "--preset"]
+    assert all(word in known for word in row.to if word.startswith("--"))
     assert not row.reason.endswith(".")
     if row.flag.endswith("*"):
         own = [flag for flag in list_known_flags() if flag.startswith(row.flag.removesuffix("*"))]
@@ -165,6 +202,9 @@ def test_every_flag_of_the_other_system_is_known(source: str):
             "fms_fsdp": 65,
             "megatron_lm": 595,
             "llm_baselines": 185,
+            "swiss_ai": 28,
+            "bigcode": 13,
+            "llm_jp": 7,
         }[source]
     )
     assert [flag for flag in flags if flag not in list_known_flags() and not find_rows(flag)] == []
@@ -241,9 +281,10 @@ REFUSED_CHOICES = {
         "--softmax-type": ["learnable", "off-by-one"],
     },
     "llm_baselines": {
-        "--scheduler": ["wsd", "cos_inf"],
+        "--scheduler": ["cos_inf"],
+        "--decay-type": ["exp", "miror_cosine", "square"],
         "--opt": [
-            *("sgd", "muon", "soap", "ademamix", "lion", "sf-adamw", "sf-sgd", "signsgd"),
+            *("sgd", "muon", "soap", "lion", "sf-adamw", "sf-sgd", "signsgd"),
             *("signum", "prodigy", "sophiag", "adopt", "mars", "adafactor", "lamb", "scion"),
             *("scion-light", "d-muon", "muon-pytorch"),
         ],
@@ -252,6 +293,9 @@ REFUSED_CHOICES = {
         "--weight-decay-scheduler": ["linear", "cos", "stable-decay", "wsd"],
         "--attention-type": ["random_block"],
     },
+    "swiss_ai": {},
+    "llm_jp": {"--tokenizer-type": ["Llama3Tokenizer"]},
+    "bigcode": {"--tokenizer-type": ["TokenizerFromFile", "TokenizerFromFileWithFIM"]},
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--training-stage": ["initial"],
@@ -297,7 +341,9 @@ def test_launch_script_of_microsoft():
     ):
         load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
     loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "HFTokenizer"])
-    assert check_rules(loaded.config, loaded.origin) == ([], [])
+    errors, (warning,) = check_rules(loaded.config, loaded.origin)
+    assert errors == []
+    assert "--max-position-embeddings 2048 has no effect" in warning
     plan = resolve(loaded.config, 8, loaded.origin)
     assert plan.errors == ()
     assert plan.parameters == 6_738_415_616
@@ -650,6 +696,77 @@ def test_default_length_of_llm_baselines_yields_to_another_unit(flags):
     assert loaded.config.optimizer.lr_warmup_iters == 0
 
 
+def compute_wsd_factor(step: int, scale: float, style: str) -> float:
+    """Return llm-baselines' factor of 200 steps, 30 of warm-up and 54 of decay."""
+    if step < 30:
+        return step / 30 + (1 - step / 30) / 100
+    if step < 146:
+        return 1.0
+    done = (step - 146) / 54
+    shapes = {
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) * 0.5,
+        "sqrt": 1 - math.sqrt(done),
+    }
+    return scale + (1 - scale) * shapes[style]
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale", "style"),
+    [
+        ("", 0.0, "linear"),
+        ("--wsd_final_lr_scale 0 --decay_type linear", 0.0, "linear"),
+        ("--wsd_final_lr_scale 0.05 --decay_type cosine", 0.05, "cosine"),
+        ("--wsd_final_lr_scale 0.3 --decay_type sqrt", 0.3, "sqrt"),
+    ],
+)
+def test_wsd_of_llm_baselines_is_its_schedule(flags: str, scale: float, style: str) -> None:
+    loaded = load_config(
+        shlex.split(
+            f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --iterations 200 --warmup_steps 30 --lr 2e-3 "
+            f"--batch_size 3 --scheduler wsd --wsd_fract_decay 0.27 {flags}"
+        )
+    )
+    plan = resolve(loaded.config, 1, loaded.origin)
+    assert plan.errors == ()
+    for step in range(200):
+        rate = plan.lr_schedule.get_lr(3 * step)
+        assert rate == pytest.approx(2e-3 * compute_wsd_factor(step, scale, style), abs=1e-12)
+
+
+def test_default_decay_of_llm_baselines_is_a_tenth() -> None:
+    words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --scheduler wsd")
+    optimizer = load_config(words).config.optimizer
+    assert optimizer.lr_wsd_decay_iters == 1500
+    assert optimizer.min_lr == 0.0
+    assert optimizer.lr_warmup_init == pytest.approx(1e-5)
+
+
+def test_ademamix_of_llm_baselines_has_its_defaults() -> None:
+    words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} --opt ademamix")
+    optimizer = load_config(words).config.optimizer
+    assert optimizer.optimizer == "ademamix"
+    assert (optimizer.ademamix_beta3, optimizer.ademamix_alpha) == (0.9, 2.0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.95)
+    words += shlex.split("--adema_beta3 0.999 --adema_alpha 8 --adema_beta3_warmup 5")
+    optimizer = load_config([*words, "--adema_alpha_warmup", "7"]).config.optimizer
+    assert (optimizer.ademamix_beta3, optimizer.ademamix_alpha) == (0.999, 8.0)
+    assert (optimizer.ademamix_beta3_warmup, optimizer.ademamix_alpha_warmup) == (5, 7)
+
+
+@pytest.mark.parametrize("opt", ["muon", "d-muon", "muon-pytorch"])
+def test_muon_of_llm_baselines_is_refused_with_the_nearest(opt: str) -> None:
+    error = error_of("--opt", opt)
+    assert "queries, keys and values are one matrix there" in error
+    assert "--muon-coefficient-type simple" in error
+
+
+def test_embeddings_of_llm_baselines_have_no_weight_decay() -> None:
+    for model in ("", "--model base", "--model llama"):
+        words = shlex.split(f"{LLM_BASELINES_RUN_WITHOUT_LENGTH} {model}")
+        assert not load_config(words).config.optimizer.weight_decay_on_embeddings
+
+
 def test_warmup_of_fms_fsdp_yields_to_another_unit():
     loaded = load_config(["--num_steps=100", "--data-path", "data", "--lr-warmup-fraction", "0.1"])
     assert check_rules(loaded.config, loaded.origin)[0] == []
@@ -719,3 +836,53 @@ def test_flags_of_muon_and_ademamix_of_megatron_are_read() -> None:
     assert apertus.ademamix_beta3_warmup == 100_000
     assert apertus.ademamix_alpha_warmup is None
     assert apertus.lr_wsd_decay_style == "minus_sqrt"
+
+
+# ---- Profilers ----
+
+
+@pytest.mark.parametrize(
+    ("flags", "iterations", "ranks"),
+    [
+        # nsys records what starts after step 10, up to and including step 12.
+        ("--profile", "11-12", (0,)),
+        (
+            "--profile --profile-step-start 0 --profile-step-end 3 --profile-ranks 1 2",
+            "1-3",
+            (1, 2),
+        ),
+        # torch.profiler.schedule(wait=9, warmup=1, active=2), whose step is called before each
+        # iteration.
+        ("--profile --use-pytorch-profiler", "10-11", (0,)),
+        ("--profile --use-pytorch-profiler --profile-step-end 20", "10-19", (0,)),
+        ("--profile pt", "2-3", (-1,)),
+        ("--profile pt-full --profile_steps 5,9 --profile-ranks 0", "5-9", (0,)),
+        # torch.profiler.schedule(wait=1, warmup=2, active=3), whose step is called after each.
+        ("--use_profiler", "4-6", (0,)),
+        ("--use_profiler=True --profiler_rank0_only=False", "4-6", (-1,)),
+        ("--use_profiler=False --profiler_rank0_only=True", None, (0,)),
+        ("--profile-step-start 3 --use-pytorch-profiler", None, (0,)),
+    ],
+)
+def test_profilers_record_the_same_iterations(
+    flags: str, iterations: str | None, ranks: tuple[int, ...]
+):
+    logging = load("--save", "run", *flags.split()).config.logging
+    assert logging.profile_iterations == iterations
+    assert logging.profile_ranks == ranks
+
+
+def test_the_folder_of_fms_fsdp_is_kept():
+    assert load("--use_profiler").config.logging.profile_dir == "profile_traces"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile --profile-step-start 12", "--profile-step-end 12 must be above"),
+        ("--profile pt --profile-steps 2", "--profile-steps 2 must be FIRST,LAST"),
+        ("--profile nsys", "--profile nsys must be"),
+    ],
+)
+def test_steps_that_no_profiler_records_are_errors(flags: str, message: str):
+    assert message in error_of(*flags.split())

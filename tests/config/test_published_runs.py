@@ -58,7 +58,7 @@ EXPECTED = {
             "--abort-on-unmet-fused-kernel-constraints",
             "--deepspeed-activation-checkpointing",
         ],
-        "planning_warns_of": ["the", "pipeline:"],
+        "planning_warns_of": ["--max-position-embeddings", "the", "pipeline:"],
     },
 }
 

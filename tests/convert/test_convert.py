@@ -14,6 +14,7 @@ from model.reference_models import FAMILIES
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.load import open_checkpoint
+from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig
 from megatron.convert import architectures
 from megatron.convert.architectures import (
@@ -22,7 +23,7 @@ from megatron.convert.architectures import (
     find_architecture,
 )
 from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import NOT_ARCHITECTURE, Cases, describe_layers
+from megatron.convert.fields import NOT_ARCHITECTURE, Cases
 from megatron.convert.importing import import_model
 from megatron.convert.tensors import TensorPair
 from megatron.errors import CheckpointError, ConfigError
@@ -263,7 +264,7 @@ def test_a_bad_folder_is_refused(bad: str, llama: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rotary_percent": 0.5}, "llama: --rotary-percent 0.5"),
-        ({"embed_layernorm": True}, "llama: it has --no-embed-layernorm"),
+        ({"embed_layernorm": True}, "llama: the class has --no-embed-layernorm"),
         ({"glu_activation": "geglu"}, "--glu-activation geglu"),
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ],

@@ -154,3 +154,27 @@ def test_a_disk_that_refuses_leaves_nothing(trained: Path, tmp_path: Path) -> No
     assert process.returncode == 2, errors
     assert "File too large" in errors
     assert not list(tmp_path.glob("exported*"))
+
+
+def test_checkpoints_are_exported_while_training_continues(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path}/cache --save {folder}"
+    tokenizer = f"--vocab-file {VOCAB} --merge-file {MERGES}"
+    flags = f"{SIZES} {LLAMA} {paths} {tokenizer} --save-interval 2 --hf-export-interval 3 --bf16"
+    output = succeed(pool.run(2, pretrain, f"{flags} --tensor-model-parallel-size 2".split()))
+    # Iteration 4 is the first checkpoint of the interval from 3 on. Iteration 2 has none.
+    assert f"exported iteration 4 to {folder / 'hf' / 'global_step4'}" in output
+    assert [path.name for path in (folder / "hf").iterdir() if path.is_dir()] == ["global_step4"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf" / "global_step4")
+    assert model.dtype == torch.bfloat16
+    # A resume does not export the interval again. A failed export is a warning.
+    (folder / "hf" / "global_step6.unfinished").write_text("in the way")
+    again = succeed(
+        pool.run(1, pretrain, f"{flags} --load {folder} --train-iters 8 --lr-decay-iters 4".split())
+    )
+    assert "exported iteration 4" not in again
+    assert "warning: the export of iteration 6 failed (exit code 2)" in again
+    assert "File exists" in (folder / "hf" / "export.log").read_text()
+    assert (folder / "global_step8").is_dir()

@@ -10,7 +10,8 @@ from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
 from megatron.data import index_helpers, index_numpy
-from megatron.data.source import BatchSlice, build_sources
+from megatron.data.build_sources import build_sources
+from megatron.data.source import BatchSlice
 from megatron.errors import DataError
 
 

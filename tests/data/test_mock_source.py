@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.config.data import DataConfig
-from megatron.data.source import BatchSlice, Sources, build_sources
+from megatron.data.build_sources import build_sources
+from megatron.data.source import BatchSlice, Sources
 from megatron.errors import ConfigError, DataError
 
 VOCABULARY = 50

@@ -8,8 +8,9 @@ import pytest
 from data.corpora import write_numbered
 
 from megatron.config.data import DataConfig
+from megatron.data.build_sources import build_sources
 from megatron.data.phases import DataPhase, plan_phases, read_phases
-from megatron.data.source import BatchSlice, Sources, build_sources
+from megatron.data.source import BatchSlice, Sources
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.curriculum import Curriculum
@@ -61,20 +62,23 @@ def test_a_file_of_phases_is_read(tmp_path: Path) -> None:
         ("data_path: a\n", "must be a list"),
         ("- [a\n", "is not YAML"),
         ("- a\n", "must be a mapping"),
-        ("- seed: 1\n", "phases.yaml:1 must have data_path or train_weighted_split_paths"),
-        ("- data_path: a\n  train_weighted_split_paths: b\n", "one of both"),
+        ("- seed: 1\n", "phases.yaml:1 must have either data_path or train"),
+        (
+            "- data_path: a\n  train_weighted_split_paths: b\n",
+            "either data_path or train_weighted_split_paths",
+        ),
         ("- data_path: a\n  lr: 1\n", "phases.yaml:2 has an unknown key 'lr'; the keys"),
         ("- data_path: a\n  data_path: b\n", "gives 'data_path' again"),
         ("- data_path: a\n  seed: -1\n", "phases.yaml:2 seed -1 must be at least 0"),
         ("- data_path: a\n  seed: x\n", "seed must be a whole number"),
         ("- data_path: a\n  from_iteration: 2\n", "is the first phase"),
-        ("- data_path: a\n- data_path: b\n", "phases.yaml:2 must have from_iteration"),
+        ("- data_path: a\n- data_path: b\n", "phases.yaml:2 must have either from_iteration"),
         ("- data_path: a\n- data_path: b\n  from_tokens: 1e\n", "'1e' must be a number"),
         ("- data_path: a\n- data_path: b\n  from_tokens: [1]\n", "must be a number"),
         ("- data_path: a\n- data_path: b\n  from_iteration: 0\n", "must be at least 1"),
         (
             "- data_path: a\n- data_path: b\n  from_iteration: 3\n  from_tokens: 1M\n",
-            "from_iteration or from_tokens, one of both",
+            "either from_iteration or from_tokens",
         ),
         ("- data_path: a\n- data_path: b\n  from_iteration: 1\n", "must be above 1"),
         (

@@ -57,8 +57,8 @@ def update_after_step(iteration: int, action: Callable[[NativeEngine], None]) ->
     """Call `action` with the engine after a step."""
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration: int, lr: float):
-        result = original(self, microbatches, iteration=iteration, lr=lr)
+    def train_batch(self, microbatches, *, iteration: int, **options):
+        result = original(self, microbatches, iteration=iteration, **options)
         if iteration == at:
             action(self)
         return result

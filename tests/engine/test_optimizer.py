@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine import ademamix
 from megatron.engine.ademamix import AdEMAMix, compute_alpha, compute_beta3
+from megatron.engine.muon import Muon
 from megatron.engine.optimizer import (
     AdamW,
     MasterParameter,
@@ -19,7 +21,10 @@ from megatron.engine.optimizer import (
     count_zeros,
 )
 from megatron.engine.parallelize import shard_offset
+from megatron.model.shape import ModelShape
+from megatron.parallel.grid import Grid
 from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.mesh import build_mesh
 
 
 def make_masters() -> list[MasterParameter]:
@@ -82,6 +87,84 @@ def test_the_configuration_decides_whether_embeddings_decay(decay_embeddings: bo
     assert [m.decays for m in embeddings] == [decay_embeddings] * 2
     assert [m.decays for m in others] == [True, True]
     assert [m.decays for m in vectors] == [False, False]
+
+
+RATE, DECOUPLED_RATE = 0.1, 0.03
+DECOUPLED = ("embedding.word.weight", "head.weight")
+
+
+def make_model_masters() -> list[MasterParameter]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word.weight": (6, 4),
+        "embedding.position.weight": (5, 4),
+        "blocks.0.mlp.up.weight": (8, 4),
+        "blocks.0.mlp.up.bias": (8,),
+        "head.norm.weight": (4,),
+        "head.weight": (6, 4),
+    }
+    generator = torch.Generator().manual_seed(0)
+    masters = []
+    for name, shape in shapes.items():
+        weight = nn.Parameter(torch.randn(shape, generator=generator))
+        spec = ParameterSpec(shape, Init.NORMAL)
+        masters.append(MasterParameter(name, spec, (0,) * len(shape), weight, weight))
+    return masters
+
+
+def test_a_decoupled_rate_is_a_parameter_group_of_torchs_adamw() -> None:
+    ours = make_model_masters()
+    theirs = {m.name: nn.Parameter(m.weight.detach().clone()) for m in ours}
+    optimizer = AdamW(ours, OptimizerConfig(weight_decay=0.1))
+    matrices = ["embedding.position.weight", "blocks.0.mlp.up.weight"]
+    vectors = [name for name, weight in theirs.items() if weight.dim() == 1]
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs[name] for name in DECOUPLED], "weight_decay": 0.1},
+            {"params": [theirs[name] for name in matrices], "weight_decay": 0.1},
+            {"params": [theirs[name] for name in vectors], "weight_decay": 0.0},
+        ]
+    )
+    for step in range(1, 6):
+        generator = torch.Generator().manual_seed(step)
+        for mine in ours:
+            mine.weight.grad = torch.randn(mine.spec.shape, generator=generator)
+            theirs[mine.name].grad = mine.weight.grad.clone()
+        rates = [DECOUPLED_RATE / step, RATE / step, RATE / step]
+        for group, rate in zip(reference.param_groups, rates, strict=True):
+            group["lr"] = rate
+        reference.step()
+        optimizer.step(RATE / step, DECOUPLED_RATE / step)
+    for mine in ours:
+        torch.testing.assert_close(mine.weight, theirs[mine.name], rtol=1e-6, atol=1e-7)
+
+
+def build(masters: list[MasterParameter], name: str) -> Optimizer:
+    config = OptimizerConfig(weight_decay=0.1, muon_fp32_matmul_prec="high")
+    if name == "ademamix":
+        return AdEMAMix(masters, config)
+    shape = ModelShape(
+        ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=5), 6, 6
+    )
+    return Muon(masters, config, shape, build_mesh(Grid(1, 1, 1), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", ["ademamix", "muon"])
+def test_a_decoupled_rate_equals_an_optimizer_of_its_own(name: str) -> None:
+    together = make_model_masters()
+    apart = make_model_masters()
+    optimizer = build(together, name)
+    decoupled = build([m for m in apart if m.name in DECOUPLED], name)
+    others = build([m for m in apart if m.name not in DECOUPLED], name)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for one, two in zip(together, apart, strict=True):
+            one.weight.grad = torch.randn(one.spec.shape, generator=generator)
+            two.weight.grad = one.weight.grad.clone()
+        optimizer.step(RATE, DECOUPLED_RATE)
+        decoupled.step(DECOUPLED_RATE)
+        others.step(RATE)
+    for one, two in zip(together, apart, strict=True):
+        assert torch.equal(one.weight, two.weight), one.name
 
 
 def test_a_reset_optimizer_equals_a_new_one() -> None:

@@ -157,8 +157,9 @@ def test_an_update_of_muon_in_bf16_is_near_that_of_one_process(
     ]
     assert len(matrices) == 10
     # In bf16, numbers that differ only in the last bit may be rounded differently. A matrix that is
-    # nearly singular amplifies that, so the update of all matrices together is compared.
-    alone = torch.cat([(weights[""][n] - weights["start"][n]).flatten() for n in matrices])
-    together = torch.cat([(weights[layout][n] - weights["start"][n]).flatten() for n in matrices])
-    assert float(alone.norm()) > 0
-    assert float((together - alone).norm() / alone.norm()) < 2e-2
+    # nearly singular amplifies that. With other coefficients it may differ more (decision 028).
+    for name in matrices:
+        alone = weights[""][name] - weights["start"][name]
+        together = weights[layout][name] - weights["start"][name]
+        assert float(alone.norm()) > 0
+        assert float((together - alone).norm() / alone.norm()) < 2e-2, name

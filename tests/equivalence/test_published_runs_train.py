@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from config.minimal import PUBLISHED_RUNS, published_arguments
+from config.minimal import PUBLISHED_RUNS, published_arguments, replace_values
 from equivalence.corpus import curve
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -78,10 +78,7 @@ def write_hf_tokenizer(folder: Path) -> Path:
 
 
 def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
-    """Return the published command line with the values above and `stages` pipeline stages.
-
-    The published command line must have each of these flags.
-    """
+    """Return the published command line with the values above and `stages` pipeline stages."""
     published = published_arguments(run, data)
     config = data / "ds_config.json"
     content = json.loads(config.read_text())
@@ -94,19 +91,7 @@ def arguments(run: str, stages: int, folder: Path, data: Path) -> list[str]:
         | BACKEND
         | paths(folder, data, str(config))
     )
-    result = []
-    at = 0
-    while at < len(published):
-        flag = published[at]
-        values = []
-        at += 1
-        while at < len(published) and not published[at].startswith("--"):
-            values.append(published[at])
-            at += 1
-        new = changed.get(flag, values)
-        assert len(new) == len(values), flag
-        result += [flag, *new]
-    return [*result, "--data-cache-path", str(data / "cache")]
+    return [*replace_values(published, changed), "--data-cache-path", str(data / "cache")]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
     assert "megatron/py.typed" in names
     assert "megatron/commands/pretrain.py" in names
+    presets = {path.name for path in (ROOT / "megatron" / "presets").iterdir()}
+    assert {Path(name).name for name in names if name.startswith("megatron/presets/")} == presets
     assert {name.split("/")[0].split("-")[0] for name in names} == {"megatron", "megatron_3d"}
 
 

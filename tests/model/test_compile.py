@@ -4,6 +4,7 @@ The compiler of these tests is `aot_eager`. It traces forward and backward as in
 generates no code. Only a test about the numbers of generated code uses inductor.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from model.builders import build, some_tokens, tiny_config
 from torch._dynamo.utils import counters
 
+from megatron.config.model import ModelConfig
+from megatron.config.presets import list_preset_names, read_preset
 from megatron.engine.parallelize import compile_blocks, recompute_blocks
 from megatron.errors import ConfigError
 from megatron.model import compiling
@@ -20,6 +23,7 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Documents, Inputs
 from megatron.parallel.rng import DropoutKey, RandomStreams
+from megatron.preset_table import build_preset_shape
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rotary",
@@ -54,6 +58,24 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 """Other parts of models. Layers with other attention have a graph of their own for it."""
 
+PRESETS = {
+    "gpt2-124m": 2,
+    "tr11-176b": 2,
+    "llama2-70b": 2,
+    "llama3-8b": 2,
+    "qwen3-8b": 2,
+    "olmo2-7b": 2,
+    "olmo3-7b": 3,
+    "smollm3-3b": 3,
+    "apertus-8b": 2,
+    "gpt-neox-20b": 2,
+}
+"""A preset of each family, and the number of graphs of its layers.
+
+Two are the halves of a layer. Layers with another attention have one more graph for it.
+"""
+SHORT_PRESETS = ("olmo3-7b", "apertus-8b")
+
 
 @pytest.fixture(autouse=True)
 def no_graphs() -> Iterator[None]:
@@ -87,6 +109,13 @@ def pair(
 ) -> tuple[GPT, GPT]:
     """Return the same model twice, not compiled and compiled."""
     plain = build(tiny_config(**((SHAPES | PARTS)[shape] | changes)))
+    return make_pair(plain, eager=eager, dynamic=dynamic)
+
+
+def make_pair(
+    plain: GPT, *, eager: Execution | None = None, dynamic: bool = False
+) -> tuple[GPT, GPT]:
+    """Return a model twice, not compiled and compiled."""
     models = []
     for execution in (
         eager or Execution(),
@@ -109,6 +138,29 @@ def _recompute(execution: Execution | None) -> dict[str, Any]:
         "recomputed_part": execution.recomputed_part,
         "recompute_attention_core": execution.recompute_attention_core,
     }
+
+
+def shrink(name: str) -> ModelConfig:
+    """Return the architecture of a preset with small sizes. Its parts stay as they are.
+
+    Layers that are chosen by their number need at least four layers.
+    """
+    config = build_preset_shape(read_preset(name)).config
+    ratio = config.num_attention_heads // (config.num_query_groups or config.num_attention_heads)
+    return dataclasses.replace(
+        config,
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=None if config.num_query_groups is None else max(1, 4 // ratio),
+        kv_channels=None if config.kv_channels is None else 16,
+        ffn_hidden_size=None if config.ffn_hidden_size is None else 80,
+        seq_length=24,
+        max_position_embeddings=None,
+        sliding_window=None if config.sliding_window is None else 9,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
 
 
 def step(
@@ -204,6 +256,42 @@ def test_documents_are_attended_outside_of_the_graph() -> None:
             atol=1e-6,
         )
     assert count_graphs() == 1
+
+
+def check_compiled_preset(name: str, graphs: int | None) -> None:
+    """Check that the compiled layers equal the eager ones, and that later steps compile nothing."""
+    eager, compiled = make_pair(build(shrink(name)))
+    for number in range(3):
+        torch.testing.assert_close(
+            step(compiled, number), step(eager, number), rtol=1e-5, atol=1e-6
+        )
+        if number == 0:
+            graphs = graphs or count_graphs()
+        assert count_graphs() == graphs
+
+
+def test_every_family_of_presets_is_compiled() -> None:
+    families = {name.split("-")[0] for name in list_preset_names()}
+    # tr1 is a GPT-2, tr8 a GPT-2 with the norm of tr11, and the hackathon's model a Llama 2.
+    assert families - {name.split("-")[0] for name in PRESETS} == {"tr1", "tr8", "lauzhack"}
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        pytest.param(name, graphs, marks=() if name in SHORT_PRESETS else pytest.mark.full)
+        for name, graphs in PRESETS.items()
+    ],
+)
+def test_a_compiled_preset_has_the_same_numbers(name: str, graphs: int) -> None:
+    check_compiled_preset(name, graphs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PRESETS)
+def test_generated_code_of_a_preset_has_the_same_numbers(name: str) -> None:
+    check_compiled_preset(name, None)
 
 
 def test_a_missing_compiler_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Log lines that scripts parse are compared byte for byte."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from observe.reports import full_report
@@ -65,6 +66,17 @@ def test_perplexity_has_no_limit_and_does_not_overflow() -> None:
     assert parsed == {"name": "validation", "iteration": 3, "lm_loss": 5000.0, "ppl": math.inf}
 
 
+def test_a_decoupled_rate_follows_the_other_one() -> None:
+    report = replace(REPORT, decoupled_learning_rate=2.5e-3)
+    for form in (log_line.format_training_line, log_line.format_short_training_line):
+        line = form(report)
+        assert "E-05 | decoupled l" in line
+        parsed = log_line.parse_log_line(line)
+        before = log_line.parse_log_line(form(REPORT))
+        assert before is not None
+        assert parsed == before | {"decoupled_learning_rate": 2.5e-3}
+
+
 def test_short_line_fits_into_a_terminal_and_is_parsed() -> None:
     line = log_line.format_short_training_line(REPORT)
     assert len(line) <= 90
@@ -92,8 +104,10 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
     for key, value in parsed.items():
         assert value == pytest.approx(getattr(report, key), abs=0.005), key
     optional_or_derived = {
+        "decoupled_learning_rate",
         "mfu",
         "phase_seconds",
+        "layer_statistics",
         "gigaflops_without_embeddings",
         "tokens_per_second",
     }

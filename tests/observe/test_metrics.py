@@ -41,7 +41,12 @@ def test_line_has_every_number_and_is_written_immediately(tmp_path: Path) -> Non
 def test_nan_and_infinity_are_stored_as_strings(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).write_training(
-        replace(report(1, math.nan), grad_norm=-math.inf, params_norm=math.inf)
+        replace(
+            report(1, math.nan),
+            grad_norm=-math.inf,
+            params_norm=math.inf,
+            layer_statistics={"layer_grad_norm": [1.5, math.inf, math.nan], "output_logit": 2.0},
+        )
     )
     strict = json.loads(
         path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
@@ -49,10 +54,13 @@ def test_nan_and_infinity_are_stored_as_strings(tmp_path: Path) -> None:
     assert strict["lm_loss"] == "NaN"
     assert strict["grad_norm"] == "-Infinity"
     assert strict["params_norm"] == "Infinity"
+    assert strict["layer_grad_norm"] == [1.5, "Infinity", "NaN"]
+    assert strict["output_logit"] == 2.0
     (record,) = read_metrics(path)
     assert math.isnan(record["lm_loss"])
     assert record["grad_norm"] == -math.inf
     assert record["params_norm"] == math.inf
+    assert record["layer_grad_norm"] == [1.5, math.inf, pytest.approx(math.nan, nan_ok=True)]
 
 
 def test_torn_last_line_is_skipped_and_ended(tmp_path: Path) -> None:

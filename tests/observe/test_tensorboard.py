@@ -37,7 +37,7 @@ def point(accumulator: EventAccumulator, tag: str) -> tuple[int, float]:
 
 def test_tags_and_axes(tmp_path: Path) -> None:
     board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path / "tb")))
-    board.write_training(REPORT)
+    board.write_training(replace(REPORT, decoupled_learning_rate=4e-3))
     board.write_validation(REPORT.axes, 2.5)
     board.write_validation(REPORT.axes, 3.5, "wiki")
     board.close()
@@ -58,6 +58,7 @@ def test_tags_and_axes(tmp_path: Path) -> None:
         )
     groups = {
         "learning-rate/learning-rate": 1e-3,
+        "learning-rate/decoupled-learning-rate": 4e-3,
         "batch-size/batch-size": 16,
         "loss-scale/loss-scale": 4096,
         "grad-norm/grad-norm": 1.5,
@@ -190,3 +191,18 @@ def test_events_dropped_from_memory_are_counted(
 def test_url_is_refused_as_a_folder() -> None:
     with pytest.raises(ConfigError, match="must be a folder"):
         TensorBoard(LoggingConfig(tensorboard_dir="s3://bucket/run"))
+
+
+def test_statistics_of_layers_have_a_chart_each_and_their_own_interval(tmp_path: Path) -> None:
+    """Numbers of layers have the same width, because TensorBoard sorts charts by their text."""
+    board = TensorBoard(replace(ALL, tensorboard_dir=str(tmp_path), tensorboard_log_interval=5))
+    norms = [float(layer) for layer in range(11)]
+    board.write_training(
+        replace(REPORT, layer_statistics={"layer_grad_norm": norms, "output_logit": float("inf")})
+    )
+    board.close()
+    events = read(tmp_path)
+    assert point(events, "layer-grad-norm/03") == (42, 3.0)
+    assert point(events, "layer-grad-norm/10") == (42, 10.0)
+    assert point(events, "output-logit/output-logit") == (42, float("inf"))
+    assert "grad-norm/grad-norm" not in events.Tags()["scalars"]

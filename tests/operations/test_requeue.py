@@ -35,7 +35,7 @@ esac
 @pytest.fixture
 def _signal_handlers() -> Iterator[None]:
     """Restore the handlers that the array task replaces."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):

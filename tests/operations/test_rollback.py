@@ -389,6 +389,13 @@ def test_a_learning_rate_below_the_start_of_the_warm_up_is_noted(tmp_path: Path)
     assert "--lr-warmup-init 0.0003 is above --lr 0.0002" in roll_run_back(own, lr=2e-4)
 
 
+def test_a_decoupled_rate_that_stays_is_noted(tmp_path: Path) -> None:
+    own = FakeRun(tmp_path / "own", tmp_path / "aside")
+    own.flags = ["--decoupled-lr", "3e-3"]
+    own.launch(1, 8)
+    assert "does not change --decoupled-lr 0.003" in roll_run_back(own, lr=2e-4)
+
+
 def test_load_flags_that_would_load_another_checkpoint_are_noted(tmp_path: Path) -> None:
     """Notes name --load-iteration, and a --load that is not the run's --save."""
     own = FakeRun(tmp_path / "own", tmp_path / "aside")

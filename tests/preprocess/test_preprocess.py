@@ -96,6 +96,7 @@ def test_the_tool_gives_the_bytes_of_the_reference(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "out_text_document.bin",
         "out_text_document.idx",
+        "out_text_document.tokenizer.json",
     ]
 
 

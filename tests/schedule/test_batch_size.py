@@ -6,18 +6,24 @@ from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import (
+    BatchSizeSchedule,
     ConstantBatchSize,
     RampupBatchSize,
     StepBatchSize,
     Unit,
     bare_thresholds_as_samples,
     count_iterations_for_samples,
-    count_samples_of_iterations,
     parse_step_schedule,
 )
+from megatron.schedule.position import Progress, Steps
 
 TR11 = RampupBatchSize(start=192, increment=16, ramp_samples=9_765_625, size=2048)
 TR1 = RampupBatchSize(start=16, increment=16, ramp_samples=5_000_000, size=1024)
+
+
+def count_samples(schedule: BatchSizeSchedule, iterations: int, seq_length: int) -> int:
+    """Return the samples of a run's first iterations."""
+    return Steps(schedule, seq_length).find_iteration(Progress(), iterations).samples
 
 
 @pytest.mark.parametrize(
@@ -42,11 +48,11 @@ def test_iterations_of_the_published_runs(schedule, train_samples, iterations):
     ],
 )
 def test_consumed_samples_of_the_published_runs(schedule, iteration, consumed):
-    assert count_samples_of_iterations(schedule, iteration, 2048) == consumed
+    assert count_samples(schedule, iteration, 2048) == consumed
 
 
 def test_iterations_of_a_resumed_run_are_the_remaining_ones():
-    consumed = count_samples_of_iterations(TR11, 5000, 2048)
+    consumed = count_samples(TR11, 5000, 2048)
     assert (
         count_iterations_for_samples(TR11, 220_000_000, 2048, consumed, consumed * 2048)
         == 115_311 - 5000
@@ -94,7 +100,7 @@ def test_training_can_end_within_the_ramp():
     ramp = RampupBatchSize(start=2, increment=2, ramp_samples=12, size=8)
     # 2 + 2 + 4 samples fit into 9, and 6 more do not.
     assert count_iterations_for_samples(ramp, train_samples=9, seq_length=1) == 3
-    assert count_samples_of_iterations(ramp, iterations=3, seq_length=1) == 8
+    assert count_samples(ramp, 3, 1) == 8
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_constant_size():
     assert ConstantBatchSize(32).get_size(10**9, 10**12) == ConstantBatchSize(32).final == 32
     assert list(ConstantBatchSize(32).iterate_upcoming(5, 5, 5)) == [32]
     assert count_iterations_for_samples(ConstantBatchSize(32), 100, 8) == 3
-    assert count_samples_of_iterations(ConstantBatchSize(32), 3, 8) == 96
+    assert count_samples(ConstantBatchSize(32), 3, 8) == 96
     with pytest.raises(ConfigError, match="--global-batch-size 0"):
         ConstantBatchSize(0)
 
@@ -199,7 +205,7 @@ def test_counted_iterations_equal_those_of_a_loop(steps, first, seq_length, trai
         samples += size
         iterations += 1
     assert count_iterations_for_samples(schedule, train_samples, seq_length) == iterations
-    assert count_samples_of_iterations(schedule, iterations, seq_length) == samples
+    assert count_samples(schedule, iterations, seq_length) == samples
 
 
 @pytest.mark.parametrize(

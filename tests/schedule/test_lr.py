@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.schedule.batch_size import RampupBatchSize
-from megatron.schedule.lr import LRSchedule, list_schedule_differences
+from megatron.schedule.lr import DecayStyle, LRSchedule, list_schedule_differences
 from megatron.schedule.progress import Forecast
 
 TR11 = LRSchedule(
@@ -90,6 +90,10 @@ FORMULAS = {
     ("linear", None): lambda s: rate_from((END - s) / (END - WARMUP)),
     # cos^2(x / 2) is half of 1 + cos(x).
     ("cosine", None): lambda s: rate_from(math.cos(math.pi / 2 * (s - WARMUP) / 48_000) ** 2),
+    # 1 - sin(x) is 1 + cos(pi / 2 + x).
+    ("half-cosine", None): lambda s: rate_from(
+        1 + math.cos(math.pi / 2 * (1 + (s - WARMUP) / 48_000))
+    ),
     ("inverse-square-root", None): lambda s: max(FLOOR, PEAK * (WARMUP / s) ** 0.5),
     ("WSD", "linear"): lambda s: rate_from(1 - part_done(s)),
     ("WSD", "cosine"): lambda s: rate_from(math.cos(math.pi / 2 * part_done(s)) ** 2),
@@ -122,6 +126,32 @@ def test_each_style_equals_its_formula(style: tuple[str, str | None], start: flo
         assert schedule.get_lr(samples) == (PEAK if style[0] == "constant" else FLOOR)
 
 
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_a_decoupled_rate_is_another_schedule_with_the_same_state(style: DecayStyle) -> None:
+    both = LRSchedule(
+        0.5,
+        0.05,
+        style,
+        warmup_steps=100,
+        decay_steps=400,
+        wsd_decay_steps=50,
+        warmup_init=0.01,
+        decoupled_max_lr=2.0,
+        decoupled_min_lr=0.2,
+    )
+    alone = dataclasses.replace(both, decoupled_max_lr=None, decoupled_min_lr=None)
+    other = dataclasses.replace(alone, max_lr=2.0, min_lr=0.2)
+    for samples in (0, 1, 50, 100, 101, 390, 400, 401):
+        assert both.get_lr(samples) == alone.get_lr(samples)
+        assert both.get_decoupled_lr(samples) == other.get_lr(samples)
+        assert alone.get_decoupled_lr(samples) is None
+    assert both.get_decoupled_lr(50) == pytest.approx(0.01 + 1.99 / 2)
+    assert list_schedule_differences(both, alone) == [
+        "--decoupled-lr: 2.0 here, None in the checkpoint",
+        "--decoupled-min-lr: 0.2 here, None in the checkpoint",
+    ]
+
+
 def test_the_inverse_square_root_reaches_its_floor_before_the_end() -> None:
     schedule = LRSchedule(PEAK, PEAK / 4, "inverse-square-root", 2_000, 50_000)
     assert schedule.get_lr(16 * 2_000 - 1) > PEAK / 4
@@ -133,6 +163,13 @@ def test_the_inverse_square_root_reaches_its_floor_before_the_end() -> None:
     by_tokens = dataclasses.replace(schedule, decay_tokens=9_000)
     assert by_tokens.get_lr(8_000, 8_999, 2_000) == pytest.approx(PEAK / 2)
     assert by_tokens.get_lr(8_000, 9_001, 2_000) == PEAK / 4
+
+
+def test_wsd_without_a_final_decay_is_constant_to_its_end() -> None:
+    """As in Apertus' long-context phases, whose decay is a run of its own."""
+    schedule = LRSchedule(PEAK, FLOOR, "WSD", WARMUP, END, wsd_decay_steps=0)
+    assert [schedule.get_lr(s) for s in (WARMUP, 26_000, END)] == [PEAK] * 3
+    assert schedule.get_lr(END + 1) == FLOOR
 
 
 def test_published_final_decays_begin_at_their_steps() -> None:
@@ -201,7 +238,8 @@ def test_schedule_can_be_stored_as_json():
 
 def test_schedule_of_an_earlier_checkpoint_starts_its_warm_up_from_0() -> None:
     stored = dataclasses.asdict(TR11)
-    del stored["warmup_init"]
+    for added_later in ("warmup_init", "decoupled_max_lr", "decoupled_min_lr"):
+        del stored[added_later]
     assert LRSchedule(**stored) == TR11
     (difference,) = list_schedule_differences(
         dataclasses.replace(TR11, warmup_init=1e-6), LRSchedule(**stored)
@@ -223,12 +261,20 @@ def test_differences_name_the_flags():
     [
         ({"min_lr": 1e-3}, "--min-lr 0.001 must be between 0 and --lr 6e-05"),
         ({"warmup_init": 1e-4}, "--lr-warmup-init 0.0001 must be between 0 and --lr 6e-05"),
+        (
+            {"decoupled_max_lr": 1e-6, "decoupled_min_lr": 6e-6},
+            "--decoupled-min-lr 6e-06 .* must be between 0 and --decoupled-lr 1e-06",
+        ),
+        (
+            {"decoupled_max_lr": 1e-5, "decoupled_min_lr": 0.0, "warmup_init": 2e-5},
+            "--lr-warmup-init 2e-05 must be at most --decoupled-lr 1e-05",
+        ),
         ({"warmup_steps": -1}, "must not be negative"),
         ({"warmup_steps": 200_000_000}, "must be shorter than its decay"),
         ({"decay_steps": 0}, "must end at 1 or later"),
         ({"decay_tokens": 0}, "--lr-decay-tokens 0 must be at least 1"),
         ({"style": "WSD"}, "needs the length of its final decay"),
-        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 1 and at most 200000000"),
+        ({"style": "WSD", "wsd_decay_steps": 10**9}, "at least 0 and at most 200000000"),
         (
             {"style": "WSD", "wsd_decay_steps": 1, "decay_tokens": 10**9},
             "leave out --lr-decay-tokens",

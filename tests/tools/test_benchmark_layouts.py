@@ -33,6 +33,8 @@ def test_quick_prints_every_table():
     assert shares == [("2", "0.333"), ("4", "0.200"), ("2", "0.200"), ("4", "0.111")]
     for row in ("no recomputation", "all layers", "DP 2, ZeRO 1", "DP 2, ZeRO 3"):
         assert re.search(rf"^\| {row} \| \d+ \| [+-]\d+ \| [+-]\d+ \|$", printed, re.MULTILINE), row
+    rows = re.findall(r"^\| (.*) \| (\d+) \| .* \| \d\.\d{4} \|$", printed, re.MULTILINE)
+    assert rows == [("one process", "32"), ("one process", "128"), ("TP 2 x PP 2", "32")]
 
 
 @pytest.mark.full

@@ -128,6 +128,35 @@ def test_report_describes_the_learning_rate(capsys):
     ) in capsys.readouterr().out
 
 
+def test_report_has_a_decoupled_rate(capsys):
+    flags = "--lr-decay-style linear --decoupled-lr 4e-3 --decoupled-min-lr 1e-4"
+    argv = ["--world-size", "1", "--at", "0", "50", "--", *SMALL, *flags.split()]
+    plan.main(argv)
+    text = capsys.readouterr().out
+    assert "word embedding and output matrix: 0.004 to 0.0001" in text
+    assert " decoupled\n" in text
+    assert "2.050E-03\n" in text
+    at = as_json(capsys, *argv)["at"]
+    assert [row["decoupled_lr"] for row in at] == pytest.approx([4e-3, 2.05e-3])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "bytes_of_layer_matrix"),
+    [("adam", "18 bytes", 18), ("ademamix", "22 bytes", 22), ("muon", "and 4 less", 14)],
+)
+def test_report_names_the_bytes_of_the_optimizer(capsys, optimizer, rule, bytes_of_layer_matrix):
+    argv = ["--world-size", "1", *SMALL, "--bf16", "--optimizer", optimizer]
+    plan.main(argv)
+    assert rule in capsys.readouterr().out
+    result = as_json(capsys, *argv)
+    total = result["memory_bytes"]["model"]["total"]
+    # Four layers of 12 h^2. All other parameters have the bytes of AdamW or AdEMAMix.
+    matrices = 4 * 12 * 256**2
+    other = 22 if optimizer == "ademamix" else 18
+    expected = matrices * bytes_of_layer_matrix + (result["parameters"] - matrices) * other
+    assert total == expected
+
+
 def test_report_has_the_stages_and_the_pipeline_schedule(capsys):
     arguments, world = published("tr8-104B")
     assert plan.main(["--world-size", world, *arguments]) == 0

@@ -22,7 +22,7 @@ from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.checkpoint.ranks import Ranks
 from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.segments import DatasetRegistry
+from megatron.data.registry import DatasetRegistry
 from megatron.training.data_files import DataFiles
 from megatron.training.state import TrainState
 

@@ -84,7 +84,7 @@ def test_a_phase_ahead_may_be_changed_and_one_in_the_past_may_not(
     # The second phase has started, so its past stays. The third one is replaced.
     run.write(text[: text.index("- from_tokens")] + f"- from_iteration: 9\n  data_path: {corpus}\n")
     output = run("")
-    assert "data order: a phase begins at sample 32; there" in output
+    assert "data order: a phase begins at sample 32; from there on" in output
     losses = run.losses()
     expected = other.losses()
     assert [losses[at] for at in range(1, 7)] == [expected[at] for at in range(1, 7)]

@@ -45,8 +45,9 @@ def test_kill_switch(run: Runner, tmp_path: Path) -> None:
     assert sorted(run.losses()) == [1, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_ends_all_ranks(run: Runner, ranks: int) -> None:
+# Some scripts let Slurm send SIGUSR1 or SIGUSR2 before the time limit.
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR2, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_and_ends_all_ranks(run: Runner, number: signal.Signals, ranks: int) -> None:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -62,11 +63,11 @@ def test_sigterm_saves_and_ends_all_ranks(run: Runner, ranks: int) -> None:
         for line in process.stdout:
             lines.append(line)
             if "iteration        3/" in line:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
                 if ranks == 1:
                     # Slurm sends the signal to the tasks, and srun passes it on to them again.
                     time.sleep(0.02)
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(number)
                 break
         rest, _ = process.communicate(timeout=60)
         watchdog.cancel()
@@ -205,12 +206,12 @@ def poisoned_pretrain(argv: list[str], poison: list[int]) -> None:
 
     original = NativeEngine.train_batch
 
-    def train_batch(self, microbatches, *, iteration, lr):
+    def train_batch(self, microbatches, *, iteration, **options):
         weight = self.stages[0].embedding.word.weight.data
         before = weight.clone()
         if iteration in poison:
             weight.fill_(float("inf"))
-        result = original(self, microbatches, iteration=iteration, lr=lr)
+        result = original(self, microbatches, iteration=iteration, **options)
         if iteration in poison:
             weight.copy_(before)
         return result

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,22 @@ def test_missing_load_flag_does_not_overwrite_a_run(run: Runner, other: Runner) 
     assert (run.folder / "latest").read_text() == "global_step4"
     run("--load None --allow-fresh-start --train-iters 2")
     assert (run.folder / "latest").read_text() == "global_step2"
+
+
+def test_a_misspelt_load_does_not_start_from_scratch(run: Runner, other: Runner) -> None:
+    run("--exit-interval 2")
+    nowhere = f"{run.folder}x"
+    error = other.error(f"--load {nowhere} --exit-interval 1")
+    assert f"CheckpointError: --load {nowhere} has no checkpoint" in error
+    assert "Correct the path, or leave out --load" in error
+    assert not Path(nowhere).exists()
+    assert not other.folder.exists() or not any(other.folder.iterdir())
+    # A folder that another run has not saved to yet has no checkpoint either.
+    (run.folder / "latest").unlink()
+    shutil.rmtree(run.folder / "global_step2")
+    assert "CheckpointError" in other.error(f"--load {run.folder}")
+    other(f"--load {nowhere} --allow-fresh-start --exit-interval 1")
+    assert other.losses_of_training() == [1]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def test_different_architecture_is_refused_with_all_differences(run: Runner) -> 
         "embedding.word",
     ):
         assert part in error
+    lines = error.splitlines()[1:]
+    settings = [line.startswith("  --") for line in lines]
+    assert settings == sorted(settings, reverse=True), "the settings come first"
+    assert settings.count(False) == 4
+    assert "more differences of tensors" in lines[-1]
+    # Layers that the checkpoint lacks, with weight and moments.
+    error = run.error("--num-layers 6")
+    assert "--num-layers is" in error
+    assert "weight, exp_avg, exp_avg_sq of blocks." in error
+    assert len(error.splitlines()) <= 6
     assert sorted(run.losses()) == [1, 2]
 
 

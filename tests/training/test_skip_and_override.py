@@ -1,6 +1,7 @@
 """Skipping bad data and changing the learning rate, as operators do after a rollback."""
 
 import dataclasses
+import math
 
 import pytest
 from process_pool import ProcessPool, succeed
@@ -139,6 +140,29 @@ def test_override_follows_the_new_curve_from_its_first_step(run: Runner) -> None
     )
 
 
+def test_a_cosine_can_be_extended_in_its_middle(run: Runner) -> None:
+    """The same flags as those of `examples/published/olmo3-7b.yaml`."""
+    floor = 2e-4
+    run(
+        f"--lr-decay-style cosine --min-lr {floor} --lr-warmup-iters 2 --lr-decay-iters 10 "
+        "--exit-interval 6"
+    )
+    middle = floor + (2e-3 - floor) / 2
+    run(
+        f"--lr {middle} --min-lr {floor} --lr-decay-style half-cosine --lr-warmup-iters 6 "
+        "--lr-decay-iters 14 --override-lr-scheduler --exit-interval None"
+    )
+    rates = {entry["iteration"]: entry["learning_rate"] for entry in run.metrics()}
+    quarter = floor + (2e-3 - floor) * (1 + math.cos(math.pi / 4)) / 2
+    assert [rates[i] for i in (2, 4, 6)] == pytest.approx([2e-3, quarter, middle])
+    # The second half lasts 8 iterations and not 4.
+    extended = [
+        floor + (2e-3 - floor) * (1 + math.cos(math.pi / 2 * (1 + (i - 6) / 8))) / 2
+        for i in (7, 8, 9, 10)
+    ]
+    assert [rates[i] for i in (7, 8, 9, 10)] == pytest.approx(extended)
+
+
 def test_a_warm_up_from_above_0_is_part_of_the_schedule(run: Runner) -> None:
     decay = "--lr-decay-style inverse-square-root --lr-warmup-iters 4"
     run(f"{decay} --lr-warmup-init 4e-4 --exit-interval 2")
@@ -150,6 +174,23 @@ def test_a_warm_up_from_above_0_is_part_of_the_schedule(run: Runner) -> None:
     # An entry has the rate after its iteration.
     assert [rates[i] for i in (1, 2, 3, 4)] == pytest.approx([8e-4, 12e-4, 16e-4, 2e-3])
     assert rates[9] == pytest.approx(2e-3 * (4 / 9) ** 0.5)
+
+
+def test_a_decoupled_rate_is_part_of_the_schedule(run: Runner) -> None:
+    decay = "--lr-decay-style linear --lr-decay-iters 10"
+    run(f"{decay} --decoupled-lr 8e-3 --decoupled-min-lr 1e-3 --exit-interval 3")
+    assert "--decoupled-lr: None here, 0.008 in the checkpoint" in run.error(decay)
+    # Its groups of parameters come from the checkpoint's schedule, and not from the command line.
+    output = run(f"{decay} --use-checkpoint-lr-scheduler --exit-interval 6")
+    assert "keeps the checkpoint's: --decoupled-lr" in output
+    output = run(f"{decay} --decoupled-lr 6e-3 --override-lr-scheduler")
+    assert "--decoupled-lr: 0.006 here, 0.008 in the checkpoint" in output
+    assert "changed since the checkpoint" not in output
+    # An entry has the rates after its iteration.
+    rates = {e["iteration"]: e["decoupled_learning_rate"] for e in run.metrics()}
+    expected = {2: 1e-3 + 0.8 * 7e-3, 5: 1e-3 + 0.5 * 7e-3, 8: 0.2 * 6e-3}
+    assert {at: rates[at] for at in expected} == pytest.approx(expected)
+    assert [e["learning_rate"] for e in run.metrics()][1] == pytest.approx(2e-3 * 0.8)
 
 
 def test_checkpoints_schedule_can_be_kept(run: Runner) -> None:

@@ -67,8 +67,8 @@ def pretrain_touched(argv: list[str], touch: Touch | None) -> list[int]:
     checks: list[int] = []
 
     def touching(original: Any) -> Any:
-        def train_batch(self: Any, microbatches: Any, *, iteration: int, lr: float) -> Any:
-            result = original(self, microbatches, iteration=iteration, lr=lr)
+        def train_batch(self: Any, microbatches: Any, *, iteration: int, **options: Any) -> Any:
+            result = original(self, microbatches, iteration=iteration, **options)
             if touch is not None and iteration == touch.after:
                 shards = self.shards(optimizer=True)
                 tensor = next(
@@ -178,12 +178,12 @@ def pretrain_dropping(argv: list[str], first: int) -> None:
     """
 
     def dropping(original: Any) -> Any:
-        def train_batch(self: Any, microbatches: Any, *, iteration: int, lr: float) -> Any:
+        def train_batch(self: Any, microbatches: Any, *, iteration: int, **options: Any) -> Any:
             weight = self.stages[0].embedding.word.weight.data
             kept = weight.clone()
             if iteration >= first:
                 weight.fill_(float("inf"))
-            result = original(self, microbatches, iteration=iteration, lr=lr)
+            result = original(self, microbatches, iteration=iteration, **options)
             if iteration >= first:
                 weight.copy_(kept)
             return result

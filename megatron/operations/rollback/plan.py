@@ -718,6 +718,12 @@ def _plan_schedule_flags(request: RollbackRequest, newest: Config) -> tuple[list
         ):
             if value > request.lr:
                 notes.append(f"{flag} {value} is above --lr {request.lr}: lower it, too")
+        if newest.optimizer.decoupled_lr is not None:
+            notes.append(
+                f"--lr {request.lr} does not change --decoupled-lr "
+                f"{newest.optimizer.decoupled_lr}, the rate of the word embedding and the output "
+                "matrix"
+            )
     return flags, notes
 
 

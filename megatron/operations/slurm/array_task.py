@@ -534,9 +534,9 @@ class _Signals:
     def __init__(self) -> None:
         """Install the handlers."""
         self.received = 0
-        # Slurm sends SIGTERM when it ends a job. SIGUSR1 is the signal before the time limit
-        # (--signal=USR1@600), which goes to the tasks and may reach this script too.
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        # Slurm sends SIGTERM when it ends a job. SIGUSR1 or SIGUSR2 is the signal before the time
+        # limit (--signal=USR1@600), which goes to the tasks and may reach this script too.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._handle_signal)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,160 @@
+"""Estimates of memory and FLOPs for a plan.
+
+megatron/model/flops.py has the formulas for one layer, one stage and one parameter. This module
+adds what the layout and the pipeline schedule decide.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+from megatron.model import flops
+from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
+from megatron.plan import Plan
+from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
+
+
+def get_recomputed_share(plan: Plan) -> Fraction:
+    """Return the share of the layers that are recomputed.
+
+    An invalid share is already among the plan's errors. All layers are assumed then, so that the
+    rest of the plan can be reported.
+    """
+    try:
+        return plan.config.recompute.recomputed_part
+    except (ValueError, ZeroDivisionError):
+        return Fraction(1)
+
+
+def estimate_memory(plan: Plan) -> dict[str, Any]:
+    """Estimate memory in bytes for the model and for the pipeline rank that needs most.
+
+    The memory of parameters is listed by part and follows a rule of bytes per parameter.
+    "activations" is the estimate for the configuration. "activations_kept" assumes no recomputation
+    of layers, and "activations_recomputed" assumes that of all layers. "activations_with_scores"
+    adds the attention scores to "activations_kept", unless --recompute-attention-core is given.
+    """
+    share = get_recomputed_share(plan)
+    config = plan.config
+    ranks = range(plan.pipeline_size)
+    parts = [_compute_parameter_memory(plan, rank) for rank in ranks]
+    # The first pipeline ranks hold more microbatches in flight, and the last one holds the logits.
+    # So any rank may need most.
+    needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
+    fullest = needed.index(max(needed))
+    model = flops.estimate_parameter_memory(
+        plan.parameters,
+        half=_is_half(plan),
+        state_bytes=flops.count_state_bytes(
+            config.optimizer.optimizer,
+            plan.parameters,
+            config.model.num_layers * flops.count_layer_matrix_parameters(plan.shape),
+        ),
+    )
+    return {
+        "model": {**vars(model), "total": model.total},
+        "pipeline_rank": fullest,
+        "rank": {**vars(parts[fullest]), "total": parts[fullest].total},
+        "activations": estimate_activations(plan, fullest, share),
+        "activations_kept": estimate_activations(plan, fullest, Fraction(0)),
+        "activations_with_scores": estimate_activations(
+            plan, fullest, Fraction(0), scores_kept=not config.recompute.recompute_attention_core
+        ),
+        "activations_recomputed": estimate_activations(plan, fullest, Fraction(1)),
+    }
+
+
+def _is_half(plan: Plan) -> bool:
+    return plan.config.precision.bf16 or plan.config.precision.fp16
+
+
+def _compute_parameter_memory(plan: Plan, pipeline_rank: int) -> flops.ParameterMemory:
+    parallel = plan.config.parallel
+    parameters = plan.stage_parameters[pipeline_rank]
+    layers = count_layers_per_rank(plan.stages, plan.pipeline_size)[pipeline_rank]
+    matrices = flops.count_layer_matrix_parameters(plan.shape, parallel.tensor_model_parallel_size)
+    return flops.estimate_parameter_memory_per_rank(
+        parameters,
+        half=_is_half(plan),
+        data_parallel_size=plan.data_parallel_size,
+        zero_stage=parallel.zero_stage,
+        state_bytes=flops.count_state_bytes(
+            plan.config.optimizer.optimizer, parameters, layers * matrices
+        ),
+    )
+
+
+def choose_final_schedule(plan: Plan) -> PipelineSchedule:
+    """Return the schedule at the final batch size, rounded down to one that fits the grid."""
+    # A plan with errors may have a size of 0. The errors are reported, and this estimate must not
+    # fail.
+    share = max(1, plan.config.batch.micro_batch_size * plan.data_parallel_size)
+    return choose_schedule(
+        max(1, plan.batch_size.final // share), plan.pipeline_size, plan.stages_per_rank
+    )
+
+
+def estimate_activations(
+    plan: Plan, pipeline_rank: int, recomputed: Fraction, *, scores_kept: bool = False
+) -> int:
+    """Estimate the activation memory of one rank in bytes.
+
+    It counts all microbatches in flight, one layer being recomputed, and the logits. Layers that
+    are recomputed keep only their input.
+    """
+    parallel = plan.config.parallel
+    micro = plan.config.batch.micro_batch_size
+    # A plan with errors may have a size of 0 here as well.
+    tensor = max(1, parallel.tensor_model_parallel_size)
+    sharing = {
+        "sequence_parallel": parallel.sequence_parallel,
+        "half": _is_half(plan),
+        "scores_kept": scores_kept,
+    }
+    stages = select_stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
+    counts = [
+        (len(stage.layers), flops.count_recomputed_layers(stage.layers, recomputed))
+        for stage in stages
+    ]
+    # With virtual stages a rank has several stages, and a microbatch visits each of them.
+    visits = [
+        flops.estimate_stage_activation_bytes(
+            plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
+        )
+        for layers, again in counts
+    ]
+    # The stages of a rank may differ, so the mean of its visits is multiplied by the number in
+    # flight.
+    kept = (
+        choose_final_schedule(plan).count_in_flight(pipeline_rank)
+        * sum(visits)
+        // max(1, len(visits))
+    )
+    # While one layer is recomputed, its full activations exist next to the stored inputs.
+    if any(again for _, again in counts):
+        kept += flops.estimate_stage_activation_bytes(
+            plan.shape, micro, tensor, layers=1, **sharing
+        )
+    # Only the last stage has the output projection, whose logits are [b, s, v/t].
+    if any(stage.last for stage in stages):
+        kept += flops.estimate_logits_bytes(plan.shape, micro, tensor)
+    return kept
+
+
+def compute_flops(plan: Plan) -> dict[str, int]:
+    """Return FLOPs at the full sequence length and the final batch size.
+
+    megatron/model/flops.py describes the two conventions.
+    """
+    shape = plan.shape
+    recompute = get_recomputed_share(plan)
+    per_token = flops.count_model_flops_per_token(shape)
+    return {
+        "model_per_token": per_token,
+        "hardware_per_token": flops.count_hardware_flops_per_token(shape, recompute=recompute),
+        "hardware_per_iteration": flops.count_iteration_flops(
+            shape, plan.batch_size.final, recompute=recompute
+        ),
+        # A run that ends by --train-tokens may train fewer tokens than samples x sequence length.
+        "model_whole_run": per_token
+        * (plan.config.batch.train_tokens or plan.train_samples * shape.config.seq_length),
+    }

@@ -1,0 +1,327 @@
+"""The report of a plan: text for people, and JSON for programs."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import groupby
+from typing import Any
+
+from megatron.commands.plan_estimates import (
+    choose_final_schedule,
+    compute_flops,
+    estimate_memory,
+    get_recomputed_share,
+)
+from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
+from megatron.data.epochs import DatasetUse, describe_epochs
+from megatron.data.phases import PlannedPhase
+from megatron.plan import Plan
+from megatron.plural import format_count
+from megatron.schedule.lr import LRSchedule
+from megatron.schedule.pipeline import PipelineSchedule
+from megatron.schedule.progress import ForecastPoint
+
+SHOWN_SIZES = 8
+"""A ramp-up with more batch sizes than this is shortened in the report."""
+
+
+def build_json(
+    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+) -> dict[str, Any]:
+    """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
+    tokens = plan.config.model.seq_length
+    shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
+    if plan.lr_schedule.decoupled_max_lr is not None:
+        shown.append("decoupled_lr")
+    return {
+        "parameters": plan.parameters,
+        "parameters_per_rank": max(plan.stage_parameters),
+        "world_size": plan.world_size,
+        "data_parallel_size": plan.data_parallel_size,
+        "layers_per_stage": list(plan.layers_per_stage),
+        "parameters_by_pipeline_rank": list(plan.stage_parameters),
+        "pipeline": [
+            {
+                "batch_size": size,
+                "microbatches": made.microbatches,
+                "schedule": made.name,
+                "idle": made.bubble,
+            }
+            for size, made in list_first_and_final(plan)
+        ],
+        "padded_vocab_size": plan.padded_vocab_size,
+        "train_iters": plan.train_iters,
+        "train_samples": plan.train_samples,
+        "train_tokens": plan.config.batch.train_tokens or plan.train_samples * tokens,
+        "training_data": [
+            {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
+        ],
+        "data_phases": [build_phase_json(planned) for planned in plan.data_phases],
+        "at": [{name: getattr(progress, name) for name in shown} for progress in at],
+        "memory_bytes": estimate_memory(plan),
+        "flops": compute_flops(plan),
+        "errors": list(plan.errors),
+        "warnings": warnings,
+        "flags_without_effect": split_off_flags_without_effect(warnings)[1],
+    }
+
+
+def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
+    """Return a phase of the training data as plain data."""
+    phase = planned.phase
+    return {
+        "first_iteration": planned.first_iteration,
+        "start_sample": planned.start_sample,
+        "seed": phase.seed,
+        "data_path": list(phase.data_path),
+        "train_weighted_split_paths": list(phase.train_weighted_split_paths),
+    }
+
+
+def list_first_and_final(plan: Plan) -> list[tuple[int, PipelineSchedule]]:
+    """Return the first and the final batch size that fit the grid, each with its pipeline schedule.
+
+    The list is empty if no batch size fits.
+    """
+    share = plan.config.batch.micro_batch_size * plan.data_parallel_size
+    sizes = plan.batch_size.iterate_upcoming(0, 0, plan.config.model.seq_length)
+    # A ramp-up may start at a size that this grid cannot take, which is among the plan's errors.
+    fitting = [size for size in sizes if share > 0 and size % share == 0]
+    # `dict.fromkeys` drops the second entry if the first size is also the final one.
+    return [
+        (size, plan.choose_pipeline_schedule(size))
+        for size in dict.fromkeys([*fitting[:1], *fitting[-1:]])
+    ]
+
+
+def format_plan(
+    plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
+) -> list[str]:
+    """Format the plan for people, one line per entry."""
+    lines = [
+        *_format_model(plan),
+        *_format_training(plan),
+        *_format_phases(plan),
+        *([_format_row("epochs", describe_epochs(uses))] if uses else []),
+        *_format_memory(plan),
+        *_format_flops(plan),
+    ]
+    if at:
+        lines += [
+            "",
+            f"{'iteration':>10} {'samples':>14} {'tokens':>18} {'batch':>6} {'length':>7} "
+            f"{'learning rate':>14}"
+            + (f" {'decoupled':>10}" if plan.lr_schedule.decoupled_max_lr is not None else ""),
+        ]
+    lines += [
+        f"{p.iteration:>10} {p.consumed_samples:>14,} {p.consumed_tokens:>18,} "
+        f"{p.global_batch_size:>6} {p.seq_length:>7} "
+        f"{p.lr:>14.3E}" + (f" {p.decoupled_lr:>10.3E}" if p.decoupled_lr is not None else "")
+        for p in at
+    ]
+    lines += ["", *format_warnings(warnings)] if warnings else []
+    # Errors come last, so that they are at the end of the terminal's output.
+    lines += ["", *(f"error: {error}" for error in plan.errors)] if plan.errors else []
+    return lines
+
+
+def _format_row(label: str, text: str) -> str:
+    return f"{label:<22}{text}"
+
+
+def _format_model(plan: Plan) -> list[str]:
+    parallel = plan.config.parallel
+    fullest = max(plan.stage_parameters)
+    return [
+        _format_row(
+            "parameters",
+            f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} "
+            f"({plan.vocab_size:,} real)",
+        ),
+        _format_row(
+            "  on a rank",
+            f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), "
+            "before ZeRO",
+        ),
+        _format_row(
+            "grid",
+            f"{format_count(plan.world_size, 'process', 'processes')} = "
+            f"{parallel.tensor_model_parallel_size} tensor x "
+            f"{parallel.pipeline_model_parallel_size} pipeline x {plan.data_parallel_size} "
+            f"data; ZeRO {parallel.zero_stage}",
+        ),
+        *_format_pipeline(plan),
+        _format_row(
+            "attention",
+            f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, "
+            f"{plan.num_query_groups} key/value groups",
+        ),
+        _format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide"),
+    ]
+
+
+def _format_pipeline(plan: Plan) -> list[str]:
+    """Format the stages of the pipeline. Return no line for a single stage."""
+    if plan.pipeline_size == 1:
+        return []
+    if plan.stages_per_rank > 1:
+        each = f", in {plan.stages_per_rank} virtual stages on each rank"
+    else:
+        each = ""
+    millions = (f"{parameters / 1e6:,.1f}" for parameters in plan.stage_parameters)
+    rows = [
+        _format_row("layers by stage", _collapse_runs(map(str, plan.layers_per_stage)) + each),
+        _format_row("  parameters, 10^6", f"{_collapse_runs(millions)} by pipeline rank"),
+    ]
+    return rows + [
+        _format_row("", made.describe(size).removeprefix("pipeline: "))
+        for size, made in list_first_and_final(plan)
+    ]
+
+
+def _collapse_runs(texts: Iterable[str]) -> str:
+    """Join texts and count repetitions, as in '5, 10 x 6, 5'."""
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return ", ".join(text if length == 1 else f"{length} x {text}" for text, length in runs)
+
+
+def _format_training(plan: Plan) -> list[str]:
+    batch = plan.config.batch
+    seq_length = plan.config.model.seq_length
+    share = batch.micro_batch_size * plan.data_parallel_size
+    sizes = [
+        f"{size} ({size / share:g})" for size in plan.batch_size.iterate_upcoming(0, 0, seq_length)
+    ]
+    if len(sizes) > SHOWN_SIZES:
+        # A ramp-up can have hundreds of sizes.
+        sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
+    lines = [
+        _format_row("batch (microbatches)", ", ".join(sizes)),
+        _format_row("iterations", f"{plan.train_iters:,}"),
+        _format_row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
+        _format_row(
+            "tokens",
+            f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else ""),
+        ),
+    ]
+    if plan.curriculum is not None:
+        lines.append(_format_row("sequence length", str(plan.curriculum)))
+    if batch.train_tokens is not None:
+        last = plan.forecast().find_iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
+        lines.append(
+            _format_row(
+                "ends by tokens",
+                f"{batch.train_tokens:,} tokens or all samples, at iteration {last:,}",
+            )
+        )
+    lines.append(_format_row("learning rate", _describe_schedule(plan.lr_schedule)))
+    return lines
+
+
+def _format_phases(plan: Plan) -> list[str]:
+    """Format the phases of the training data, one in each line."""
+    rows = []
+    for number, planned in enumerate(plan.data_phases, 1):
+        phase = planned.phase
+        seed = plan.config.batch.seed if phase.seed is None else phase.seed
+        data = " ".join(phase.data_path or phase.train_weighted_split_paths)
+        rows.append(
+            _format_row(
+                f"data phase {number}",
+                f"from iteration {planned.first_iteration:,} (sample {planned.start_sample:,}), "
+                f"seed {seed}: {data}",
+            )
+        )
+    return rows
+
+
+def _describe_schedule(lr: LRSchedule) -> str:
+    warmup = f"warm-up {lr.warmup_steps:,.0f} samples"
+    if lr.warmup_init > 0:
+        warmup += f" from {lr.warmup_init:g}"
+    if lr.decay_tokens is None:
+        end = f"{lr.decay_steps:,} samples"
+    else:
+        end = f"{lr.decay_tokens:,} tokens"
+    text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
+    if lr.style == "WSD":
+        text += f", {lr.wsd_decay_style} over the last {lr.wsd_decay_steps:,}"
+    if lr.decoupled_max_lr is not None:
+        text += (
+            f"; word embedding and output matrix: {lr.decoupled_max_lr:g} to "
+            f"{lr.decoupled_min_lr:g}"
+        )
+    return text
+
+
+_MEMORY_RULES = {
+    "adam": "18 bytes a parameter (16 in fp32)",
+    "ademamix": "22 bytes a parameter (20 in fp32)",
+    "muon": "18 bytes a parameter (16 in fp32), and 4 less in the matrices of the layers",
+}
+"""Value of --optimizer -> the bytes of a parameter."""
+
+
+def _format_memory(plan: Plan) -> list[str]:
+    memory_bytes = estimate_memory(plan)
+    # The figures of a rank are those of the rank that needs most.
+    if plan.pipeline_size > 1:
+        where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
+    else:
+        where = ""
+    rule = f"by the rule of {_MEMORY_RULES[plan.config.optimizer.optimizer]}{where}"
+    lines = [_format_row("memory, GB (10^9)", f"{'model':>12}{'a rank':>12}   {rule}")]
+    for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
+        model = memory_bytes["model"][part] / 1e9
+        rank = memory_bytes["rank"][part] / 1e9
+        lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
+    configured, kept, scores, again = (
+        memory_bytes[key] / 1e9
+        for key in (
+            "activations",
+            "activations_kept",
+            "activations_with_scores",
+            "activations_recomputed",
+        )
+    )
+    if share := get_recomputed_share(plan):
+        note = f"{_format_layer_share(share)} recomputed; {kept:,.2f} without recomputation"
+    else:
+        note = f"{scores:,.2f} without a flash kernel, {again:,.2f} with all layers recomputed"
+    if plan.pipeline_size > 1:
+        # The number in flight explains why an early stage needs more memory than a late one.
+        visits = choose_final_schedule(plan).count_in_flight(memory_bytes["pipeline_rank"])
+        note += (
+            f"; {visits} {'virtual stages' if plan.stages_per_rank > 1 else 'microbatches'} "
+            "in flight"
+        )
+    return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
+
+
+def _format_layer_share(share: Fraction) -> str:
+    if share == 1:
+        return "all layers"
+    return f"{share} of the layers"
+
+
+def _format_flops(plan: Plan) -> list[str]:
+    counts = compute_flops(plan)
+    share = get_recomputed_share(plan)
+    if share:
+        recomputation = f"{_format_layer_share(share)} recomputed"
+    else:
+        recomputation = "no recomputation"
+    return [
+        _format_row(
+            "FLOPs a token",
+            f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware",
+        ),
+        _format_row(
+            "FLOPs an iteration",
+            f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}",
+        ),
+        _format_row(
+            "FLOPs of the run",
+            f"{counts['model_whole_run']:.4e} model (forward and backward, causal attention "
+            "counted as full)",
+        ),
+    ]

@@ -1,0 +1,226 @@
+"""Builds the sources of a run from its configuration: mixtures, phases, sets and synthetic data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from megatron.config.data import DataConfig
+from megatron.data.building import Say
+from megatron.data.cache import WAIT_SECONDS, say_to_stderr
+from megatron.data.documents import check_documents_end
+from megatron.data.phases import PlannedPhase, find_phase_mixture, use_phase
+from megatron.data.registry import DatasetRegistry
+from megatron.data.segments import RequestedData, open_mixture
+from megatron.data.source import (
+    BatchSlice,
+    GPTTrainSource,
+    GPTValidSource,
+    MockSource,
+    Sources,
+    check_vocabulary,
+)
+from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
+from megatron.errors import ConfigError, DataError
+
+
+def count_evaluation_samples(
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
+) -> tuple[int, int]:
+    """Return the number of validation and of test samples of a run.
+
+    Args:
+        train_iters: Iterations of the run.
+        eval_interval: Iterations between two evaluations.
+        eval_iters: Batches of each evaluation.
+        global_batch_size: Samples of a global batch. With a ramp-up, its final value.
+    """
+    # One evaluation is added, because there is one at the end of training as well.
+    return (
+        train_iters // eval_interval + 1
+    ) * eval_iters * global_batch_size, eval_iters * global_batch_size
+
+
+def build_sources(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    train_samples: int,
+    valid_samples: int,
+    test_samples: int,
+    batch_slice: BatchSlice,
+    phases: Sequence[PlannedPhase] = (),
+    say: Say = say_to_stderr,
+    wait_seconds: float = WAIT_SECONDS,
+) -> Sources:
+    """Open the data sets and check them.
+
+    Indices are built by `Sources.prepare`, or at the first use.
+
+    Args:
+        data: The data section of the configuration.
+        seq_length: Tokens of a sample, without the last label.
+        seed: Seed of the data order.
+        train_samples: Samples that training will read. 0 opens no training data.
+        valid_samples: Samples that all validations together will read.
+        test_samples: Samples that the test will read.
+        batch_slice: The part of each batch that this rank reads.
+        phases: The phases of --data-phases. Without them, one mixture is read from start to end.
+            Those before the present one are not opened.
+        say: Receives urgent messages while an index is built.
+        wait_seconds: Longest time to wait for another process that builds the same index.
+
+    Raises:
+        ConfigError: the values of the flags cannot be parsed, or name no data at all.
+        DataError: data are missing, damaged or too small, or need another vocabulary.
+    """
+    registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
+    if data.mock_data:
+        counts = (train_samples, valid_samples, test_samples)
+        return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
+
+    opener = _Opener(registry, seq_length, batch_slice)
+    train = None
+    # A run that only evaluates needs no training data.
+    if train_samples > 0:
+        wanted = _list_train_mixtures(data, seed, train_samples, phases)
+        train = GPTTrainSource(
+            wanted[0][0].name,
+            [opener.open_train(*each) for each in wanted],
+            registry,
+            batch_slice,
+            data.num_workers,
+        )
+    evaluated: list[dict[str, GPTValidSource | MockSource]] = []
+    for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
+        sources: dict[str, GPTValidSource | MockSource] = {}
+        mixtures: tuple[NamedMixture, ...] = ()
+        if num_samples > 0:
+            mixtures = _list_evaluation_mixtures(data, which, phases)  # type: ignore[arg-type]
+        for mixture in mixtures:
+            requested = opener.open(mixture, seed, num_samples)
+            # Sets without documents in their split are left out. A note reports them.
+            if requested is not None:
+                sources[mixture.name] = GPTValidSource(
+                    mixture.name, [requested], registry, batch_slice, data.valid_num_workers
+                )
+        evaluated.append(sources)
+    return Sources(train, evaluated[0], evaluated[1], registry)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opener:
+    """Opens the data sets of mixtures and checks them."""
+
+    registry: DatasetRegistry
+    seq_length: int
+    batch_slice: BatchSlice
+
+    def open(
+        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int = 0
+    ) -> RequestedData | None:
+        """Open a mixture. The result is None if its split has no documents.
+
+        Raises:
+            DataError: data are missing, damaged or too small, or need another vocabulary.
+        """
+        requested = open_mixture(
+            mixture, seed, self.seq_length, num_samples, self.registry, start_sample
+        )
+        for part in () if requested is None else requested.parts:
+            # A wrong tokenizer is found here, before any index is built.
+            indexed = self.registry.open(part.prefix)
+            check_vocabulary(indexed, self.batch_slice.vocab_size)
+            if self.batch_slice.document_rules is not None:
+                check_documents_end(indexed, self.batch_slice.document_rules.eod)
+        return requested
+
+    def open_train(
+        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int
+    ) -> RequestedData:
+        """Open a mixture for training.
+
+        Raises:
+            DataError: as in `open`, or the split has no documents.
+        """
+        requested = self.open(mixture, seed, num_samples, start_sample)
+        if requested is None:
+            raise DataError(
+                f"the split of {', '.join(part.prefix for part in mixture.parts)} leaves no "
+                "document for training."
+            )
+        return requested
+
+
+def _list_train_mixtures(
+    data: DataConfig, seed: int, train_samples: int, phases: Sequence[PlannedPhase]
+) -> list[tuple[NamedMixture, int, int, int]]:
+    """Return mixture, seed, end and start of the present phase and of each later one.
+
+    End and start are in samples of the run.
+
+    Raises:
+        ConfigError: no training data are given, or a value cannot be parsed.
+    """
+    if not phases:
+        mixture = find_train_mixture(data)
+        if mixture is None:
+            raise ConfigError(
+                "no training data is given; use --data-path or --train-weighted-split-paths."
+            )
+        return [(mixture, seed, train_samples, 0)]
+    # The data of phases that are over may have been removed.
+    present = max(0, sum(planned.started for planned in phases) - 1)
+    # A phase after the last sample is not read. The plan warns about it.
+    ahead = [planned for planned in phases[present:] if planned.start_sample < train_samples]
+    ahead = ahead or [phases[present]]
+    ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
+    return [
+        (
+            find_phase_mixture(data, planned.phase),
+            seed if planned.phase.seed is None else planned.phase.seed,
+            end,
+            planned.start_sample,
+        )
+        for planned, end in zip(ahead, ends, strict=True)
+    ]
+
+
+def _list_evaluation_mixtures(
+    data: DataConfig, which: Literal["valid", "test"], phases: Sequence[PlannedPhase]
+) -> tuple[NamedMixture, ...]:
+    """Return the validation or test sets.
+
+    With phases, --split holds out documents of the first phase. All evaluations then have the same
+    samples.
+
+    Raises:
+        ConfigError: a value cannot be parsed.
+    """
+    mixtures = find_evaluation_mixtures(data, which)
+    if not mixtures and phases:
+        return find_evaluation_mixtures(use_phase(data, phases[0].phase), which)
+    return mixtures
+
+
+def _build_mock_sources(
+    data: DataConfig,
+    seed: int,
+    seq_length: int,
+    counts: tuple[int, int, int],
+    batch_slice: BatchSlice,
+    registry: DatasetRegistry,
+) -> Sources:
+    """Return synthetic sources. `counts` are the samples for training, validation and test."""
+
+    def make(name: str, threads: int) -> MockSource:
+        return MockSource(name, seed, seq_length, batch_slice, threads)
+
+    training, validation, test = counts
+    valid_threads = data.valid_num_workers
+    return Sources(
+        make("train", data.num_workers) if training > 0 else None,
+        {"validation": make("validation", valid_threads)} if validation > 0 else {},
+        {"test": make("test", valid_threads)} if test > 0 else {},
+        registry,
+    )

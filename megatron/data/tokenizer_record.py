@@ -1,0 +1,161 @@
+"""The tokenizer that made a data set, recorded in PREFIX.tokenizer.json.
+
+Ids of another tokenizer with the same vocabulary size are valid, so training on them would not
+fail. The record is what reveals such data.
+
+Invariant: a record is ignored unless the sizes of `.bin` and `.idx` are those that it names. Data
+without a record are not checked.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.data import TokenizerConfig
+from megatron.data.indexed import get_bin_path, get_idx_path
+from megatron.durable import replace_file
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import tokenizer_digests, tokenizer_files
+
+_SHOWN = 5
+"""Number of data sets that a message names."""
+
+
+def get_record_path(prefix: str | os.PathLike) -> Path:
+    """Return the path of the file that names the tokenizer."""
+    return Path(f"{os.fspath(prefix)}.tokenizer.json")
+
+
+def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
+    """Return the name and the digest of each part of a tokenizer. Most parts are files.
+
+    It is empty if no file is given or none is on this machine.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    try:
+        digests = tokenizer_digests(config)
+    except OSError as error:
+        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
+    names = {part: path.name for part, path in tokenizer_files(config).items()}
+    # The end-of-document token is a part without a file, so its name is empty.
+    return {
+        part: {"name": names.get(part, ""), "digest": digest} for part, digest in digests.items()
+    }
+
+
+def write_record(prefix: str, tokenizer: dict[str, dict[str, str]] | None) -> None:
+    """Record the tokenizer of a finished data set, or remove an old record if it is not known.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not tokenizer:
+        get_record_path(prefix).unlink(missing_ok=True)
+        return
+    content = {"bytes": _measure(prefix), "tokenizer": tokenizer}
+    replace_file(get_record_path(prefix), json.dumps(content, indent=1) + "\n")
+
+
+def read_record(prefix: str) -> dict[str, dict[str, str]] | None:
+    """Return the tokenizer of a data set as `describe_tokenizer` does, or None if it is not known.
+
+    Raises:
+        DataError: the record cannot be read.
+    """
+    path = get_record_path(prefix)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; fix it or delete it") from error
+    try:
+        content: dict[str, Any] = json.loads(text)
+        tokenizer = {
+            part: {"name": str(file["name"]), "digest": str(file["digest"])}
+            for part, file in content["tokenizer"].items()
+        }
+        sizes = content["bytes"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged; delete it if the data set is right") from error
+    try:
+        # With other sizes, another data set has replaced the recorded one.
+        if sizes == _measure(prefix):
+            return tokenizer
+    except OSError:
+        # A missing file is reported when the data set is opened.
+        pass
+    return None
+
+
+def merge_records(prefixes: Sequence[str]) -> dict[str, dict[str, str]] | None:
+    """Return the tokenizer that all data sets have, or None if that of one is not known.
+
+    Raises:
+        DataError: two were made with different tokenizers, or a record cannot be read.
+    """
+    records = [read_record(prefix) for prefix in prefixes]
+    known = [(prefix, record) for prefix, record in zip(prefixes, records, strict=True) if record]
+    for prefix, record in known[1:]:
+        differing = _compare(record, known[0][1])
+        if differing:
+            raise DataError(
+                f"{prefix} was made with another tokenizer than {known[0][0]}: "
+                f"{'; '.join(differing)} (xxh3_128 of the files). Preprocess them with the same "
+                "tokenizer."
+            )
+    if len(known) < len(prefixes):
+        return None
+    return records[0]
+
+
+def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -> None:
+    """Check that no data set was made with another tokenizer than that of the run.
+
+    Only parts that both have are compared. Nothing is compared if the files of the tokenizer are
+    not given.
+
+    Raises:
+        ConfigError: data were made with another tokenizer, or a file of it cannot be read.
+        DataError: a record cannot be read.
+    """
+    here = describe_tokenizer(config)
+    if not here:
+        return
+    problems = []
+    for prefix in prefixes:
+        differing = _compare(read_record(prefix) or {}, here)
+        if differing:
+            problems.append(f"{prefix}: {'; '.join(differing)}")
+    if not problems:
+        return
+    more = []
+    if len(problems) > _SHOWN:
+        more.append(f"... and {len(problems) - _SHOWN} more")
+    raise ConfigError(
+        "the data were made with another tokenizer than the one that is given (xxh3_128 of the "
+        "files):\n  "
+        + "\n  ".join([*problems[:_SHOWN], *more])
+        + "\nGive the tokenizer that made the data, or preprocess the text again. If both give the "
+        "same ids, delete the PREFIX.tokenizer.json of these data"
+    )
+
+
+def _compare(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> list[str]:
+    """Return a description of each part that both have with different digests."""
+    # A part without a name would leave two spaces.
+    return [
+        f"{part} {there[part]['name']} {there[part]['digest']}, and "
+        f"{here[part]['name']} {here[part]['digest']} here".replace("  ", " ")
+        for part in there
+        if part in here and there[part]["digest"] != here[part]["digest"]
+    ]
+
+
+def _measure(prefix: str) -> list[int]:
+    """Return the sizes of both files of a data set in bytes."""
+    return [path(prefix).stat().st_size for path in (get_bin_path, get_idx_path)]

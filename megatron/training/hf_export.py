@@ -1,0 +1,148 @@
+"""Export of checkpoints to the format of Hugging Face while training continues.
+
+Rank 0 starts `megatron-convert-checkpoint` as a process of its own. Training never waits for it,
+except at the end of the run. A failure of an export is a warning.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.checkpoint.folder import step_folder
+from megatron.config.checkpoint import CheckpointConfig
+
+FOLDER = "hf"
+"""Folder in --save that has the exported models."""
+LOG = "export.log"
+_END_SECONDS = 3600.0
+"""Longest time that the end of a run waits for an export."""
+_LOWER_PRIORITY = 10
+"""Niceness of the export, so that training keeps its processor time."""
+_LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class HFExporter:
+    """Exports the checkpoints of a run, one at a time."""
+
+    def __init__(
+        self, config: CheckpointConfig, say: Callable[[str], None], iteration: int
+    ) -> None:
+        """Create an exporter without an export in progress.
+
+        Args:
+            config: The flags of checkpoints, with --save and --hf-export-interval.
+            say: Prints a message.
+            iteration: Iteration at which this launch starts. Earlier intervals are over.
+        """
+        assert config.save is not None, "config.rules checks it"
+        assert config.hf_export_interval is not None
+        self._root = Path(config.save)
+        self._folder = self._root / FOLDER
+        self._interval = config.hf_export_interval
+        self._say = say
+        self._last = iteration
+        """Iteration of the last checkpoint that was recorded, or at which this launch starts."""
+        self._waiting: int | None = None
+        """Iteration of the newest checkpoint to export after the present one."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._iteration = 0
+        """Iteration that `_process` exports."""
+
+    def record_checkpoint(self, iteration: int) -> None:
+        """Export a checkpoint that is complete on the disk, if it is the first of its interval."""
+        # Saves by --save-at or before an exit need not be at a multiple of the interval.
+        due = iteration // self._interval > self._last // self._interval
+        self._last = iteration
+        if not due or step_folder(self._folder, iteration).exists():
+            return
+        if self._waiting is not None:
+            self._say(
+                f"warning: iteration {self._waiting} is not exported, because the export before it "
+                "is still in progress; use a longer --hf-export-interval"
+            )
+        self._waiting = iteration
+        self.poll()
+
+    def poll(self) -> None:
+        """Report an export that has ended, and start the next one. It returns immediately."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._report(code)
+            self._process = None
+        if self._waiting is not None:
+            self._iteration = self._waiting
+            self._waiting = None
+            self._start()
+
+    def finish(self) -> None:
+        """Wait for the exports that are due, at the end of a run."""
+        while True:
+            self.poll()
+            if self._process is None:
+                return
+            self._say(f"waiting for the export of iteration {self._iteration}")
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.stop()
+                return
+
+    def stop(self) -> None:
+        """End an export in progress. A later export of the iteration replaces what it wrote."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._say(
+                f"warning: the export of iteration {self._iteration} was ended with the run; "
+                f"{self._describe_repetition()}"
+            )
+        self._waiting = None
+
+    def _start(self) -> None:
+        out = step_folder(self._folder, self._iteration)
+        command = [
+            *(sys.executable, "-m", "megatron.commands.convert_checkpoint", "to-hf"),
+            *("--load", str(self._root), "--iteration", str(self._iteration), "--out", str(out)),
+        ]
+        # The launcher's variables would make it a rank of this run, and the GPUs are in use.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_LAUNCHER_PREFIXES)
+        } | {"CUDA_VISIBLE_DEVICES": ""}
+        try:
+            self._folder.mkdir(exist_ok=True)
+            with open(self._folder / LOG, "ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
+                )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWER_PRIORITY)
+        except OSError as error:
+            # The process may have ended already, so it has no priority to change.
+            if self._process is None:
+                self._say(
+                    f"warning: iteration {self._iteration} is not exported: {error}; "
+                    f"{self._describe_repetition()}"
+                )
+
+    def _describe_repetition(self) -> str:
+        """Return the end of a warning: how to export the present iteration by hand."""
+        return (
+            f"repeat it with tools/convert_checkpoint.py to-hf --load {self._root} "
+            f"--iteration {self._iteration} --out FOLDER"
+        )
+
+    def _report(self, code: int) -> None:
+        if code == 0:
+            out = step_folder(self._folder, self._iteration)
+            self._say(f"exported iteration {self._iteration} to {out}")
+        else:
+            self._say(
+                f"warning: the export of iteration {self._iteration} failed (exit code {code}); "
+                f"see {self._folder / LOG}"
+            )

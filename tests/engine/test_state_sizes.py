@@ -1,0 +1,57 @@
+"""Tests that the plan's estimate of the optimizer's states is the size of the real ones."""
+
+import pytest
+from process_pool import ProcessPool, succeed
+
+from megatron.commands.plan_estimates import estimate_memory
+from megatron.config.cli import load_config
+from megatron.plan import resolve
+
+# No number is padded or divided unevenly. Two stages have the same number of layers.
+ARGV = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 16 "
+    "--glu-activation swiglu --ffn-hidden-size 80 --qk-norm head --micro-batch-size 1 "
+    "--global-batch-size 4 --lr 1e-3 --train-iters 2 --vocab-size 512 "
+    "--make-vocab-size-divisible-by 1 --untie-embeddings-and-output-weights --data-path none"
+)
+LAYOUTS = {
+    "one process": (1, ""),
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "dp4-zero3": (4, "--zero-stage 3"),
+}
+
+
+def measure_states(argv: list[str]) -> tuple[int, int]:
+    """Return this rank's pipeline rank and the bytes of its optimizer's states."""
+    from megatron.engine.native import NativeEngine
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.training.join import join_ranks
+    from megatron.training.setup import build_timers, divide_ranks
+
+    world = read_launcher_world(None)
+    loaded = load_config(argv)
+    plan = resolve(loaded.config, world.size)
+    plan.raise_on_errors()
+    mesh = divide_ranks(plan, join_ranks(loaded, world), world, build_timers(world))
+    shards = NativeEngine(plan, mesh).shards(optimizer=True)
+    states = [shard.tensor for shard in shards if shard.kind != "weight"]
+    return mesh.coordinate.pipeline, sum(4 * state.numel() for state in states)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", ["adam", "ademamix", "muon"])
+def test_the_estimate_is_the_size_of_the_states(
+    optimizer: str, layout: str, pool: ProcessPool
+) -> None:
+    ranks, flags = LAYOUTS[layout]
+    argv = [*ARGV.split(), *flags.split(), "--optimizer", optimizer]
+    outcomes = pool.run(ranks, measure_states, argv)
+    succeed(outcomes)
+    memory = estimate_memory(resolve(load_config(argv).config, ranks))
+    measured = [
+        size for rank, size in (o.value for o in outcomes) if rank == memory["pipeline_rank"]
+    ]
+    assert measured == [memory["rank"]["optimizer_states"]] * len(measured)
+    # One process holds the complete model.
+    if ranks == 1:
+        assert measured == [memory["model"]["optimizer_states"]]

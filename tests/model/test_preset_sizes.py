@@ -1,0 +1,262 @@
+"""Presets have the sizes, the values and the parts of the classes of `transformers`.
+
+The published configurations are written here as the models' config.json has them. They are not
+derived from the presets.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model.builders import tiny_config
+from model.reference_models import FAMILIES
+
+from megatron.config.presets import list_preset_names, read_preset
+from megatron.model.flops import count_parameters
+from megatron.preset_table import build_preset_shape
+
+GPT2: dict[str, Any] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+}
+LLAMA2: dict[str, Any] = {
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3: dict[str, Any] = LLAMA2 | {"vocab_size": 128256, "rope_theta": 500000.0}
+OLMO: dict[str, Any] = LLAMA2 | {
+    "vocab_size": 100352,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+}
+OLMO3: dict[str, Any] = OLMO | {"sliding_window": 4096}
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+# The released models have another rope_theta, because their context was extended.
+APERTUS: dict[str, Any] = {
+    "vocab_size": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SMOLLM3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def describe(layers: int, width: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """Return sizes as a config.json names them."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        **more,
+    }
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-124m": ("GPT2", GPT2 | {"n_layer": 12, "n_embd": 768, "n_head": 12}),
+    "gpt2-medium": ("GPT2", GPT2 | {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
+    "gpt2-large": ("GPT2", GPT2 | {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "gpt2-xl": ("GPT2", GPT2 | {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
+    "tr1-13b": (
+        "GPT2",
+        {"vocab_size": 50432, "n_positions": 2048, "n_layer": 40, "n_embd": 5120, "n_head": 32},
+    ),
+    "tr11-176b": (
+        "Bloom",
+        {"vocab_size": 250880, "n_layer": 70, "hidden_size": 14336, "n_head": 112}
+        | {"layer_norm_epsilon": 1e-5},
+    ),
+    "gpt-neox-20b": (
+        "GPTNeoX",
+        describe(44, 6144, 64, 24576, vocab_size=50432, layer_norm_eps=1e-5, rotary_pct=0.25),
+    ),
+    "lauzhack-177m": (
+        "Llama",
+        describe(10, 1024, 16, 2730, vocab_size=50304, tie_word_embeddings=True),
+    ),
+    "llama2-1.4b": ("Llama", describe(24, 2048, 16, 6144, num_key_value_heads=4, **LLAMA2)),
+    "llama2-7b": ("Llama", describe(32, 4096, 32, 11008, num_key_value_heads=32, **LLAMA2)),
+    "llama2-13b": ("Llama", describe(40, 5120, 40, 13824, num_key_value_heads=40, **LLAMA2)),
+    "llama2-34b": (
+        "Llama",
+        describe(48, 8192, 64, 22016, num_key_value_heads=8, **LLAMA2 | {"rope_theta": 1e6}),
+    ),
+    "llama2-70b": ("Llama", describe(80, 8192, 64, 28672, num_key_value_heads=8, **LLAMA2)),
+    "llama3-194m-4k": ("Llama", describe(10, 1024, 8, 2816, num_key_value_heads=8, **LLAMA3)),
+    "llama3-1.8b": ("Llama", describe(24, 2048, 16, 7168, num_key_value_heads=8, **LLAMA3)),
+    "llama3-3.2b": ("Llama", describe(24, 3072, 24, 8192, num_key_value_heads=8, **LLAMA3)),
+    "llama3-8b": ("Llama", describe(32, 4096, 32, 14336, num_key_value_heads=8, **LLAMA3)),
+    "llama3-70b": ("Llama", describe(80, 8192, 64, 28672, num_key_value_heads=8, **LLAMA3)),
+    "olmo2-7b": ("Olmo2", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO)),
+    "olmo2-32b": ("Olmo2", describe(64, 5120, 40, 27648, num_key_value_heads=8, **OLMO)),
+    "olmo3-7b": ("Olmo3", describe(32, 4096, 32, 11008, num_key_value_heads=32, **OLMO3)),
+    "olmo3-32b": ("Olmo3", describe(64, 5120, 40, 27648, num_key_value_heads=8, **OLMO3)),
+    "smollm3-3b": ("SmolLM3", describe(36, 2048, 16, 11008, **SMOLLM3)),
+    "apertus-8b": (
+        "Apertus",
+        describe(32, 4096, 32, 21504, **APERTUS),
+    ),
+    "apertus-70b": (
+        "Apertus",
+        describe(80, 8192, 64, 43008, **APERTUS),
+    ),
+    "qwen3-0.6b": ("Qwen3", describe(28, 1024, 16, 3072, tie_word_embeddings=True, **QWEN3)),
+    "qwen3-1.7b": ("Qwen3", describe(28, 2048, 16, 6144, tie_word_embeddings=True, **QWEN3)),
+    "qwen3-4b": ("Qwen3", describe(36, 2560, 32, 9728, tie_word_embeddings=True, **QWEN3)),
+    "qwen3-8b": ("Qwen3", describe(36, 4096, 32, 12288, tie_word_embeddings=False, **QWEN3)),
+    "qwen3-14b": ("Qwen3", describe(40, 5120, 40, 17408, tie_word_embeddings=False, **QWEN3)),
+    "qwen3-32b": ("Qwen3", describe(64, 5120, 64, 25600, tie_word_embeddings=False, **QWEN3)),
+}
+"""Preset -> class of `transformers`, and the sizes as the model's config.json has them."""
+
+
+def test_every_preset_with_a_class_of_transformers_is_compared():
+    # tr8 is a GPT-2 with a norm after its embedding. `transformers` has no class for it.
+    assert set(list_preset_names()) - set(PUBLISHED) == {"tr8-104b"}
+
+
+def count_in_transformers(model: str, published: dict[str, Any]) -> int:
+    """Return the parameters of a model of `transformers`, each counted once.
+
+    All layers have the same parameters. Two models of few layers therefore give the total.
+    """
+    config_class = getattr(transformers, f"{model}Config")
+    suffix = "LMHeadModel" if model == "GPT2" else "ForCausalLM"
+    model_class = getattr(transformers, f"{model}{suffix}")
+    depth_key = "n_layer" if "n_layer" in published else "num_hidden_layers"
+    counts = []
+    for depth in (1, 2):
+        ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        config = config_class(**published | ids | {depth_key: depth})
+        with torch.device("meta"):
+            built = model_class(config)
+        counts.append(sum(parameter.numel() for parameter in built.parameters()))
+    return int(counts[0] + (published[depth_key] - 1) * (counts[1] - counts[0]))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_has_the_parameters_of_the_class_of_transformers(name: str):
+    expected = count_in_transformers(*PUBLISHED[name])
+    assert count_parameters(build_preset_shape(read_preset(name))) == expected
+
+
+OUR_NAMES = {
+    "n_layer": "num_layers",
+    "num_hidden_layers": "num_layers",
+    "n_embd": "hidden_size",
+    "hidden_size": "hidden_size",
+    "n_head": "num_attention_heads",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "layer_norm_eps": "layernorm_epsilon",
+    "rms_norm_eps": "layernorm_epsilon",
+    "rope_theta": "rotary_base",
+    "rotary_pct": "rotary_percent",
+    "sliding_window": "sliding_window",
+    "initializer_range": "init_method_std",
+    "attn_pdrop": "attention_dropout",
+    "resid_pdrop": "hidden_dropout",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_has_the_values_of_the_published_configuration(name: str):
+    _, published = PUBLISHED[name]
+    shape = build_preset_shape(read_preset(name))
+    for key, value in published.items():
+        if key == "vocab_size":
+            assert shape.padded_vocab_size == value
+        elif key == "tie_word_embeddings":
+            assert shape.config.untie_embeddings_and_output_weights is not value
+        else:
+            assert getattr(shape.config, OUR_NAMES[key]) == value, key
+
+
+OF_FAMILY = {
+    "apertus": "apertus",
+    "gpt": "gpt-neox",
+    "gpt2": "gpt2",
+    "lauzhack": "llama",
+    "llama2": "llama",
+    "llama3": "llama",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "tr1": "gpt2",
+    "tr8": "gpt2",
+    "tr11": "bloom",
+}
+"""First word of a preset -> the family whose logits equal those of `transformers`."""
+OTHER_PARTS: dict[str, dict[str, Any]] = {
+    # The Llama 3 family shows that this scaling is right.
+    "apertus": {"rope_scaling": "llama3"},
+    # Its config.json has gelu_fast, the tanh form.
+    "gpt": {"bias_gelu_fusion": True},
+    "tr8": {"embed_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("name", list_preset_names())
+def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
+    word = name.split("-")[0]
+    family = tiny_config(**dict(FAMILIES[OF_FAMILY[word]].ours))
+    model = build_preset_shape(read_preset(name)).config
+    parts = (
+        *("position_embedding_type", "rope_scaling", "normalization", "norm_placement"),
+        *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
+        *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
+        "full_attention_layers",
+    )
+    expected = {part: getattr(family, part) for part in parts} | OTHER_PARTS.get(word, {})
+    assert {part: getattr(model, part) for part in parts} == expected
+    for part in ("sliding_window", "no_rope_layers"):
+        assert (getattr(model, part) is None) == (getattr(family, part) is None)
+
+
+def test_a_complete_model_of_transformers_has_the_extrapolated_size():
+    _, published = PUBLISHED["qwen3-0.6b"]
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**published))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == count_in_transformers(*PUBLISHED["qwen3-0.6b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [  # as the models' owners count them
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("gpt-neox-20b", 20_554_567_680),
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-70b", 70_553_706_496),
+        ("smollm3-3b", 3_075_098_624),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("olmo2-7b", 7_298_617_344),
+    ],
+)
+def test_preset_has_the_published_parameters(name: str, total: int):
+    assert count_parameters(build_preset_shape(read_preset(name))) == total
