@@ -5,9 +5,10 @@ safetensors, JSON and a tokenizer are read, so nothing in the folder can run cod
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron.code_version import get_code_version
 from megatron.config.batch import BatchConfig
 from megatron.config.cli import dump_yaml
 from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.convert.architectures import find_architecture
 from megatron.convert.compare import Comparison, TheirModel, compare_models
@@ -62,7 +64,8 @@ def import_model(
         raise ConfigError(f"{out} exists; give another folder, or remove it")
     their_config = read_config(folder)
     architecture = find_architecture(their_config.model_type)
-    model = architecture.read(their_config.to_dict(), seq_length)
+    fields = their_config.to_dict()
+    model = _set_dropouts(architecture.read(fields, seq_length), fields)
     pairs = pair_tensors(
         architecture, ModelShape(model, their_config.vocab_size, their_config.vocab_size)
     )
@@ -94,6 +97,15 @@ def import_model(
     )
     _write(out, theirs, contents)
     return comparison
+
+
+def _set_dropouts(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """Return the model with the dropouts of config.json, which are 0 where it names none."""
+    return replace(
+        model,
+        hidden_dropout=float(fields.get("hidden_dropout", fields.get("resid_pdrop", 0.0))),
+        attention_dropout=float(fields.get("attention_dropout", fields.get("attn_pdrop", 0.0))),
+    )
 
 
 def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -> TokenizerConfig:

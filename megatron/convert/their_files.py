@@ -220,6 +220,9 @@ def write_tensors(
             save_file(taken, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder / file} cannot be written: {error}") from error
+        # The library makes files that only the owner can read. The folder has the modes of the
+        # user's mask.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
