@@ -23,6 +23,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.convert.importing import import_model
 from megatron.generate.generation import GenerationOptions, generate
+from megatron.generate.load import store_for_single_prompts
 from megatron.model.gpt import GPT
 
 VOCAB = 5120
@@ -130,13 +131,18 @@ def measure(family: str, arguments: Arguments, folder: Path) -> list[str]:
     theirs = build_theirs(family, arguments)
     theirs.save_pretrained(folder / family)
     import_model(folder / family, folder / f"{family}-ours", SEQUENCE)
-    ours = load_model(open_checkpoint(folder / f"{family}-ours", 0))
     generator = torch.Generator().manual_seed(2)
     rows = []
     for batch in arguments.batch:
+        ours = load_model(open_checkpoint(folder / f"{family}-ours", 0))
+        # The command does the same.
+        if batch == 1:
+            store_for_single_prompts(ours)
         prompts = torch.randint(0, VOCAB, (batch, PROMPT), generator=generator).tolist()
         calls: dict[str, Callable[[], Ids]] = {
-            "ours": lambda prompts=prompts: generate_ours(ours, prompts, arguments.new_tokens),
+            "ours": lambda ours=ours, prompts=prompts: generate_ours(
+                ours, prompts, arguments.new_tokens
+            ),
             "theirs": lambda prompts=prompts: generate_theirs(
                 theirs, prompts, arguments.new_tokens
             ),
