@@ -30,7 +30,12 @@ from megatron.generate.generation import (
     check_prompt,
     generate,
 )
-from megatron.generate.load import DTYPES, join_tensor_parallel_ranks, load_part
+from megatron.generate.load import (
+    DTYPES,
+    join_tensor_parallel_ranks,
+    load_part,
+    store_for_single_prompts,
+)
 from megatron.generate.sampling import SamplingOptions
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
@@ -163,6 +168,10 @@ class TextGenerator:
             results = generate(self._model, self._tokenizer, group, self._options)
             for row, result in enumerate(results, start):
                 self._print_result(row + 1, prompts[row], result)
+
+    def prepare_single_prompts(self) -> None:
+        """Make generation for one prompt at a time faster."""
+        store_for_single_prompts(self._model)
 
     def answer_lines(self) -> None:
         """Continue each line of standard input, until its end."""
@@ -319,8 +328,11 @@ def run(arguments: GenerateArguments) -> None:
         prompts = [arguments.prompt]
     if arguments.prompt_file is not None:
         prompts = read_prompts(arguments.prompt_file)
+    together = min(max(len(prompts), 1), arguments.batch_size)
     with join_tensor_parallel_ranks(arguments.tensor_model_parallel_size, arguments.device) as mesh:
         generator = TextGenerator(arguments, options, mesh)
+        if together == 1:
+            generator.prepare_single_prompts()
         if arguments.interactive:
             generator.answer_lines()
         else:

@@ -85,6 +85,17 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+def _compute_rstd(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, in fp32."""
+    # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
+    mean_square = (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        .square_()
+        .div_(x.shape[-1])
+    )
+    return mean_square.add_(eps).rsqrt_()
+
+
 class _RMSNormFunction(torch.autograd.Function):
     """RMSNorm in few passes over memory.
 
@@ -93,13 +104,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
-        mean_square = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            .square_()
-            .div_(x.shape[-1])
-        )
-        rstd = mean_square.add_(eps).rsqrt_()
+        rstd = _compute_rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         return (x * rstd).mul_(weight).to(weight.dtype)
 
@@ -148,6 +153,8 @@ class RMSNorm(nn.Module):
             return _apex_rms_norm(x, self.weight, self.weight.shape, self.eps)
         if x.is_cuda and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not torch.is_grad_enabled():
+            return (x * _compute_rstd(x, self.eps)).mul_(self.weight).to(self.weight.dtype)
         return _RMSNormFunction.apply(x, self.weight, self.eps)
 
 

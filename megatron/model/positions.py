@@ -137,6 +137,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             x.dtype
         )
         return torch.cat((turned, rest), dim=-1)
+    if not torch.is_grad_enabled():
+        return _turn(x, cos, sin)
     return _Rotate.apply(x, cos, sin)
 
 

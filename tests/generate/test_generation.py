@@ -19,7 +19,11 @@ from megatron.generate.generation import (
     check_prompt,
     generate,
 )
-from megatron.generate.load import join_tensor_parallel_ranks, load_part
+from megatron.generate.load import (
+    join_tensor_parallel_ranks,
+    load_part,
+    store_for_single_prompts,
+)
 from megatron.generate.sampling import SamplingOptions
 from megatron.model.gpt import GPT
 
@@ -125,6 +129,14 @@ def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path, pool: Pr
         assert "must divide --num-attention-heads 4" in str(outcome.error)
     with pytest.raises(LayoutError, match="torchrun --nproc-per-node 2"):
         generate_on_rank(str(tmp_path / "ours"), 2, GREEDY)
+
+
+def test_storing_by_columns_changes_no_text() -> None:
+    model = make_model(num_query_groups=2)
+    expected = generate(model, Words(), PROMPTS, GREEDY)
+    store_for_single_prompts(model)
+    assert not model.get_blocks()[0].mlp.up.weight.is_contiguous()
+    assert generate(model, Words(), PROMPTS, GREEDY) == expected
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED])

@@ -12,7 +12,7 @@ from megatron.generate.sampling import Sampler, SamplingOptions, filter_logits
 VOCAB = 50
 LOGITS = 3 * torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(4))
 TEXTS = [[1, 2, 2, 7], [0, 49], [5]]
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "top-k": {"temperature": 1.0, "top_k": 7},
     "top-k above the vocabulary": {"temperature": 1.0, "top_k": 70},

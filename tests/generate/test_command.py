@@ -1,0 +1,122 @@
+"""The command line of text generation, with a small run of its own."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from process_pool import ProcessPool, pretrain, succeed
+from tiny_corpus import MERGES, VOCAB
+
+from megatron.commands import generate
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 2e-2 --train-iters 4 --eval-iters 0 --init-method-std 0.2"
+)
+GREEDY = "--temperature 0 --max-new-tokens 6"
+PROMPTS = ["Once upon a time", "The", "Zürich is a city in"]
+
+
+@pytest.fixture(scope="module")
+def run(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run at TP 2 x PP 2."""
+    folder = tmp_path_factory.mktemp("generate") / "run"
+    paths = (
+        f"--data-path {corpus} --data-cache-path {folder}/cache --vocab-file {VOCAB} "
+        f"--merge-file {MERGES} --save {folder}"
+    )
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    succeed(pool.run(4, pretrain, f"{SIZES} {paths} {layout}".split()))
+    return folder
+
+
+def call(capsys: pytest.CaptureFixture[str], run: Path, flags: str, *more: str) -> tuple[str, str]:
+    """Return what a successful command prints to standard output and to standard error."""
+    assert generate.main(["--load", str(run), *flags.split(), *more]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def call_on_rank(argv: list[str]) -> int:
+    """Run the command as one of several tensor-parallel ranks."""
+    return generate.main(argv)
+
+
+def test_prompts_of_a_file_are_answered_in_order(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = [call(capsys, run, GREEDY, "--prompt", prompt)[0] for prompt in PROMPTS]
+    assert all(text.startswith(prompt) for text, prompt in zip(single, PROMPTS, strict=True))
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+    objects = tmp_path / "prompts.jsonl"
+    objects.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    for file in (lines, objects):
+        for size in (1, 2, 8):
+            texts, _ = call(capsys, run, f"{GREEDY} --prompt-file {file} --batch-size {size}")
+            assert texts == "---\n".join(single)
+    printed, _ = call(capsys, run, f"{GREEDY} --prompt-file {lines} --json")
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert [each["prompt"] + each["text"] + "\n" for each in found] == single
+    assert {each["reason"] for each in found} == {"max-new-tokens"}
+    assert [each["new_tokens"] for each in found] == [6, 6, 6]
+
+
+def test_a_text_is_printed_while_it_is_generated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text, **rest: printed.append(text))
+    call(capsys, run, GREEDY, "--prompt", PROMPTS[0])
+    assert printed[0] == PROMPTS[0]
+    assert len(printed) > 4
+    assert printed[-1] == "\n"
+
+
+def test_interactive_answers_each_line_and_survives_a_long_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = [call(capsys, run, GREEDY, "--prompt", prompt)[0] for prompt in PROMPTS[:2]]
+    typed = f"{PROMPTS[0]}\n\n{'word ' * 40}\n{PROMPTS[1]}"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    texts, errors = call(capsys, run, f"{GREEDY} --interactive")
+    assert texts == "".join(expected)
+    assert "error: the prompt has" in errors
+
+
+def test_the_end_of_the_context_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--temperature 0 --max-new-tokens 100 --json"
+    printed, errors = call(capsys, run, command, "--prompt", "The")
+    assert json.loads(printed)["reason"] == "context-length"
+    assert "warning: --prompt: the text ends after" in errors
+    assert "context of 32 tokens" in errors
+
+
+def test_a_seed_repeats_a_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--temperature 2 --top-k 0 --top-p 0.95 --max-new-tokens 20 --prompt The --seed"
+    first, _ = call(capsys, run, f"{command} 1")
+    assert call(capsys, run, f"{command} 1")[0] == first
+    assert call(capsys, run, f"{command} 2")[0] != first
+
+
+def test_bf16_and_a_moved_tokenizer(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "vocab.json"
+    moved.write_bytes(Path(VOCAB).read_bytes())
+    text, _ = call(
+        capsys, run, f"{GREEDY} --dtype bf16 --vocab-file {moved} --device cpu", "--prompt", "The"
+    )
+    assert text.startswith("The")
+    assert len(text) > len("The\n")
+
+
+def test_one_of_two_ranks_prints(
+    run: Path, pool: ProcessPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, _ = call(capsys, run, GREEDY, "--prompt", PROMPTS[0])
+    argv = ["--load", str(run), "--prompt", PROMPTS[0], *GREEDY.split()]
+    outcomes = pool.run(2, call_on_rank, [*argv, "--tensor-model-parallel-size", "2"])
+    assert [outcome.value for outcome in outcomes] == [0, 0]
+    assert [outcome.output for outcome in outcomes] == [expected, ""]
