@@ -284,8 +284,8 @@ def _describe(path: Path, error: Exception) -> CheckpointError:
     """Return the error of a file. The advice in torch's message, to run the file, is left out."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:
-        reason = (str(error).rpartition("WeightsUnpickler error: ")[2].splitlines() or [""])[0]
-        return CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason.strip()}")
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        return CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}")
     names = ", ".join(sorted(set(ALLOWED) | set(_METADATA)))
     return CheckpointError(
         f"{path} contains {found.group(1)}, which is not allowed, because a pickle can run code. "

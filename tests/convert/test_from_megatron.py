@@ -1,5 +1,7 @@
 """Import of checkpoints of Megatron-LM and Megatron-DeepSpeed, from the writers of this folder."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from convert.megatron_writers import (
     Saved,
     read_saved,
+    their_modules,
     write_megatron_deepspeed,
     write_megatron_lm,
     write_torch_dist,
@@ -217,3 +220,157 @@ def test_a_run_goes_on_as_if_it_had_not_been_imported(
     last = read_saved(open_checkpoint(again, 4))
     for key, tensor in read_saved(open_checkpoint(trained(model), 4)).tensors.items():
         assert torch.equal(last.tensors[key], tensor), key
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for name in names:
+            (path,) = folder.rglob(name)
+            path.unlink()
+
+    return change
+
+
+def edit(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    """Return a function that changes the content of one of their files."""
+
+    def rewrite(folder: Path) -> None:
+        (path,) = folder.rglob(name)
+        with their_modules():
+            content = torch.load(path, weights_only=False)
+            change(content)
+            torch.save(content, path)
+
+    return rewrite
+
+
+def set_args(**values: Any) -> Callable[[Any], None]:
+    return lambda content: vars(content["args"]).update(values)
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+DENSE = "self_attention.dense.weight"
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a missing rank file": (
+        remove("mp_rank_01_model_states.pt"),
+        "has 3 of mp_rank_*_model_states.pt",
+    ),
+    "a missing layer file of a rank": (
+        remove("layer_04-model_01-model_states.pt"),
+        "layer_04 of the tensor-parallel ranks [0]",
+    ),
+    "a missing layer": (
+        remove("layer_04-model_00-model_states.pt", "layer_04-model_01-model_states.pt"),
+        "of layer 3 is missing",
+    ),
+    "a missing optimizer file": (
+        remove("zero_pp_rank_1_mp_rank_02_optim_states.pt"),
+        "optimizer files of the data-parallel ranks [0] for mp_rank_02",
+    ),
+    "a shape that does not fit": (
+        edit(
+            "mp_rank_00_model_states.pt",
+            lambda c: c["param_shapes"][0].update({f"3.{DENSE}": torch.Size((16, 16))}),
+        ),
+        "and its shape is (16, 16)",
+    ),
+    "a tensor that is not known": (
+        edit(
+            "layer_03-model_00-model_states.pt",
+            lambda c: c.update({"mlp.experts.weight": torch.ones(2)}),
+        ),
+        "3.mlp.experts.weight is not known",
+    ),
+    "a wrong tensor-parallel size": (
+        edit("mp_rank_00_model_states.pt", set_args(tensor_model_parallel_size=1)),
+        "need 2",
+    ),
+    "a number that is not finite": (
+        edit(
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            lambda c: c["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].fill_(
+                float("nan")
+            ),
+        ),
+        "not finite",
+    ),
+    "other sizes in the arguments": (
+        edit("mp_rank_00_model_states.pt", set_args(ffn_hidden_size=64)),
+        "must have (64, 32)",
+    ),
+    "a part that is not possible here": (
+        edit("mp_rank_00_model_states.pt", set_args(num_experts=4)),
+        "there are no mixtures of experts",
+    ),
+    "no arguments": (
+        edit("mp_rank_00_model_states.pt", lambda c: c.pop("args")),
+        "has no 'args'",
+    ),
+    "a pickle with code": (
+        lambda folder: torch.save(
+            {"args": Code()}, next(folder.rglob("mp_rank_00_model_states.pt"))
+        ),
+        "system, which is not allowed",
+    ),
+    "a pointer to nowhere": (
+        lambda folder: (folder / "latest").write_text("../other"),
+        "there is no such checkpoint",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(trained: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs")
+    saved = read_saved(open_checkpoint(trained("gpt2"), 2))
+    write_megatron_deepspeed(folder, saved, 2, 2, dp=2)
+    return folder
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_and_nothing_is_written(
+    bad: str, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = BAD[bad]
+    source = shutil.copytree(theirs, tmp_path / "source")
+    damage(source)
+    assert run_import("megatron-deepspeed", source, tmp_path / "imported") == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_missing_parts_of_megatron_lm_are_refused(
+    trained: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = read_saved(open_checkpoint(trained("gpt2"), 2))
+    folder = write_megatron_lm(tmp_path / "ranks", saved, 2, 1, core=True)
+    shutil.rmtree(folder / "mp_rank_01")
+    assert run_import("megatron-lm", tmp_path / "ranks", tmp_path / "imported") == 2
+    assert "has 1 of mp_rank_*" in capsys.readouterr().err
+    folder = write_torch_dist(tmp_path / "dist", saved, states=True)
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    assert run_import("megatron-lm", tmp_path / "dist", tmp_path / "imported") == 2
+    assert ".distcp cannot be read" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "ranks"]
+
+
+def test_replicas_that_drifted_apart_are_averaged(
+    trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    saved = read_saved(open_checkpoint(trained("gpt2"), 2))
+    folder = write_megatron_deepspeed(tmp_path / "theirs", saved, 2, 1)
+
+    def drift(content: Any) -> None:
+        content["input_layernorm.weight"] += 1.0
+
+    edit("layer_03-model_01-model_states.pt", drift)(folder)
+    out = tmp_path / "imported"
+    assert run_import("megatron-deepspeed", tmp_path / "theirs", out) == 0
+    found = read_weights(open_checkpoint(out, 2))["weight", "blocks.0.input_norm.weight"]
+    expected = saved.tensors["weight", "blocks.0.input_norm.weight"] + 0.5
+    assert torch.allclose(found, expected, atol=1e-6)
