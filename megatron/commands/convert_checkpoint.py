@@ -1,11 +1,14 @@
-"""Convert checkpoints to and from the format of Hugging Face.
+"""Convert checkpoints to and from the format of Hugging Face, and from those of Megatron.
 
     python tools/convert_checkpoint.py to-hf --load runs/llama --out exported
     python tools/convert_checkpoint.py from-hf --model exported --out runs/imported
+    python tools/convert_checkpoint.py from-megatron-deepspeed --load old/run --out runs/imported
+    python tools/convert_checkpoint.py from-megatron-lm --load old/run --out runs/imported
 
-Both compare the result with transformers, layer by layer, before it gets its name. An imported
-model is trained further with
+The first two compare the result with transformers, layer by layer, before it gets its name. A model
+of Hugging Face is trained further with
 --config runs/imported/global_step0/config.yaml --load runs/imported --finetune --save runs/new.
+A run of Megatron goes on at its iteration, without --finetune (docs/migrating.md).
 
 Exit code 0 means success. Exit code 2 means that nothing was converted.
 """
@@ -22,6 +25,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.run_tool import run_tool
 from megatron.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint
+from megatron.convert.from_megatron import MegatronImport, System, import_megatron
 from megatron.convert.importing import import_model
 from megatron.errors import ConfigError
 
@@ -61,9 +65,35 @@ class FromHF:
     """See to-hf."""
 
 
+@dataclass(frozen=True)
+class FromMegatron:
+    """Import a checkpoint of Megatron-LM or Megatron-DeepSpeed, at its iteration."""
+
+    load: Path
+    """Folder of the checkpoints, or of one of them."""
+    out: Path
+    """Folder of the new checkpoint. It must not exist."""
+    vocab_size: int | None = None
+    """Number of token ids. Default: that of the checkpoint, or all rows of its embedding."""
+    weights_only: bool = False
+    """Leave out the optimizer's states."""
+
+
+@dataclass(frozen=True)
+class FromMegatronDeepSpeed(FromMegatron):
+    """Import layer files, ZeRO 1 partitions or a universal checkpoint, at any TP and PP."""
+
+
+@dataclass(frozen=True)
+class FromMegatronLM(FromMegatron):
+    """Import mp_rank_XX/model_optim_rng.pt or torch_dist, at any TP and PP."""
+
+
 Command = (
     Annotated[ToHF, tyro.conf.subcommand("to-hf")]
     | Annotated[FromHF, tyro.conf.subcommand("from-hf")]
+    | Annotated[FromMegatronDeepSpeed, tyro.conf.subcommand("from-megatron-deepspeed")]
+    | Annotated[FromMegatronLM, tyro.conf.subcommand("from-megatron-lm")]
 )
 
 
@@ -113,6 +143,22 @@ def run_import(command: FromHF) -> None:
     say(f"{command.model} is imported to {command.out}")
 
 
+def run_megatron_import(command: FromMegatron) -> None:
+    """Import a checkpoint of Megatron.
+
+    Raises:
+        MegatronError: See `import_megatron`.
+    """
+    system: System = "megatron-lm"
+    if isinstance(command, FromMegatronDeepSpeed):
+        system = "megatron-deepspeed"
+    import_megatron(
+        MegatronImport(command.load, command.out, system, command.vocab_size, command.weights_only),
+        say,
+    )
+    say(f"{command.load} is imported to {command.out}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Convert what `argv` names and return the exit code."""
     command = tyro.cli(Command, args=argv, description=__doc__)
@@ -120,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         if isinstance(command, ToHF):
             export(command)
+        elif isinstance(command, FromMegatron):
+            run_megatron_import(command)
         else:
             run_import(command)
         return 0

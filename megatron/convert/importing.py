@@ -4,17 +4,12 @@ Invariant: the checkpoint gets its name when the model was compared with `transf
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.checkpoint.contents import CheckpointContents, write_small_files
-from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, step_folder
-from megatron.checkpoint.shard_file import WrittenFile, select_own_shards, write_shard_file
+from megatron.checkpoint.contents import CheckpointContents
 from megatron.code_version import get_code_version
 from megatron.config.batch import BatchConfig
 from megatron.config.cli import dump_yaml
@@ -25,16 +20,11 @@ from megatron.convert.architectures import find_architecture
 from megatron.convert.compare import Comparison, TheirModel, compare_models
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import TheirTensors, match_names, read_config
-from megatron.errors import CheckpointError, ConfigError
+from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
+from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
-from megatron.parallel.shard import TensorShard
 from megatron.tokenizer import build_tokenizer, tokenizer_digests
 from megatron.training.state import TrainState
-
-FILE_BYTES = 5 * 10**8
-"""Largest size of a tensor file, unless one tensor is larger."""
-_ITEM = 4
-"""Bytes of an fp32 number."""
 
 
 def import_model(
@@ -60,8 +50,7 @@ def import_model(
             comparison with `transformers` failed.
         OSError: the disk refuses.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists; give another folder, or remove it")
+    check_is_new(out)
     their_config = read_config(folder)
     architecture = find_architecture(their_config.model_type)
     fields = their_config.to_dict()
@@ -95,7 +84,7 @@ def import_model(
         version=get_code_version(),
         layout=f"imported from {architecture.class_name}",
     )
-    _write(out, theirs, contents)
+    write_checkpoint(out, _list_tensors(theirs), contents)
     return comparison
 
 
@@ -131,49 +120,14 @@ def _find_tokenizer(folder: Path, vocab_size: int, say: Callable[[str], None]) -
     return named
 
 
-def _write(out: Path, theirs: TheirModel, contents: CheckpointContents) -> None:
-    """Write the checkpoint in parts, so that few tensors are in memory at a time."""
-    out.mkdir(parents=True)
-    final = step_folder(out, contents.iteration)
-    unfinished = final.with_name(final.name + UNFINISHED)
-    unfinished.mkdir()
-    try:
-        files = [
-            _write_file(unfinished, number, theirs, part)
-            for number, part in enumerate(_divide(theirs.pairs))
-        ]
-        write_small_files(unfinished, contents, files, (), keep=False)
-        put_in_place(unfinished, final)
-        point_to(out, contents.iteration)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+def _list_tensors(theirs: TheirModel) -> list[TensorToWrite]:
+    def describe(pair: TensorPair) -> TensorToWrite:
+        return TensorToWrite(
+            "weight",
+            pair.ours,
+            pair.our_shape,
+            ", ".join(pair.theirs),
+            lambda: pair.to_ours(theirs.read(pair)),
+        )
 
-
-def _divide(pairs: Sequence[TensorPair]) -> Iterator[list[TensorPair]]:
-    """Yield the pairs in parts of limited size."""
-    part: list[TensorPair] = []
-    used = 0
-    for pair in pairs:
-        size = _ITEM * torch.Size(pair.our_shape).numel()
-        if part and used + size > FILE_BYTES:
-            yield part
-            part = []
-            used = 0
-        part.append(pair)
-        used += size
-    yield part
-
-
-def _write_file(
-    folder: Path, number: int, theirs: TheirModel, pairs: Sequence[TensorPair]
-) -> WrittenFile:
-    shards = []
-    for pair in pairs:
-        tensor = pair.to_ours(theirs.read(pair)).float()
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{', '.join(pair.theirs)} have numbers that are not finite")
-        zeros = (0,) * tensor.dim()
-        shards.append(TensorShard("weight", pair.ours, pair.our_shape, zeros, tensor, owner=True))
-    own = select_own_shards(shards)
-    return write_shard_file(folder, number, own, {key: each.tensor for key, each in own.items()})
+    return [describe(pair) for pair in theirs.pairs]

@@ -485,6 +485,10 @@ def open_data(
                 f"the checkpoint counts {state.consumed_samples} consumed samples, but its data "
                 f"position is {position}. This checkpoint is damaged. Resume from an earlier one"
             )
+    elif state.consumed_samples and sources.train is not None and not batch.eval_only:
+        # An imported checkpoint has counters, and no record of its order. The run goes on at the
+        # same position in the order of this data.
+        sources.train.advance(state.consumed_samples)
     # Indices are built after the comparison, because building them takes long and is wasted if the
     # files are wrong.
     ranks.work(sources.prepare, "building the data's indices", say)

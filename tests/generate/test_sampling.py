@@ -45,7 +45,7 @@ def filter_with_transformers(options: SamplingOptions) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_distribution_is_that_of_transformers(name: str) -> None:
-    options = SamplingOptions(**OPTIONS[name])  # type: ignore[arg-type]
+    options = SamplingOptions(**OPTIONS[name])
     logits = LOGITS.clone()
     ours = filter_logits(logits, options, TEXTS).softmax(-1)
     torch.testing.assert_close(ours, filter_with_transformers(options).softmax(-1))

@@ -1,0 +1,177 @@
+"""Import of a checkpoint of Megatron-LM or Megatron-DeepSpeed, so that its run goes on here.
+
+Invariant: the checkpoint gets its name when all of it was written. The files are pickles, and
+nothing in them is run (`unpickle.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.contents import CheckpointContents
+from megatron.code_version import get_code_version
+from megatron.config.cli import dump_yaml
+from megatron.convert.megatron_args import load_run_config, make_state
+from megatron.convert.megatron_deepspeed import KINDS, open_megatron_deepspeed
+from megatron.convert.megatron_lm import open_megatron_lm
+from megatron.convert.megatron_names import Layout, MegatronTensor, list_megatron_tensors
+from megatron.convert.megatron_source import Key, MegatronSource
+from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
+from megatron.errors import CheckpointError
+from megatron.model.shape import ModelShape
+from megatron.parallel.shard import Kind
+
+System = Literal["megatron-deepspeed", "megatron-lm"]
+_SHOWN = 12
+"""Problems that a message lists."""
+_WORD: Key = (None, "embedding.word.weight")
+_HEAD: Key = (None, "head.weight")
+
+
+@dataclass(frozen=True)
+class MegatronImport:
+    """What to import."""
+
+    folder: Path
+    """Folder of the checkpoints, or of one of them."""
+    out: Path
+    """Folder of the new checkpoint. It must not exist."""
+    system: System
+    vocab_size: int | None = None
+    """Number of token ids. None: that of the checkpoint, or all rows of its embedding."""
+    weights_only: bool = False
+    """Leave out the optimizer's states."""
+
+
+def import_megatron(
+    command: MegatronImport, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Write a checkpoint of Megatron as one of this trainer, of the same iteration.
+
+    Raises:
+        ConfigError: `out` exists, or the run has a setting that is not possible here.
+        CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
+            do not fit the arguments.
+        OSError: the disk refuses.
+    """
+    check_is_new(command.out)
+    if command.system == "megatron-deepspeed":
+        source = open_megatron_deepspeed(command.folder, weights_only=command.weights_only)
+    else:
+        source = open_megatron_lm(command.folder)
+    run = source.run
+    vocab_size = command.vocab_size or run.vocab_size
+    if vocab_size is None:
+        vocab_size = _count_rows(source)
+        say(
+            f"the checkpoint does not give the size of the vocabulary, so all {vocab_size} rows of "
+            "its embedding are imported; give --vocab-size to leave out the padding"
+        )
+    loaded, unused = load_run_config(run, vocab_size)
+    for warning in loaded.warnings:
+        say(warning)
+    if unused:
+        say(f"not used of the saved arguments: {', '.join(unused)}")
+    shape = ModelShape(loaded.config.model, vocab_size, vocab_size)
+    tensors = list_megatron_tensors(shape)
+    tied = not loaded.config.model.untie_embeddings_and_output_weights
+    _check_names(source, tensors, tied=tied)
+    steps = None if command.weights_only else source.steps
+    if steps is None:
+        say(
+            "the optimizer's states are not imported; go on with --no-load-optim, or start a new "
+            "run from the weights with --finetune"
+        )
+        kinds: tuple[Kind, ...] = ("weight",)
+        scalars: dict[str, Any] | None = None
+    else:
+        kinds = KINDS
+        scalars = {"optimizer_step": steps}
+    state = make_state(run, loaded, steps)
+    contents = CheckpointContents(
+        run.iteration,
+        scalars=scalars,
+        state=state.to_json(),
+        config_yaml=dump_yaml(loaded.config),
+        version=get_code_version(),
+        layout=f"imported from {command.system}, TP {run.tensor_ranks}, PP {run.pipeline_ranks}",
+    )
+    layout = Layout(
+        run.version,
+        # `--glu-activation` of BigScience multiplies by the activation of the second half.
+        "up" if run.args.get("glu_activation") else "gate",
+    )
+    write_checkpoint(
+        command.out,
+        [_describe(source, kind, tensor, shape, layout) for tensor in tensors for kind in kinds],
+        contents,
+    )
+    say(
+        f"iteration {run.iteration}, {state.consumed_samples:,} samples, "
+        f"{state.consumed_tokens:,} tokens, {state.lr_samples:,} samples of the learning rate"
+    )
+
+
+def _describe(
+    source: MegatronSource,
+    kind: Kind,
+    tensor: MegatronTensor,
+    shape: ModelShape,
+    layout: Layout,
+) -> TensorToWrite:
+    key = (tensor.layer, tensor.name)
+
+    def read() -> Tensor:
+        return tensor.merge(source.read(kind, key), shape, layout)
+
+    return TensorToWrite(kind, tensor.ours, tensor.shape, f"{source.names[key]} ({kind})", read)
+
+
+def _check_names(source: MegatronSource, tensors: Sequence[MegatronTensor], *, tied: bool) -> None:
+    """Check that the checkpoint has the tensors of the model and no others.
+
+    Raises:
+        CheckpointError: it does not. The message lists all of them.
+    """
+    expected = {(tensor.layer, tensor.name): tensor for tensor in tensors}
+    problems = [
+        f"{tensor.describe()} is missing"
+        for key, tensor in expected.items()
+        if key not in source.names
+    ]
+    problems += [
+        f"{name} has no part in the model that the arguments describe"
+        for key, name in source.names.items()
+        if key not in expected and not (tied and key == _HEAD)
+    ]
+    problems += [f"{name} is not known" for name in source.unknown]
+    if tied and _HEAD in source.names and _WORD in source.names:
+        # The last stage has a copy of the tied embedding.
+        pairs = zip(source.read("weight", _HEAD), source.read("weight", _WORD), strict=True)
+        if not all(torch.equal(copy, original) for copy, original in pairs):
+            problems.append(
+                f"{source.names[_HEAD]} differs from the word embedding, and the arguments say "
+                "that they are tied"
+            )
+    if problems:
+        shown = problems[:_SHOWN]
+        if len(problems) > _SHOWN:
+            shown.append(f"... {len(problems) - _SHOWN} more")
+        raise CheckpointError(
+            "the tensors do not fit the saved arguments:\n  " + "\n  ".join(shown)
+        )
+
+
+def _count_rows(source: MegatronSource) -> int:
+    """Return the rows of the word embedding, with its padding.
+
+    Raises:
+        CheckpointError: there is no word embedding.
+    """
+    if _WORD not in source.names:
+        raise CheckpointError("the checkpoint has no word embedding")
+    return sum(len(rows) for rows in source.read("weight", _WORD))
