@@ -4,6 +4,7 @@ Invariant: the checkpoint gets its name when the model was compared with `transf
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,19 @@ from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
 from megatron.tokenizer import build_tokenizer, tokenizer_digests
 from megatron.training.state import TrainState
+
+_TOKENIZER = "tokenizer"
+"""Folder of the tokenizer's copy."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def import_model(
@@ -73,9 +87,15 @@ def import_model(
         tensors,
     )
     tokenizer = _find_tokenizer(folder, their_config.vocab_size, say)
+    digests = tokenizer_digests(tokenizer)
+    copied: list[Path] = []
+    if tokenizer.tokenizer_name_or_path is not None:
+        # The run goes on with a copy, because the folder may be removed after the import.
+        copied = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
     comparison = compare_models(theirs, say, complete=compare_complete)
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
-    state = TrainState(tokenizer=tokenizer_digests(tokenizer))
+    state = TrainState(tokenizer=digests)
     contents = CheckpointContents(
         0,
         scalars=None,
@@ -84,7 +104,13 @@ def import_model(
         version=get_code_version(),
         layout=f"imported from {architecture.class_name}",
     )
-    write_checkpoint(out, _list_tensors(theirs), contents)
+
+    def copy_tokenizer(root: Path) -> None:
+        (root / _TOKENIZER).mkdir()
+        for path in copied:
+            shutil.copyfile(path, root / _TOKENIZER / path.name)
+
+    write_checkpoint(out, _list_tensors(theirs), contents, copy_tokenizer)
     return comparison
 
 

@@ -51,9 +51,18 @@ def check_is_new(out: Path) -> None:
 
 
 def write_checkpoint(
-    out: Path, tensors: Sequence[TensorToWrite], contents: CheckpointContents
+    out: Path,
+    tensors: Sequence[TensorToWrite],
+    contents: CheckpointContents,
+    write_others: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a checkpoint in the new folder `out`. Few tensors are in memory at a time.
+
+    Args:
+        out: The folder. It must not exist.
+        tensors: The tensors of the checkpoint.
+        contents: Its other contents.
+        write_others: Writes further files. It gets the folder, which has another name until then.
 
     Raises:
         ConfigError: `out` exists.
@@ -74,6 +83,7 @@ def write_checkpoint(
         write_small_files(unfinished, contents, files, (), keep=False)
         put_in_place(unfinished, final)
         point_to(root, contents.iteration)
+        write_others(root)
         os.rename(root, out)
         sync_folder(out.parent)
     except BaseException:
