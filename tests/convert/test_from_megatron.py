@@ -306,6 +306,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit("mp_rank_00_model_states.pt", set_args(num_experts=4)),
         "there are no mixtures of experts",
     ),
+    "a part that leaves no trace in the tensors": (
+        edit("mp_rank_00_model_states.pt", set_args(qk_l2_norm=True)),
+        "--qk-l2-norm is not possible here",
+    ),
     "no arguments": (
         edit("mp_rank_00_model_states.pt", lambda c: c.pop("args")),
         "has no 'args'",
