@@ -11,7 +11,7 @@ from megatron.generate.cached_model import CachedModel
 from megatron.model.gpt import GPT
 
 LENGTH = 24
-PROMPTS = (5, 9, 5, 1)
+PROMPTS = (5, 9, 1, 5)
 """Lengths of the prompts of a batch. Two are equal, and one is a single token."""
 TOKENS = some_tokens(len(PROMPTS), LENGTH)
 MODELS: dict[str, dict[str, Any]] = {name: dict(each.ours) for name, each in FAMILIES.items()} | {
