@@ -7,6 +7,7 @@ start of each phase that has started, so a resume with other batch sizes does no
 """
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,17 +105,23 @@ def _read_phase(node: yaml.Node, path: str, *, first: bool, errors: list[str]) -
     """Read one phase. Everything that is wrong with it is added to `errors`."""
     origin = f"{path}:{get_line(node)}"
     values: dict[str, Any] = {}
+    before = len(errors)
     for key, value in read_items(node, path, "a phase", errors):
         if key.value not in _KEYS:
-            errors.append(
-                f"{path}:{get_line(key)} has an unknown key '{key.value}'; the keys of a phase are "
-                f"{', '.join(_KEYS)}."
-            )
+            close = difflib.get_close_matches(key.value, _KEYS, n=1)
+            if close:
+                hint = f"perhaps you meant '{close[0]}'"
+            else:
+                hint = f"the keys of a phase are {', '.join(_KEYS)}"
+            errors.append(f"{path}:{get_line(key)} has an unknown key '{key.value}'; {hint}.")
             continue
         try:
             values[key.value] = _read_key(key.value, value)
         except ValueError as error:
             errors.append(f"{path}:{get_line(value)} {key.value} {error}.")
+    # A key with an error counts as missing below, which would be a second message about it.
+    if len(errors) > before:
+        return DataPhase(origin)
     mixtures = [key for key in ("data_path", "train_weighted_split_paths") if values.get(key)]
     if len(mixtures) != 1:
         errors.append(

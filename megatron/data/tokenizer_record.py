@@ -17,8 +17,10 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.durable import replace_file
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import tokenizer_digests, tokenizer_files
+from megatron.tokenizer import compute_digest_of_ids, tokenizer_digests, tokenizer_files
 
+_IDS = "ids of all tokens"
+"""Part that does not depend on the format of the files."""
 _SHOWN = 5
 """Number of data sets that a message names."""
 
@@ -41,10 +43,14 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, dict[str, str]]:
     except OSError as error:
         raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
     names = {part: path.name for part, path in tokenizer_files(config).items()}
-    # The end-of-document token is a part without a file, so its name is empty.
-    return {
+    # A part without a file, such as the end-of-document token, has no name.
+    parts = {
         part: {"name": names.get(part, ""), "digest": digest} for part, digest in digests.items()
     }
+    table = compute_digest_of_ids(config)
+    if parts and table is not None:
+        parts[_IDS] = {"name": "", "digest": table}
+    return parts
 
 
 def write_record(prefix: str, tokenizer: dict[str, dict[str, str]] | None) -> None:
@@ -147,12 +153,17 @@ def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -
 
 def _compare(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> list[str]:
     """Return a description of each part that both have with different digests."""
+    common = there.keys() & here.keys()
+    # The table of ids is compared only if the files have another format. It depends on added
+    # tokens, which ordinary text does not have.
+    if common != {_IDS}:
+        common -= {_IDS}
     # A part without a name would leave two spaces.
     return [
         f"{part} {there[part]['name']} {there[part]['digest']}, and "
         f"{here[part]['name']} {here[part]['digest']} here".replace("  ", " ")
         for part in there
-        if part in here and there[part]["digest"] != here[part]["digest"]
+        if part in common and there[part]["digest"] != here[part]["digest"]
     ]
 
 

@@ -12,7 +12,11 @@ from megatron.tokenizer.build import (
     build_tokenizer,
     list_special_token_ids,
 )
-from megatron.tokenizer.files import tokenizer_digests, tokenizer_files
+from megatron.tokenizer.files import (
+    compute_digest_of_ids,
+    tokenizer_digests,
+    tokenizer_files,
+)
 from megatron.tokenizer.vocabulary import (
     check_same_vocab_size,
     compute_padded_vocab_size,
@@ -26,6 +30,7 @@ __all__ = [
     "TransformersTokenizer",
     "build_tokenizer",
     "check_same_vocab_size",
+    "compute_digest_of_ids",
     "compute_padded_vocab_size",
     "find_vocab_size",
     "list_missing_files",

@@ -5,12 +5,18 @@ With the digests, another tokenizer of the same size is recognised.
 Invariant: content counts, and no path does. A tokenizer may be moved.
 """
 
+import json
 from pathlib import Path
 
 import xxhash
 
 from megatron.config.data import TokenizerConfig
-from megatron.tokenizer.build import end_token, find_tokenizer_json
+from megatron.tokenizer.build import (
+    end_token,
+    find_tokenizer_json,
+    read_tokenizer_json,
+    read_vocabulary,
+)
 
 _TRANSFORMERS_FILES = (
     "vocab.json",
@@ -65,3 +71,21 @@ def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
         if token is not None:
             digests["end-of-document token"] = str(token)
     return digests
+
+
+def compute_digest_of_ids(config: TokenizerConfig) -> str | None:
+    """Return the xxh3_128 of all tokens with their ids, in whatever files they are.
+
+    None if no file is on this machine, or if only `transformers` can read it.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    files = tokenizer_files(config)
+    if "--vocab-file" in files:
+        ids = read_vocabulary(str(files["--vocab-file"]))
+    elif "tokenizer.json" in files:
+        ids = read_tokenizer_json(files["tokenizer.json"]).get_vocab(with_added_tokens=True)
+    else:
+        return None
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(sorted(ids.items())).encode()))

@@ -36,6 +36,7 @@ from megatron.training.resume import (
     choose_skip_ranges,
     list_changes,
     read_bare_thresholds,
+    warn_of_new_states,
 )
 from megatron.training.state import TrainState
 
@@ -199,6 +200,7 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
         *about_ranges,
         *about_tokenizer,
         *about_settings,
+        *warn_of_new_states(plan.config, checkpoint),
     ]
     return Job(plan, state, checkpoint, notes)
 

@@ -92,6 +92,7 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     run.reporter.start(state.iteration)
     while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
+        announce_phase(run)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
@@ -117,6 +118,14 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if run.exporter is not None:
             run.exporter.poll()
     return stop, evaluated_at
+
+
+def announce_phase(run: Run) -> None:
+    """Log that the next iteration is the first one of a phase of the data."""
+    phases = run.plan.data_phases
+    for number, planned in enumerate(phases, 1):
+        if planned.first_iteration == run.state.iteration + 1 > 1:
+            run.reporter.say(f"data phase {number} of {len(phases)} begins")
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:

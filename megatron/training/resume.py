@@ -282,9 +282,28 @@ def check_optimizer(config: Config, checkpoint: Checkpoint | None) -> None:
     if here != saved:
         raise ConfigError(
             f"--optimizer {here}: the checkpoint of iteration {checkpoint.iteration} has the "
-            f"states of {saved}; give --optimizer {saved}, or --no-load-optim to continue with "
-            "new states"
+            f"states of {saved}; give --optimizer {saved}, or --no-load-optim, for this start "
+            "only, to continue with new states"
         )
+
+
+def warn_of_new_states(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """Return a warning if --no-load-optim leaves out states that this run could load.
+
+    Raises:
+        CheckpointError: The checkpoint's configuration is damaged.
+    """
+    if checkpoint is None or config.checkpoint.finetune or config.checkpoint.load_optim:
+        return []
+    if config.batch.eval_only or checkpoint.optimizer is None:
+        return []
+    if config.optimizer.optimizer != checkpoint.read_config().optimizer.optimizer:
+        return []
+    return [
+        "--no-load-optim: the optimizer's states of the checkpoint are not loaded, although they "
+        "fit, and start from zero. Remove the flag after the first start with it, or every start "
+        "loses them"
+    ]
 
 
 def check_tokenizer(config: Config, state: TrainState) -> list[str]:
