@@ -161,6 +161,24 @@ def test_phases_in_different_units_are_sorted() -> None:
     assert (later[2].first_iteration, later[2].start_sample) == (25, 508)
 
 
+def test_phases_that_have_started_stay_in_order_with_larger_batches() -> None:
+    phases = [
+        DataPhase("1", ("a",)),
+        DataPhase("2", ("a",), from_iteration=4),
+        DataPhase("3", ("a",), from_tokens=100),
+    ]
+    # With 2 samples of 10 tokens, the third phase began with iteration 6.
+    position = Progress(7, 14, 140)
+    planned = plan_phases(phases, Steps(ConstantBatchSize(16), 10), position)
+    assert [each.started for each in planned] == [True] * 3
+    assert [each.first_iteration for each in planned] == [1, 4, 4]
+    assert all(each.start_sample <= position.samples for each in planned)
+    # A phase that has started cannot follow one that has not.
+    phases[1] = DataPhase("2", ("a",), from_iteration=40)
+    with pytest.raises(ConfigError, match="3: the phase begins with iteration"):
+        plan_phases(phases, Steps(ConstantBatchSize(16), 10), position)
+
+
 @pytest.fixture
 def corpora(tmp_path: Path) -> tuple[str, str, str]:
     """Three corpora whose tokens show the data set and the position in it."""

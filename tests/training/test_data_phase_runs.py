@@ -123,3 +123,23 @@ def test_the_plan_shows_where_phases_begin(
     assert "from iteration 1 (sample 0), seed 1234" in output
     assert "from iteration 4 (sample 12), seed 5" in output
     assert "training ends after iteration 6; its data are not read" in output
+
+
+def test_larger_batches_on_a_resume_keep_the_phases_in_order(
+    run: PhaseRunner, corpus: str
+) -> None:
+    run.write(
+        f"- data_path: {corpus}\n"
+        f"- from_iteration: 4\n  data_path: {corpus}\n  seed: 5\n"
+        # 5 iterations x 4 samples x 32 tokens are 640. With batches of 16, 2 iterations suffice.
+        f"- from_tokens: 640\n  data_path: {corpus}\n"
+    )
+    run("--exit-interval 7")
+    assert "phase 3 of 3" in run("--global-batch-size 16")
+    assert list(run.losses()) == list(range(1, 11))
+
+
+def test_data_of_a_phase_after_the_end_may_be_missing(run: PhaseRunner, corpus: str) -> None:
+    run.write(f"- data_path: {corpus}\n- from_iteration: 4\n  data_path: /nowhere/corpus\n")
+    assert "its data are not read" in run("--train-iters 3")
+    assert "/nowhere/corpus" in run.error("--train-iters 4 --override-lr-scheduler")
