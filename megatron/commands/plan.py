@@ -33,6 +33,7 @@ import tyro
 from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.without_effect import format_warnings, split_off_flags_without_effect
 from megatron.data.epochs import (
     DatasetUse,
@@ -53,6 +54,7 @@ from megatron.launch_script import (
 from megatron.model import flops
 from megatron.model.partition import count_layers_per_rank, select_stages_of_rank
 from megatron.plan import Plan, resolve
+from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, is_preset_list_asked
 from megatron.schedule.lr import LRSchedule
@@ -231,6 +233,10 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
     plan = replace(plan, errors=tuple(map(show, plan.errors)))
+    if plan.errors:
+        # What is wrong is among the errors. The rest of the plan is shown with other values.
+        usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
+        plan = replace(plan, config=usable.config)
     if options.json:
         print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
     else:

@@ -125,9 +125,7 @@ def test_the_plan_shows_where_phases_begin(
     assert "training ends after iteration 6; its data are not read" in output
 
 
-def test_larger_batches_on_a_resume_keep_the_phases_in_order(
-    run: PhaseRunner, corpus: str
-) -> None:
+def test_larger_batches_on_a_resume_keep_the_phases_in_order(run: PhaseRunner, corpus: str) -> None:
     run.write(
         f"- data_path: {corpus}\n"
         f"- from_iteration: 4\n  data_path: {corpus}\n  seed: 5\n"
