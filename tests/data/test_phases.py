@@ -302,6 +302,22 @@ def test_phases_ahead_may_change_on_a_resume(runs: Runs, corpora: tuple[str, str
     assert "the data or their weights have changed; from sample 40 on" in note
 
 
+def test_a_phase_that_begins_at_the_checkpoint_may_be_moved(
+    runs: Runs, corpora: tuple[str, str, str]
+) -> None:
+    first, second, third = describe(corpora)
+    old = runs.build(first, second, third, samples=60)
+    before = draw(old, 30)
+    later = DataPhase("3", third.data_path, from_iteration=41)
+    new = runs.resume(old, first, second, later, samples=60)
+    notes = "\n".join(new.take_notes())
+    assert "changed" not in notes, "neither data nor seed of the second phase changed"
+    after = draw(new, 30)
+    assert len(set(before + after)) == 60, "no sample is drawn twice"
+    assert all(token < FIRST_OF_C for token in after[:10])
+    assert all(token >= FIRST_OF_C for token in after[10:30])
+
+
 def test_data_of_a_phase_that_is_over_may_be_removed(
     runs: Runs, corpora: tuple[str, str, str]
 ) -> None:
