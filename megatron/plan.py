@@ -25,7 +25,7 @@ from megatron.plan_rules import (
     check_muon,
     check_profile,
     check_tensor_parallel,
-    clamp_sizes,
+    replace_wrong_values,
     warn_of_files,
     warn_of_phases,
     warn_of_pipeline,
@@ -201,12 +201,14 @@ def resolve(
         vocab_size: Number of real token ids, if another rank has found it. No file is looked at
             then, neither for this number nor for the data phases nor for a warning.
     """
-    # The plan keeps the configuration as it was asked for. The clamped one is for deriving only.
+    # The plan keeps the configuration as it was asked for. The other one is for deriving only.
     asked = config
-    # Sizes below 1 are reported by `check_rules`. They are clamped here, so that the rest of the
-    # plan can be derived and its errors are reported in the same run.
+    # `check_rules` reports wrong values. They are replaced here, so that the rest of the plan can
+    # be derived and its errors are reported in the same run.
     errors, warnings = check_rules(asked, origin or {})
-    report = PlanReport(clamp_sizes(ConfigWithOrigin(asked, origin or {})), errors, warnings)
+    report = PlanReport(
+        replace_wrong_values(ConfigWithOrigin(asked, origin or {})), errors, warnings
+    )
     config = report.config
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size

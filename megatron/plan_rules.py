@@ -9,11 +9,13 @@ reported together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.layer_choice import choose_layers
 from megatron.config.profiling import parse_profile_iterations
+from megatron.config.rules import LAYER_CHOICES
 from megatron.config.tree import Config
 from megatron.data.phases import PlannedPhase
 from megatron.errors import MegatronError
@@ -90,18 +92,29 @@ COUNTS = (
 )
 
 
-def clamp_sizes(asked: ConfigWithOrigin) -> ConfigWithOrigin:
-    """Return `asked` with each size below 1 replaced by 1, so that numbers can be derived.
+def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
+    """Return `asked` with values from which the numbers of a plan can be derived.
 
-    `config.rules` reports such sizes.
+    A size below 1 becomes 1. A wrong choice of layers becomes None. `config.rules` reports both.
     """
     config = asked.config
     for name in COUNTS:
-        group, leaf = name.split(".")
         # None is a size that is derived from others, so it needs no limit.
         if asked[name] is not None and asked[name] < 1:
-            config = replace(config, **{group: replace(getattr(config, group), **{leaf: 1})})
+            config = _replace_field(config, name, 1)
+    for name in LAYER_CHOICES:
+        try:
+            if asked[name] is not None:
+                choose_layers(asked[name], config.model.num_layers)
+        except ValueError:
+            config = _replace_field(config, name, None)
     return ConfigWithOrigin(config, asked.origin)
+
+
+def _replace_field(config: Config, dotted: str, value: Any) -> Config:
+    """Return the configuration with another value of a field."""
+    group, name = dotted.split(".")
+    return replace(config, **{group: replace(getattr(config, group), **{name: value})})
 
 
 def format_alternatives(options: Sequence[object]) -> str:

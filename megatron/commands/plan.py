@@ -33,10 +33,12 @@ from megatron.commands.plan_source import (
 )
 from megatron.commands.run_tool import run_tool
 from megatron.config.cli import load_config
+from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_of_many_epochs
 from megatron.engine.support import list_unsupported
 from megatron.errors import ConfigError, MegatronError
 from megatron.plan import Plan, resolve
+from megatron.plan_rules import replace_wrong_values
 from megatron.plural import format_count
 from megatron.preset_table import format_preset_table, wants_preset_list
 
@@ -168,6 +170,10 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     warnings = [*warnings, *plan.warnings, *warn_of_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
     plan = replace(plan, errors=tuple(map(show, plan.errors)))
+    if plan.errors:
+        # What is wrong is among the errors. The rest of the plan is shown with other values.
+        usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
+        plan = replace(plan, config=usable.config)
     if options.json:
         print(json.dumps(build_json(plan, at, warnings, uses), indent=1))
     else:

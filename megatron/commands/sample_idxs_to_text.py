@@ -31,6 +31,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import find_range
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.job import build_starting_state
+from megatron.training.refusals import check_plan
 from megatron.training.resume import read_bare_thresholds
 
 
@@ -97,11 +99,18 @@ def format_samples(options: SampleArguments, arguments: list[str]) -> Iterator[s
             "--world-size."
         )
     parallel = config.parallel
+    state = build_starting_state(checkpoint, config)
     plan = resolve(
         config,
         options.world_size
         or parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        iteration=state.iteration,
     )
+    # Without its phases, the run would seem to have no data.
+    if config.data.data_phases is not None and not plan.data_phases:
+        check_plan(plan)
     wanted = [
         SampleRange(first, last, config.model.seq_length)
         for first, last in parse_numbers("--samples", options.samples, 0)

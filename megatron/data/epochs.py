@@ -68,6 +68,9 @@ def measure_training_data(
     present = sum(planned.started for planned in phases) - 1
     for number, (planned, end) in enumerate(zip(phases, ends, strict=True)):
         share = max(0, min(end, samples) - planned.start_sample) / max(1, samples)
+        # Training ends before the phase. Its data may not exist yet.
+        if share == 0:
+            continue
         try:
             uses = _measure_mixture(
                 find_phase_mixture(data, planned.phase), share * tokens, open_dataset

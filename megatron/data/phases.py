@@ -227,12 +227,19 @@ def plan_phases(
     planned: list[PlannedPhase] = []
     for phase in phases:
         found = _plan_phase(phase, steps, position)
-        # The starts of two phases that have started are estimates, which may be equal.
-        least = planned[-1].first_iteration + (not found.started) if planned else 1
-        if found.first_iteration < least:
+        before = planned[-1] if planned else found
+        if found.started and before.started:
+            # Their starts are estimates from the present sizes of iterations. These may put them in
+            # another order than the run had.
+            found = dataclasses.replace(
+                found,
+                first_iteration=max(found.first_iteration, before.first_iteration),
+                start_sample=max(found.start_sample, before.start_sample),
+            )
+        elif found.first_iteration <= before.first_iteration:
             raise ConfigError(
                 f"{phase.origin}: the phase begins with iteration {found.first_iteration}, and the "
-                f"one before it with iteration {planned[-1].first_iteration}; sort the phases, and "
+                f"one before it with iteration {before.first_iteration}; sort the phases, and "
                 "let each begin with an iteration of its own."
             )
         planned.append(found)

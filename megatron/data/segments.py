@@ -374,6 +374,10 @@ class History:
         """
         segments = self.segments
         end = sum(segment.start_sample <= consumed for segment in segments)
+        newest = segments[end - 1]
+        # Nothing was read of a phase that began here. If it was moved, the one before it goes on.
+        if newest.start_sample == consumed > 0 and not requested.can_continue(newest):
+            end -= 1
         limit = min(starts, default=None)
         # The present phase may have further segments, because its data are read several times.
         while (

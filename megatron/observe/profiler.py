@@ -139,10 +139,14 @@ def _check_complete(path: Path) -> None:
     Raises:
         OSError: The end is missing.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        # The last field is the path as JSON text, in which a byte may take two characters.
-        file.seek(max(0, size - 100 - 2 * len(os.fsencode(path))))
-        end = file.read().rstrip()
+    size = 0
+    end = b""
+    # If the exporter could write nothing, there is no file.
+    if path.exists():
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            # The last field is the path as JSON text, in which a byte may take two characters.
+            file.seek(max(0, size - 100 - 2 * len(os.fsencode(path))))
+            end = file.read().rstrip()
     if not (b'"traceName"' in end and end.endswith(b"}")):
         raise OSError(f"only {size} bytes could be written; is the disk full?")

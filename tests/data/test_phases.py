@@ -165,6 +165,24 @@ def test_phases_in_different_units_are_sorted() -> None:
     assert (later[2].first_iteration, later[2].start_sample) == (25, 508)
 
 
+def test_phases_that_have_started_stay_in_order_with_larger_batches() -> None:
+    phases = [
+        DataPhase("1", ("a",)),
+        DataPhase("2", ("a",), from_iteration=4),
+        DataPhase("3", ("a",), from_tokens=100),
+    ]
+    # With 2 samples of 10 tokens, the third phase began with iteration 6.
+    position = Progress(7, 14, 140)
+    planned = plan_phases(phases, Steps(ConstantBatchSize(16), 10), position)
+    assert [each.started for each in planned] == [True] * 3
+    assert [each.first_iteration for each in planned] == [1, 4, 4]
+    assert all(each.start_sample <= position.samples for each in planned)
+    # A phase that has started cannot follow one that has not.
+    phases[1] = DataPhase("2", ("a",), from_iteration=40)
+    with pytest.raises(ConfigError, match="3: the phase begins with iteration"):
+        plan_phases(phases, Steps(ConstantBatchSize(16), 10), position)
+
+
 @pytest.fixture
 def corpora(tmp_path: Path) -> tuple[str, str, str]:
     """Three corpora whose tokens show the data set and the position in it."""
@@ -286,6 +304,22 @@ def test_phases_ahead_may_change_on_a_resume(runs: Runs, corpora: tuple[str, str
     again = runs.resume(longer, first, samples=50)
     (note,) = [note for note in again.take_notes() if "changed" in note]
     assert "the data or their weights have changed; from sample 40 on" in note
+
+
+def test_a_phase_that_begins_at_the_checkpoint_may_be_moved(
+    runs: Runs, corpora: tuple[str, str, str]
+) -> None:
+    first, second, third = describe(corpora)
+    old = runs.build(first, second, third, samples=60)
+    before = draw(old, 30)
+    later = DataPhase("3", third.data_path, from_iteration=41)
+    new = runs.resume(old, first, second, later, samples=60)
+    notes = "\n".join(new.take_notes())
+    assert "changed" not in notes, "neither data nor seed of the second phase changed"
+    after = draw(new, 30)
+    assert len(set(before + after)) == 60, "no sample is drawn twice"
+    assert all(token < FIRST_OF_C for token in after[:10])
+    assert all(token >= FIRST_OF_C for token in after[10:30])
 
 
 def test_data_of_a_phase_that_is_over_may_be_removed(

@@ -248,6 +248,23 @@ def test_errors_are_printed_and_counted(capsys):
     assert len(result["errors"]) >= 3
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 0",
+        "--micro-batch-size 0",
+        "--position-embedding-type rotary --no-rope-layers 4::4",
+        "--sliding-window 64 --full-attention-layers 9",
+    ],
+)
+def test_the_plan_is_shown_with_values_from_which_nothing_can_be_derived(capsys, flags):
+    assert plan.main([*SMALL, *flags.split()]) == 2
+    text = capsys.readouterr().out
+    assert f"error: {' '.join(flags.split()[-2:])}" in text
+    assert "FLOPs of the run" in text
+    assert as_json(capsys, *SMALL, *flags.split(), code=2)["train_iters"] == 100
+
+
 def test_unknown_flags_are_errors(capsys):
     assert plan.main([*SMALL, "--num-layerz", "3"]) == 2
     assert "--num-layerz" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Runs with --data-phases, as black boxes: resume, rollback, evaluation, ranks and refusals."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from process_pool import ProcessPool, pretrain, succeed
 from training.runs import SIZES
 
 from megatron.commands import plan as plan_tool
-from megatron.commands import rollback
+from megatron.commands import rollback, sample_idxs_to_text
 from megatron.observe.metrics import read_metrics
 
 
@@ -123,3 +124,51 @@ def test_the_plan_shows_where_phases_begin(
     assert "from iteration 1 (sample 0), seed 1234" in output
     assert "from iteration 4 (sample 12), seed 5" in output
     assert "training ends after iteration 6; its data are not read" in output
+
+
+def test_larger_batches_on_a_resume_keep_the_phases_in_order(run: PhaseRunner, corpus: str) -> None:
+    run.write(
+        f"- data_path: {corpus}\n"
+        f"- from_iteration: 4\n  data_path: {corpus}\n  seed: 5\n"
+        # 5 iterations x 4 samples x 32 tokens are 640. With batches of 16, 2 iterations suffice.
+        f"- from_tokens: 640\n  data_path: {corpus}\n"
+    )
+    run("--exit-interval 7")
+    assert "phase 3 of 3" in run("--global-batch-size 16")
+    assert list(run.losses()) == list(range(1, 11))
+
+
+def test_the_text_of_a_run_whose_batches_grew_is_shown(
+    run: PhaseRunner, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = tmp_path / "first"
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(corpus + suffix, f"{first}{suffix}")
+    run.write(
+        f"- train_weighted_split_paths: 'early: 1 0:0.5 {first}'\n"
+        f"- from_iteration: 4\n  data_path: {corpus}\n"
+    )
+    folder = Path(corpus).parent
+    tokenizer = (
+        f"--vocab-file {folder}/gpt2-tiny-vocab.json --merge-file {folder}/gpt2-tiny-merges.txt"
+    )
+    run(f"--exit-interval 7 {tokenizer}")
+    run(f"--global-batch-size 16 --exit-interval 8 {tokenizer}")
+    # The data of a phase that is over may be removed.
+    for suffix in (".bin", ".idx"):
+        Path(f"{first}{suffix}").unlink()
+    capsys.readouterr()
+    argv = ["--samples", "20", "50", "--checkpoint", str(run.folder)]
+    assert sample_idxs_to_text.main(argv) == 0
+    output = capsys.readouterr()
+    assert output.out.count("=== sample") == 2
+    assert "from sample" not in output.err, "the recorded order is not changed"
+    run.phases.unlink()
+    assert sample_idxs_to_text.main(argv) == 2
+    assert "phases.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_data_of_a_phase_after_the_end_may_be_missing(run: PhaseRunner, corpus: str) -> None:
+    run.write(f"- data_path: {corpus}\n- from_iteration: 4\n  data_path: /nowhere/corpus\n")
+    assert "its data are not read" in run("--train-iters 3")
+    assert "/nowhere/corpus" in run.error("--train-iters 4 --override-lr-scheduler")

@@ -109,6 +109,16 @@ def profile_one_iteration(folder: Path) -> list[str]:
     return lines
 
 
+def test_a_trace_without_a_file_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, PyTorch's exporter may leave no file, and it raises no error."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *arguments: None)
+    (line,) = profile_one_iteration(tmp_path)
+    assert "only 0 bytes could be written" in line
+    assert list_names(tmp_path) == []
+
+
 def test_an_incomplete_trace_is_not_kept(tmp_path: Path) -> None:
     """PyTorch's exporter does not report that only a part of the text could be written.
 
