@@ -295,3 +295,20 @@ def test_a_model_of_another_project_has_its_published_size(model: str) -> None:
     flags, parameters = FURTHER[model]
     run = "--micro-batch-size 1 --train-iters 10 --lr 1e-4 --bf16"
     assert resolve_command(f"{flags} {run}".split(), 1).parameters == parameters
+
+
+def test_the_phases_of_smollm3_begin_at_the_published_tokens() -> None:
+    folder = ROOT / "examples" / "published"
+    loaded = load_config(
+        [
+            *("--config", str(folder / "smollm3-3b.yaml")),
+            *("--data-phases", str(folder / "smollm3-3b.phases.yaml")),
+        ]
+    )
+    plan = resolve(loaded.config, 192, loaded.origin, vocab_size=None)
+    assert plan.errors == ()
+    tokens = [each.start_sample * 4096 for each in plan.data_phases]
+    step = 576 * 4096
+    assert tokens[0] == 0
+    for found, published in zip(tokens[1:], (8 * 10**12, 9 * 10**12), strict=True):
+        assert published <= found < published + step

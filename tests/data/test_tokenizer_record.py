@@ -22,6 +22,7 @@ from megatron.data.tokenizer_record import (
 )
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.merge import merge_datasets
+from megatron.tokenizer import HFTokenizer, build_tokenizer
 
 
 @pytest.fixture
@@ -59,6 +60,26 @@ def test_another_tokenizer_of_the_same_size_is_found(prefix: str, swapped: Token
     assert "--merge-file" not in message
     # Without its files, a tokenizer cannot be compared.
     check_tokenizers_of_data(TokenizerConfig(vocab_size=5000), [prefix])
+
+
+def test_another_format_of_a_tokenizer_is_compared_by_its_ids(
+    prefix: str, swapped: TokenizerConfig, tmp_path: Path
+) -> None:
+    """The files of both formats have no common part, but the ids of the tokens are the same."""
+
+    def convert(config: TokenizerConfig, name: str) -> TokenizerConfig:
+        tokenizer = build_tokenizer(config)
+        assert isinstance(tokenizer, HFTokenizer)
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        return TokenizerConfig(
+            tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=str(folder)
+        )
+
+    check_tokenizers_of_data(convert(GPT2, "same"), [prefix])
+    with pytest.raises(ConfigError, match="ids of all tokens"):
+        check_tokenizers_of_data(convert(swapped, "other"), [prefix])
 
 
 def test_a_copied_tokenizer_is_the_same(prefix: str, tmp_path: Path) -> None:

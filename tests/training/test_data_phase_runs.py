@@ -65,6 +65,8 @@ def test_phases_continue_after_resumes_and_a_rollback(run: PhaseRunner, other: P
     output = other("", ranks=2)
     assert "phase 1 of 3" in output
     assert "first iterations 1, 4, 7" in output
+    assert "data phase 2 of 3 begins" in output
+    assert "data phase 1 of 3 begins" not in output
     expected = other.losses()
     run("--exit-interval 3 --save-interval 1", ranks=2)
     output = run("--exit-interval 7 --save-interval 1")

@@ -24,6 +24,13 @@ def test_no_load_optim_starts_with_moments_of_zero(run: Runner, other: Runner) -
     assert with_moments[7] != without[7]  # another step
 
 
+def test_states_that_fit_and_are_not_loaded_are_reported(run: Runner) -> None:
+    run("--exit-interval 2")
+    output = run("--no-load-optim --exit-interval 4")
+    assert "warning: --no-load-optim: the optimizer's states of the checkpoint" in output
+    assert "--no-load-optim" not in run("--exit-interval 6")
+
+
 def test_checkpoint_without_the_optimizer_needs_a_flag(run: Runner, other: Runner) -> None:
     run("--no-save-optim --exit-interval 5")
     error = run.error()
