@@ -335,7 +335,12 @@ def test_flags_of_apertus_that_change_what_a_run_reads_and_writes(
         "--log-params-norm": [False] * STEPS,
     }
     assert printed.count("learning rate:") == 2
-    succeed([run("unsaved", {"--save": None, "--async-save": None}, "--exit-interval", "2")])
+    without_save = {"--save": None, "--async-save": None}
+    # Without --save, --load names no folder in which a run could begin.
+    unsaved = run("unsaved", without_save).error
+    assert unsaved is not None
+    assert "--load" in unsaved
+    succeed([run("unsaved", {**without_save, "--load": None}, "--exit-interval", "2")])
     assert not (tmp_path / "unsaved" / "checkpoints").exists()
 
     # --load continues the run, and --override-opt_param-scheduler lets its rate change.
