@@ -1,6 +1,7 @@
 """Training commands are read from Slurm and shell scripts."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -316,7 +317,16 @@ def test_invalid_scripts_are_errors(tmp_path):
         read_launch_script(tmp_path / "absent.slurm")
 
 
-def test_deep_nesting_is_an_error(tmp_path):
+@pytest.fixture
+def usual_recursion_limit():
+    """Set Python's default, because packages that other tests import may have raised it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def test_deep_nesting_is_an_error(tmp_path, usual_recursion_limit):
     nested = "${a:-" * 250 + "x" + "}" * 250
     with pytest.raises(ConfigError, match="nested too deeply"):
         read(tmp_path, f"python pretrain_gpt.py --seed {nested}\n")
