@@ -287,7 +287,9 @@ def _train(array_task: ArrayTask, signals: "_Signals") -> tuple[TaskOutcome, dic
             return TaskOutcome.COMPLETE, {}
         stopped = array_task.kill_switch is not None and array_task.kill_switch.exists()
         return (TaskOutcome.KILL_SWITCH if stopped else TaskOutcome.LEFT), {}
-    if signals.received:
+    # scancel may end the ranks some time before its signal reaches this script. A requeue would
+    # then bring the job back.
+    if signals.received or _is_cancelled():
         _say(array_task, f"Slurm ended the job before the training could save (code {code})")
         return TaskOutcome.ENDED_BY_SLURM, {}
     _say(array_task, f"the training ended with code {code}, and no rank reported an error")
@@ -382,6 +384,12 @@ def _cancel_pending(array_task: ArrayTask, outcome: TaskOutcome) -> None:
         )
     else:
         _say(array_task, f"the pending tasks of array {array} are cancelled: {outcome.value}")
+
+
+def _is_cancelled() -> bool:
+    """Return whether Slurm's controller reports that this job was cancelled."""
+    described = _try("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
+    return described is not None and "JobState=CANCELLED" in described
 
 
 def _requeue(array_task: ArrayTask, outcome: TaskOutcome, bad: Sequence[str]) -> None:
