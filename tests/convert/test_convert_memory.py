@@ -34,10 +34,11 @@ def save_llama(folder: Path, layers: int) -> None:
 def measure_peak(*arguments: object) -> int:
     """Return the largest memory of a conversion in bytes."""
     code = (
-        "import resource, sys\n"
+        "import re, sys\n"
         "from megatron.commands import convert_checkpoint\n"
         "assert convert_checkpoint.main(sys.argv[1:]) == 0\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        # The maximum of `getrusage` would be that of the process that started this one.
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments), "--no-compare-model"],
