@@ -5,7 +5,7 @@
     python tools/evaluate.py --load DIR --tasks my_task --task-folder my_tasks
     torchrun --nproc-per-node 2 tools/evaluate.py --load DIR --tensor-model-parallel-size 2 ...
 
-A checkpoint of any parallel layout can be loaded. Tasks need pip install 'megatron-3d[eval]'. The
+A checkpoint of any parallel layout can be loaded. Tasks need pip install -e '.[eval]'. The
 harness downloads the data of its own tasks. Tasks in --task-folder may have their data in local
 files, and need no network.
 
@@ -153,7 +153,7 @@ def find_tasks(arguments: EvaluateArguments) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            "--tasks needs lm-evaluation-harness: pip install 'megatron-3d[eval]'"
+            "--tasks needs lm-evaluation-harness: pip install -e '.[eval]'"
         ) from error
     folder = None if arguments.task_folder is None else str(arguments.task_folder)
     manager = TaskManager(include_path=folder)

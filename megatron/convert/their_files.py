@@ -130,7 +130,7 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "this conversion needs the package transformers: pip install 'megatron-3d[hf]'"
+            "this conversion needs the package transformers: pip install -e '.[hf]'"
         ) from error
     return transformers
 
