@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron.convert.distributed_tensors import DistributedTensors
 from megatron.convert.megatron_args import read_saved_run
 from megatron.convert.megatron_names import is_no_weight, rename
 from megatron.convert.megatron_source import (
@@ -23,7 +22,7 @@ from megatron.convert.megatron_source import (
     find_steps,
     flatten_tensors,
 )
-from megatron.convert.unpickle import load_metadata, load_pickle_bytes, load_pickle_file
+from megatron.convert.unpickle import load_pickle_file
 from megatron.errors import CheckpointError
 from megatron.parallel.shard import ADAM_KINDS, Kind
 
@@ -124,19 +123,12 @@ class TorchDist:
         common = folder / "common.pt"
         state = load_pickle_file(common)
         self.run = read_saved_run(common, state)
-        metadata = load_metadata(folder / ".metadata")
-        self._storage = metadata.storage_data
-        self._folder = folder
-        self._sizes: dict[str, TensorStorageMetadata] = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._tensors = DistributedTensors(folder)
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
         self._stacked: set[str] = set()
         """Tensors with all layers."""
-        for name, entry in self._sizes.items():
+        for name, size in self._tensors.sizes.items():
             if name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state")):
                 continue
             if is_no_weight(name):
@@ -146,7 +138,7 @@ class TorchDist:
                 self.unknown.append(name)
             elif key[0] == -1:
                 self._stacked.add(name)
-                for layer in range(entry.size[0]):
+                for layer in range(size[0]):
                     self.names[layer, key[1]] = name
             else:
                 self.names[key] = name
@@ -163,74 +155,13 @@ class TorchDist:
         if self._kinds[kind]:
             stored = _THEIR_KINDS[kind] + name
         if name in self._stacked:
-            return [self._load(stored, layer)]
-        return [self._load(stored, None)]
-
-    def _load(self, name: str, layer: int | None) -> Tensor:
-        """Read a tensor, or one layer of a tensor that has all of them.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        entry = self._sizes[name]
-        begins = [0] * len(entry.size)
-        ends = list(entry.size)
-        if layer is not None:
-            begins[0] = layer
-            ends[0] = layer + 1
-        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        tensor = torch.empty(sizes, dtype=entry.properties.dtype)
-        filled = 0
-        for chunk in entry.chunks:
-            inside = []
-            outside = []
-            for begin, end, offset, size in zip(
-                begins, ends, chunk.offsets, chunk.sizes, strict=True
-            ):
-                low = max(begin, offset)
-                high = max(low, min(end, offset + size))
-                inside.append(slice(low - offset, high - offset))
-                outside.append(slice(low - begin, high - begin))
-            part = tensor[tuple(outside)]
-            if part.numel() == 0:
-                continue
-            part.copy_(self._read_chunk(name, chunk.offsets).reshape(chunk.sizes)[tuple(inside)])
-            filled += part.numel()
-        if filled != tensor.numel():
-            raise CheckpointError(f"{self._folder}: parts of {name} are missing")
-        if layer is None:
-            return tensor
-        return tensor[0]
-
-    def _read_chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        """Read one chunk of a tensor from its file.
-
-        Raises:
-            CheckpointError: the file is missing or damaged.
-        """
-        stored = self._storage.get(MetadataIndex(name, offsets))
-        # A path with a folder in it could read files elsewhere.
-        if stored is None or Path(stored.relative_path).name != stored.relative_path:
-            raise CheckpointError(f"{self._folder / '.metadata'} does not give the file of {name}")
-        if getattr(stored, "transform_descriptors", None):
-            raise CheckpointError(f"{self._folder}: {name} is compressed, which is not supported")
-        path = self._folder / stored.relative_path
-        try:
-            with open(path, "rb") as file:
-                file.seek(stored.offset)
-                data = file.read(stored.length)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        found = load_pickle_bytes(path, data)
-        if not isinstance(found, Tensor):
-            raise CheckpointError(f"{path} has no tensor for {name}")
-        return found
+            return [self._tensors.read(stored, layer)]
+        return [self._tensors.read(stored)]
 
     def _find_states(self, prefix: str) -> bool:
         """Return whether there is a state of each weight, with its shape."""
         for name in set(self.names.values()):
-            entry = self._sizes.get(prefix + name)
-            if entry is None or entry.size != self._sizes[name].size:
+            if self._tensors.sizes.get(prefix + name) != self._tensors.sizes[name]:
                 return False
         return True
 
