@@ -40,12 +40,10 @@ LLM_BASELINES: tuple[Row, ...] = (
     ),
     rename_flag(
         "--model",
-        "--no-add-bias-linear",
-        "--no-bias-gelu-fusion",
-        "--no-weight-decay-on-embeddings",
+        *("--no-add-bias-linear", "--no-norm-bias"),
+        *("--no-bias-gelu-fusion", "--no-weight-decay-on-embeddings"),
         arity=1,
         only=("base",),
-        reason="its norms have biases here",
     ),
     refuse_flag("--model", _MUP, arity=1, only=("mup_gpt", "mup_llama")),
     refuse_flag("--model", "use --model base or --model llama", arity=1),
@@ -61,8 +59,10 @@ LLM_BASELINES: tuple[Row, ...] = (
         "--untie-embeddings-and-output-weights",
         reason="the output matrix has weight decay here, and none there",
     ),
-    rename_flag("--bias", "--add-bias-linear", arity=1, only=("True", "true")),
-    rename_flag("--bias", "--no-add-bias-linear", arity=1, only=("False", "false")),
+    rename_flag("--bias", "--add-bias-linear", "--norm-bias", arity=1, only=("True", "true")),
+    rename_flag(
+        "--bias", "--no-add-bias-linear", "--no-norm-bias", arity=1, only=("False", "false")
+    ),
     *(
         rename_flag(
             "--dropout", "--hidden-dropout", p, "--attention-dropout", p, arity=1, only=(p,)
