@@ -4,6 +4,7 @@ Invariant: as in `from_megatron`. The settings of the run are written as a comma
 tables of `megatron.config` read as they read a user's.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,6 @@ _NANOGPT_FLAGS = {
     "beta2": "--adam-beta2",
     "grad_clip": "--clip-grad",
     "eval_interval": "--eval-interval",
-    "eval_iters": "--eval-iters",
     "log_interval": "--log-interval",
 }
 """Setting of nanoGPT -> our flag with the same value."""
@@ -191,7 +191,10 @@ def _write_nanogpt_words(opened: TrainerCheckpoint) -> list[str]:
     try:
         for name, flag in _NANOGPT_FLAGS.items():
             words += [flag, str(settings[name])]
-        batch = settings["batch_size"] * settings["gradient_accumulation_steps"]
+        accumulated = settings["gradient_accumulation_steps"]
+        batch = settings["batch_size"] * accumulated
+        # An evaluation there has micro-batches, and here it has global batches.
+        words += ["--eval-iters", str(math.ceil(settings["eval_iters"] / accumulated))]
         dropout = str(settings["dropout"])
         words += ["--global-batch-size", str(batch)]
         words += ["--hidden-dropout", dropout, "--attention-dropout", dropout]
@@ -204,7 +207,7 @@ def _write_nanogpt_words(opened: TrainerCheckpoint) -> list[str]:
         else:
             words += ["--lr-decay-style", "constant"]
         words += _DTYPES[settings["dtype"]]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{opened.path}: the settings of nanoGPT lack one, or have another value than "
             f"expected: {error}"
