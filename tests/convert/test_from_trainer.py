@@ -214,7 +214,7 @@ def test_states_of_another_optimizer_are_refused(
     model = build_nanogpt(NANOGPT_CONFIG, ROWS)
     source = tmp_path / "out" / "ckpt.pt"
     others = {
-        # nanoGPT before June 2023 had no weight decay on the embeddings.
+        # nanoGPT before 2023-05-06 had no weight decay on the embeddings.
         "one group": torch.optim.AdamW(model.parameters()),
         "another order": torch.optim.AdamW(
             [{"params": group["params"][::-1]} for group in _list_groups(model)]
