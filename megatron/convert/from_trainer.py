@@ -6,7 +6,7 @@ tables of `megatron.config` read as they read a user's.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +156,7 @@ def _load_run_config(
         CheckpointError: there is no word embedding, or a setting is missing.
     """
     if command.trainer == "nanogpt":
-        words = _write_nanogpt_words(opened)
+        words = write_nanogpt_words(opened.path, opened.settings)
     else:
         words = list(command.flags)
     word = "embedding.weight" if command.trainer == "fms-fsdp" else "transformer.wte.weight"
@@ -180,13 +180,16 @@ def _load_run_config(
     return replace(loaded, config=replace(loaded.config, checkpoint=checkpoint)), vocab_size
 
 
-def _write_nanogpt_words(opened: TrainerCheckpoint) -> list[str]:
+def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Return the settings of nanoGPT as a command line.
 
+    Args:
+        path: The file of the settings, for messages.
+        settings: What train.py saves as `config`, updated with `model_args`.
+
     Raises:
-        CheckpointError: a setting is missing.
+        CheckpointError: a setting is missing, or has an unknown value.
     """
-    settings = opened.settings
     words = _NANOGPT_FIXED.split()
     try:
         for name, flag in _NANOGPT_FLAGS.items():
@@ -209,7 +212,7 @@ def _write_nanogpt_words(opened: TrainerCheckpoint) -> list[str]:
         words += _DTYPES[settings["dtype"]]
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
-            f"{opened.path}: the settings of nanoGPT lack one, or have another value than "
+            f"{path}: the settings of nanoGPT lack one, or have another value than "
             f"expected: {error}"
         ) from error
     return words

@@ -10,7 +10,7 @@ import re
 import shlex
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,9 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.checkpoint.folder import list_saved_iterations
 from megatron.checkpoint.load import open_checkpoint
 from megatron.commands import convert_checkpoint, import_tokens, plan, preprocess
+from megatron.config.cli import load_config
+from megatron.convert.fields import normalise_model
+from megatron.convert.from_trainer import write_nanogpt_words
 
 PAGE = tiny_corpus.ROOT / "docs" / "migrating.md"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -231,3 +234,33 @@ def test_the_commands_of_the_page(
     # The run went on where the other trainer's had ended.
     (start,) = list_saved_iterations(tmp_path / "runs" / "imported")
     assert max(list_saved_iterations(tmp_path / "runs" / "new")) == start + 2
+
+
+def test_the_recipe_of_nanogpt_is_its_default_configuration() -> None:
+    """The command on the page, and what the import makes of train.py's defaults, are the same."""
+    defaults = NANOGPT_CONFIG | {
+        "gradient_accumulation_steps": 40,
+        "batch_size": 12,
+        "block_size": 1024,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "learning_rate": 6e-4,
+        "max_iters": 600000,
+        "warmup_iters": 2000,
+        "lr_decay_iters": 600000,
+        "min_lr": 6e-5,
+        "dtype": "bfloat16",
+    }
+    (recipe,) = (each for each in read_sections()["nanoGPT"] if each.startswith("torchrun"))
+    words = shlex.split(recipe.replace("\\\n", " "))
+    ours = load_config(words[words.index("pretrain_gpt.py") + 1 :]).config
+    theirs = load_config(
+        [*write_nanogpt_words(Path("ckpt.pt"), defaults), "--vocab-size", "50257"]
+    ).config
+    assert normalise_model(ours.model) == normalise_model(theirs.model)
+    # The preset has them, or they are the same by default.
+    assert replace(ours.optimizer, lr_decay_iters=600000) == theirs.optimizer
+    assert ours.batch == replace(theirs.batch, seed=ours.batch.seed)
+    assert ours.precision == theirs.precision
+    assert ours.tokenizer == theirs.tokenizer
