@@ -112,7 +112,7 @@ class FromTrainer:
 
 @dataclass(frozen=True)
 class FromNanoGPT(FromTrainer):
-    """Import ckpt.pt of nanoGPT."""
+    """Import ckpt.pt of nanoGPT. Flags after -- replace its settings."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,11 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Command, args=words, description=__doc__)
 
     def work() -> int:
-        if flags is not None and not isinstance(command, FromLlmBaselines | FromFms):
-            raise ConfigError(f"-- {' '.join(flags)}: only llm-baselines and fms-fsdp need flags.")
+        if flags is not None and not isinstance(command, FromTrainer):
+            raise ConfigError(
+                f"-- {' '.join(flags)}: flags of a run are for from-nanogpt, from-llm-baselines "
+                "and from-fms-fsdp only."
+            )
         if isinstance(command, ToHF):
             export(command)
         elif isinstance(command, FromMegatron):

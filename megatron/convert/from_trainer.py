@@ -74,7 +74,7 @@ class TrainerImport:
     """Folder of the new checkpoint. It must not exist."""
     trainer: Trainer
     flags: tuple[str, ...] = ()
-    """Flags of the run. nanoGPT's checkpoints have their settings."""
+    """Flags of the run. nanoGPT's checkpoints have its settings, which these flags replace."""
     vocab_size: int | None = None
     """Number of token ids. None: all rows of the embedding."""
     weights_only: bool = False
@@ -158,7 +158,8 @@ def _load_run_config(
     if command.trainer == "nanogpt":
         words = write_nanogpt_words(opened.path, opened.settings)
     else:
-        words = list(command.flags)
+        words = []
+    words += command.flags
     word = "embedding.weight" if command.trainer == "fms-fsdp" else "transformer.wte.weight"
     if word not in opened.shapes:
         raise CheckpointError(f"{opened.path} has no word embedding, {word}")
@@ -200,6 +201,8 @@ def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
         words += ["--eval-iters", str(math.ceil(settings["eval_iters"] / accumulated))]
         dropout = str(settings["dropout"])
         words += ["--global-batch-size", str(batch)]
+        # It saves a checkpoint after each evaluation.
+        words += ["--save-interval", str(settings["eval_interval"])]
         words += ["--hidden-dropout", dropout, "--attention-dropout", dropout]
         if not settings["bias"]:
             words += ["--no-add-bias-linear", "--no-norm-bias"]

@@ -91,6 +91,10 @@ def test_nanogpt_computes_the_same_and_keeps_its_states(
     assert run("nanogpt", tmp_path / "out", tmp_path / "all") == 0
     assert f"all {ROWS} rows" in capsys.readouterr().out
     check_model(theirs, open_checkpoint(tmp_path / "all", 7), vocab_size=ROWS)
+    # Older versions have the other GELU, which the file does not say.
+    assert run("nanogpt", tmp_path / "out", tmp_path / "old", "--", "--bias-gelu-fusion") == 0
+    assert open_checkpoint(tmp_path / "old", 7).read_config().model.bias_gelu_fusion
+    assert not checkpoint.read_config().model.bias_gelu_fusion
 
 
 def test_a_run_of_nanogpt_goes_on_with_the_same_losses(pool: ProcessPool, tmp_path: Path) -> None:
@@ -255,6 +259,6 @@ def test_flags_that_do_not_fit_are_refused(
         command = ("--weights-only", "--", *given.split())
         assert run("llm-baselines", source, tmp_path / "imported", *command) == 2
         assert message in capsys.readouterr().err
-    assert run("nanogpt", source, tmp_path / "imported", "--", "--bias") == 2
-    assert "only llm-baselines and fms-fsdp need flags" in capsys.readouterr().err
+    assert run("megatron-lm", source, tmp_path / "imported", "--", "--bias") == 2
+    assert "flags of a run are for" in capsys.readouterr().err
     assert not (tmp_path / "imported").exists()
