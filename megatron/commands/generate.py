@@ -40,6 +40,7 @@ from megatron.generate.sampling import SamplingOptions
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
+from megatron.preprocess.flags import TokenizerPath
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
@@ -92,8 +93,8 @@ class GenerateArguments:
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: str | None = None
-    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+    tokenizer_name_or_path: TokenizerPath = None
+    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
