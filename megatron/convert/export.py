@@ -306,6 +306,9 @@ def _write_card(
 def _sync(folder: Path) -> None:
     """Sync a folder and all files in it. `transformers` and safetensors do not."""
     for path in sorted(folder.iterdir()):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        if path.is_dir():
+            _sync(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
     sync_folder(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import TokenizerConfig
-from megatron.convert.sentencepiece_json import convert_sentencepiece, is_unigram
+from megatron.convert.sentencepiece_json import convert_sentencepiece, list_known_differences
 from megatron.errors import ConfigError
 from megatron.tokenizer import (
     HFTokenizer,
@@ -145,12 +145,8 @@ def _write_sentencepiece(
         )
         (folder / _INEXACT_NAME).write_bytes(tokenizer.content)
         return {}
-    if is_unigram(tokenizer):
-        say(
-            "warning: sentencepiece adds the scores of a Unigram model in fp32, and tokenizers in "
-            "fp64. A long text may be divided in another way where two divisions are nearly "
-            "equally likely"
-        )
+    for difference in list_known_differences(tokenizer):
+        say(f"warning: tokenizer.json may divide in another way: {difference}")
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer.model").write_bytes(tokenizer.content)
     processor = tokenizer.processor
