@@ -4,7 +4,7 @@ They are those of `TokenizerConfig` that matter without a model.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -39,8 +39,9 @@ class TokenizerFlags:
 
     def make_config(self) -> TokenizerConfig:
         """Return the tokenizer's part of a configuration."""
+        tokenizer_type: Any = _MEGATRON_NAMES.get(self.tokenizer_type, self.tokenizer_type)
         return TokenizerConfig(
-            tokenizer_type=_MEGATRON_NAMES.get(self.tokenizer_type, self.tokenizer_type),  # type: ignore[arg-type]
+            tokenizer_type=tokenizer_type,
             vocab_file=self.vocab_file,
             merge_file=self.merge_file,
             tokenizer_name_or_path=self.tokenizer_name_or_path,

@@ -98,10 +98,10 @@ def fetch_tokenizer(name: str) -> Path:
                 "Correct HF_TOKEN, or log in with hf auth login."
             ) from None
         raise ConfigError(
-            f"--tokenizer-name-or-path {name} is not on this machine and cannot be downloaded "
-            f"({type(error).__name__}). Download it where the Hub can be reached, with hf download "
-            f"{name} {' '.join(_VOCABULARY_FILES)} {' '.join(_SMALL_FILES[:3])} --local-dir "
-            "FOLDER, and give this folder."
+            f"--tokenizer-name-or-path {name} is not a folder on this machine, and cannot be "
+            f"downloaded from the Hub ({type(error).__name__}). Correct it, or download it where "
+            f"the Hub can be reached, with hf download {name} {' '.join(_VOCABULARY_FILES)} "
+            f"{' '.join(_SMALL_FILES[:3])} --local-dir FOLDER, and give this folder."
         ) from None
     found = find_tokenizer_folder(name)
     if found is None:

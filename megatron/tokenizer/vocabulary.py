@@ -99,10 +99,20 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
     # name alone is enough.
     if stated and (name is None or not name.startswith((".", "/", "~"))):
         return []
+    if name is None:
+        return [_describe_lack(config)]
     return [
         f"--tokenizer-name-or-path {name} does not exist on this machine. Correct the path, "
         f"{without}."
     ]
+
+
+def _describe_lack(config: TokenizerConfig) -> str:
+    """Return the error for a type without the path of its files."""
+    return (
+        f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-name-or-path with a "
+        f"{_NEEDED_FILES[config.tokenizer_type]}, or --vocab-size N if no tokenizer is needed."
+    )
 
 
 def fetch_missing_tokenizer(config: TokenizerConfig, *, needs_text: bool) -> None:
@@ -156,6 +166,8 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
             f"--pad-vocab-size-to {config.pad_vocab_size_to} as the size of its vocabulary, "
             "which is an upper bound."
         )
+    if config.tokenizer_name_or_path is None:
+        raise ConfigError(_describe_lack(config))
     raise ConfigError(
         f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no "
         f"{_NEEDED_FILES[config.tokenizer_type]} on this machine, so the size of the vocabulary is "

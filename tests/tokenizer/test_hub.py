@@ -87,7 +87,7 @@ def test_a_download_that_was_interrupted_is_not_used(
 ) -> None:
     """The vocabulary comes last, so a folder without it is incomplete."""
     hub.fail("resolve", status=404, times=100)
-    with pytest.raises(ConfigError, match="cannot be downloaded"):
+    with pytest.raises(ConfigError, match="cannot be downloaded from the Hub"):
         build_tokenizer(CONFIG)
     hub.faults.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
