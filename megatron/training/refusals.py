@@ -68,7 +68,9 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
     """
     errors = list(plan.errors)
     if read_files:
-        errors += list_missing_files(plan.config.tokenizer)
+        missing = list_missing_files(plan.config.tokenizer)
+        # A type without its path also leaves the size of the vocabulary unknown.
+        errors += [error for error in missing if error not in errors]
     if errors:
         raise combine_errors(errors)
     refuse_unsupported(plan)

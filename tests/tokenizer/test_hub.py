@@ -2,13 +2,18 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from operations.hub_fixtures import environment, hub
 from operations.hub_server import TOKEN, HubServer
+from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, GPT2, ROOT, command
 
+from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError
@@ -24,6 +29,10 @@ from megatron.tokenizer.hub import find_tokenizer_folder, is_hub_name
 constants = importlib.import_module("huggingface_hub.constants")
 __all__ = ["hub"]
 REPO = "org/tokenizer"
+TINY = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 2"
+)
 CONFIG = TokenizerConfig(tokenizer_type="PretrainedFromHF", tokenizer_name_or_path=REPO)
 
 
@@ -135,6 +144,43 @@ def test_a_known_size_needs_no_download(hub: HubServer, published: dict[str, byt
     assert hub.requests == []
     fetch_missing_tokenizer(stated, needs_text=True)
     assert hub.count("resolve") == 3
+
+
+def pretrain_with_hub(argv: list[str], url: str, cache: str) -> None:
+    """Run a command line on this rank with another Hub."""
+    changes: dict[str, Any] = {
+        "ENDPOINT": url,
+        "HF_HUB_CACHE": cache,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_DISABLE_XET": True,
+    }
+    with (
+        mock.patch.multiple(importlib.import_module("huggingface_hub.constants"), **changes),
+        mock.patch.dict(os.environ, {"HF_TOKEN": TOKEN}),
+    ):
+        pretrain(argv)
+
+
+def test_one_of_several_ranks_fetches(
+    hub: HubServer, published: dict[str, bytes], pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    flags = (
+        f"{TINY} --eod-mask-loss --train-iters 1 --lr 1e-3 --eval-iters 0 --data-path {corpus} "
+        f"--data-cache-path {tmp_path}/index --save {tmp_path}/run "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {REPO}"
+    )
+    hub.fail("info", status=404, headers={"X-Error-Code": "RepoNotFound"})
+    cache = str(tmp_path / "ranks")
+    for outcome in pool.run(2, pretrain_with_hub, flags.split(), hub.url, cache):
+        assert outcome.kind == "ConfigError", outcome.output
+        assert "nor a repository of the Hub" in str(outcome.error)
+    hub.requests.clear()
+    succeed(pool.run(2, pretrain_with_hub, flags.split(), hub.url, cache))
+    assert hub.count("info") == 1
+    assert hub.count("resolve") == 3
+    # The name is kept in the checkpoint, and not a folder of the cache.
+    config = open_checkpoint(tmp_path / "run", 1).read_config()
+    assert config.tokenizer.tokenizer_name_or_path == REPO
 
 
 @pytest.mark.parametrize(
