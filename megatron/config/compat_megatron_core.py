@@ -47,9 +47,9 @@ _SEED = "random numbers are derived from --seed and the position in training"
 _STAGES = "--pp-partition-method divides the layers and the embedding into stages"
 _MASTERS = "master weights, gradients and moments are fp32"
 _LOADER = "data files are mapped into memory and read by --num-workers threads"
-_CONVERT_VOCABULARY = (
-    "convert the tokenizer to Hugging Face's format, for example with transformers' "
-    "TikTokenConverter, and use --tokenizer-type PretrainedFromHF"
+_PUBLISHED_VOCABULARY = (
+    "use --tokenizer-type PretrainedFromHF with the folder of a published model that has the same "
+    "tokenizer as tokenizer.json"
 )
 _OTHER_DATA = "it is for chats or images, and only texts are trained on"
 _PLAIN_SENTENCEPIECE = "the pieces and ids are those of tokenizer.model alone"
@@ -316,7 +316,7 @@ _DATA = (
     ignore_flag("--multiple-validation-sets", "named validation sets are evaluated separately"),
     refuse_flag("--full-validation", "every evaluation has --eval-iters batches: use that flag"),
     *refuse_flags(_SPLITS, "--data-args-path --per-split-data-args-path", arity=1),
-    refuse_flag("--tokenizer-type", _CONVERT_VOCABULARY, arity=1, only=("TikTokenizer",)),
+    refuse_flag("--tokenizer-type", _PUBLISHED_VOCABULARY, arity=1, only=("TikTokenizer",)),
     refuse_flag(
         "--tokenizer-type",
         _OTHER_DATA,
