@@ -19,7 +19,7 @@ Exit code 0 means success. Exit code 2 means that nothing was converted.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +35,7 @@ from megatron.convert.from_megatron import MegatronImport, System, import_megatr
 from megatron.convert.from_trainer import Trainer, TrainerImport, import_trainer
 from megatron.convert.importing import import_model
 from megatron.errors import ConfigError
+from megatron.preprocess.flags import TokenizerFlags
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class ToHF:
     compare_model: bool = True
     """Compare the complete model as well, if it fits into the memory. Without it
     (--no-compare-model), the layers are compared one by one, with the memory of one layer."""
+    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=TokenizerFlags
+    )
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ def export(command: ToHF) -> None:
             command.architecture,
             command.max_shard_bytes,
             command.compare_model,
+            command.tokenizer.make_config_if_given(),
         )
         comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
     for line in comparison.describe():

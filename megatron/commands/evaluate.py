@@ -29,6 +29,7 @@ from megatron.errors import ConfigError
 from megatron.generate.load import join_tensor_parallel_ranks
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
+from megatron.preprocess.flags import TokenizerPath
 from megatron.scoring.likelihood import Scorer, TextLoss
 from megatron.tokenizer import Tokenizer
 
@@ -67,8 +68,8 @@ class EvaluateArguments:
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: str | None = None
-    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+    tokenizer_name_or_path: TokenizerPath = None
+    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 @dataclass

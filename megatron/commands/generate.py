@@ -20,6 +20,7 @@ import tyro
 
 from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.verification import ensure_undisturbed
 from megatron.commands.run_tool import run_tool
 from megatron.errors import ConfigError
@@ -40,7 +41,8 @@ from megatron.generate.sampling import SamplingOptions
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.preprocess.flags import TokenizerPath
+from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
 
@@ -92,8 +94,8 @@ class GenerateArguments:
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: str | None = None
-    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+    tokenizer_name_or_path: TokenizerPath = None
+    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
@@ -257,6 +259,12 @@ def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
         if getattr(arguments, name)
     }
     tokenizer_config = replace(config.tokenizer, **files)
+    # The other ranks read what rank 0 has downloaded.
+    ranks = Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
+    ranks.call_on_rank_0(
+        lambda: fetch_missing_tokenizer(tokenizer_config, needs_text=True),
+        "looking for the tokenizer",
+    )
     tokenizer = build_tokenizer(tokenizer_config)
     # Other ids than those of the training would give a meaningless text without an error.
     check_tokenizer(

@@ -487,7 +487,7 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
         yield (
             f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "
             "its end-of-document token is needed: give --vocab-file and --merge-file, or "
-            "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+            "--tokenizer-type and --tokenizer-name-or-path."
         )
 
 

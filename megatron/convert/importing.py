@@ -4,7 +4,6 @@ Invariant: the checkpoint gets its name when the model was compared with `transf
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,11 @@ from megatron.convert.architectures import find_architecture
 from megatron.convert.compare import Comparison, TheirModel, compare_models
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import TheirTensors, match_names, read_config
+from megatron.convert.tokenizer_files import (
+    GENERATION_CONFIG,
+    copy_files,
+    list_tokenizer_files,
+)
 from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
 from megatron.errors import ConfigError
 from megatron.model.shape import ModelShape
@@ -29,16 +33,6 @@ from megatron.training.state import TrainState
 
 _TOKENIZER = "tokenizer"
 """Folder of the tokenizer's copy."""
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def import_model(
@@ -91,7 +85,10 @@ def import_model(
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
         # The run goes on with a copy, because the folder may be removed after the import.
-        copied = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        copied = list_tokenizer_files(folder)
+        # It names the ids that end a text, which an export keeps.
+        if (folder / GENERATION_CONFIG).is_file():
+            copied.append(Path(GENERATION_CONFIG))
         tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
     comparison = compare_models(theirs, say, complete=compare_complete)
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
@@ -106,9 +103,7 @@ def import_model(
     )
 
     def copy_tokenizer(root: Path) -> None:
-        (root / _TOKENIZER).mkdir()
-        for path in copied:
-            shutil.copyfile(path, root / _TOKENIZER / path.name)
+        copy_files(folder, copied, root / _TOKENIZER)
 
     write_checkpoint(out, _list_tensors(theirs), contents, copy_tokenizer)
     return comparison
