@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.scoring.harness import TextLM
-from megatron.scoring.likelihood import Continuation, iterate_windows
+from megatron.scoring.in_loop import RequestPacker
+from megatron.scoring.likelihood import iterate_windows
 from megatron.scoring.tasks import select_metrics
 from megatron.tokenizer import Tokenizer
 
@@ -69,7 +70,7 @@ class FixedTasks:
                     recorder.record(name, instance)
         self._limit = limit
         self._places = recorder.places
-        self.requests: list[Continuation] = recorder.requests
+        self.requests = recorder.packer.pack()
         """What must be scored."""
 
     def compute_scores(self, likelihoods: Tensor) -> dict[str, dict[str, float]]:
@@ -151,7 +152,7 @@ class _Recorder(TextLM):
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         super().__init__(tokenizer, context)
-        self.requests: list[Continuation] = []
+        self.packer = RequestPacker(context)
         self.places: dict[_Key, slice] = {}
         """The scored requests that belong to a request of the harness."""
 
@@ -164,21 +165,19 @@ class _Recorder(TextLM):
         key = (instance.request_type, instance.args)
         if key in self.places:
             return
-        first = len(self.requests)
-        getattr(self, instance.request_type)([instance], disable_tqdm=True)
-        self.places[key] = slice(first, len(self.requests))
-        longest = max((len(following) for _, following in self.requests[first:]), default=0)
-        if longest > self.max_length:
-            raise ConfigError(
-                f"--eval-tasks {task} has a continuation of {longest} tokens, which does not fit "
-                f"into --seq-length {self.max_length}; leave the task out"
-            )
+        first = len(self.packer)
+        try:
+            getattr(self, instance.request_type)([instance], disable_tqdm=True)
+        except ConfigError as error:
+            raise ConfigError(f"--eval-tasks {task}: {error}") from error
+        self.places[key] = slice(first, len(self.packer))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         for request in requests:
             (text,) = request.args
             ids = self.tok_encode(text)
-            self.requests += iterate_windows(ids, self.prefix_token_id, self.max_length)
+            for window in iterate_windows(ids, self.prefix_token_id, self.max_length):
+                self.packer.add(window)
         return []
 
     def _loglikelihood_tokens(
@@ -187,7 +186,8 @@ class _Recorder(TextLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        self.requests += [(context, following) for _, context, following in requests]
+        for _, context, following in requests:
+            self.packer.add((context, following))
         return []
 
 

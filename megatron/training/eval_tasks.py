@@ -19,7 +19,7 @@ from megatron.config.tree import Config
 from megatron.errors import ConfigError, MegatronError, TrainingError
 from megatron.parallel.messages import broadcast_integers
 from megatron.plan import Plan
-from megatron.scoring.in_loop import PackedRequests, pack_requests
+from megatron.scoring.in_loop import PackedRequests
 from megatron.scoring.tasks import find_tasks
 from megatron.tokenizer import build_tokenizer
 
@@ -87,20 +87,17 @@ def prepare_tasks(plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> EvalT
     if not config.batch.eval_tasks:
         return None
     built: list[FixedTasks] = []
-    packed = PackedRequests(torch.zeros(0), torch.zeros(0, 0))
-
-    def build() -> None:
-        nonlocal packed
-        tasks = build_tasks(config)
-        packed = pack_requests(tasks.requests, config.model.seq_length)
-        built.append(tasks)
-
-    ranks.call_on_rank_0(build, "preparing --eval-tasks", say)
+    ranks.call_on_rank_0(lambda: built.append(build_tasks(config)), "preparing --eval-tasks", say)
+    tasks = built[0] if built else None
+    # Ranks that receive the tensors need only their numbers of dimensions.
+    mine = PackedRequests(torch.zeros(0), torch.zeros(0, 0))
+    if tasks is not None:
+        mine = tasks.requests
     requests = PackedRequests(
-        broadcast_integers(packed.tokens, ranks.group),
-        broadcast_integers(packed.lengths, ranks.group),
+        broadcast_integers(mine.tokens, ranks.group),
+        broadcast_integers(mine.lengths, ranks.group),
     )
-    return EvalTasks(requests, built[0] if built else None, ranks)
+    return EvalTasks(requests, tasks, ranks)
 
 
 def build_tasks(config: Config) -> FixedTasks:

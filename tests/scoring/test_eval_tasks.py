@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from training.runs import Runner
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import evaluate
+from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
+from megatron.observe.metrics import read_metrics
 from megatron.scoring.likelihood import Scorer
 from megatron.scoring.tasks import find_tasks
+from megatron.tokenizer import build_tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -47,24 +51,31 @@ def flags_of(tasks: Path, interval: int = 2) -> str:
 
 
 def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
-    """Run a command line. On rank 0, return the requests and likelihoods of each evaluation."""
+    """Run a command line. Return the requests and likelihoods of each evaluation."""
     os.environ["HF_HOME"] = cache
     os.environ["HF_DATASETS_OFFLINE"] = "1"
-    from megatron.scoring.fixed_tasks import FixedTasks
+    from megatron.training.eval_tasks import EvalTasks
 
     seen: list[tuple[Any, Any]] = []
-    compute = FixedTasks.compute_scores
+    compute = EvalTasks.compute_scores
 
-    def record(self: FixedTasks, likelihoods: Any) -> Any:
-        seen.append((self.requests, likelihoods.tolist()))
-        return compute(self, likelihoods)
+    def record(self: EvalTasks, likelihoods: Any, say: Any) -> Any:
+        seen.append((list(unpack(self.requests)), likelihoods.tolist()))
+        return compute(self, likelihoods, say)
 
-    FixedTasks.compute_scores = record  # type: ignore[method-assign]
+    EvalTasks.compute_scores = record  # type: ignore[method-assign]
     try:
         pretrain(argv)
     finally:
-        FixedTasks.compute_scores = compute  # type: ignore[method-assign]
+        EvalTasks.compute_scores = compute  # type: ignore[method-assign]
     return seen
+
+
+def unpack(requests: Any) -> Iterator[tuple[list[int], list[int]]]:
+    ids = requests.tokens.tolist()
+    for length, following in requests.lengths.tolist():
+        yield ids[: length - following], ids[length - following : length]
+        ids = ids[length:]
 
 
 class TaskRunner(Runner):
@@ -182,6 +193,19 @@ def test_a_resumed_run_repeats_each_score(
     assert resumed.numbers() == runner.numbers()
 
 
+def test_an_evaluation_without_training_gives_the_same_scores(
+    evaluated: tuple[TaskRunner, list[Outcome]], tasks: Path, tmp_path: Path
+) -> None:
+    runner, outcomes = evaluated
+    flags = flags_of(tasks).replace("--eval-tasks-interval 2", "--eval-only --load-iteration 2")
+    metrics = tmp_path / "metrics.jsonl"
+    (outcome,) = runner.launch(f"{flags} --metrics-file {metrics}")
+    succeed([outcome])
+    assert outcome.value == outcomes[0].value[:1]
+    (entry,) = read_metrics(metrics)
+    assert entry == {"iteration": 2, "tasks": runner.scores()[2]}
+
+
 LAYOUTS = {
     "TP 2 x PP 2": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
@@ -220,7 +244,7 @@ def test_every_layout_gives_the_scores_of_its_checkpoint(
     outcomes = runner.launch(f"{flags_of(tasks)} --train-iters 3 {flags}", ranks)
     succeed(outcomes)
     first, last = outcomes[0].value
-    assert all(outcome.value == [] for outcome in outcomes[1:])
+    assert all(outcome.value == [first, last] for outcome in outcomes[1:])
     compare_items(runner.folder, 2, first)
     # The end of training is evaluated, whatever the interval is.
     compare_items(runner.folder, 3, last)
@@ -236,7 +260,6 @@ def test_every_layout_gives_the_scores_of_its_checkpoint(
         ("--eval-tasks-interval 5", "needs --eval-tasks"),
         ("--eval-tasks-limit 5", "needs --eval-tasks"),
         ("--eval-tasks choose_locally --eval-tasks-interval 0", "at least 1"),
-        ("--eval-tasks absent_task --eval-tasks-interval 1", "has no such task"),
         (
             "--eval-tasks piqa --eval-tasks-interval 1 --eval-tasks-folder /absent",
             "--eval-tasks-folder /absent is not a folder",
@@ -270,7 +293,6 @@ def test_every_rank_refuses_what_cannot_run_in_the_loop(
     assert "--eval-tasks needs the tokenizer" in str(outcome.error)
     broken = tmp_path / "broken"
     broken.mkdir()
-    (tasks / "read.yaml").read_text()
     text = (tasks / "read.yaml").read_text().replace("data.jsonl", "absent.jsonl")
     (broken / "read.yaml").write_text(text.replace("read_locally", "broken_locally"))
     (outcome,) = runner.launch(
@@ -300,7 +322,33 @@ def test_every_rank_reports_a_metric_that_fails(
         assert "cannot compute the scores of --eval-tasks" in str(outcome.error)
 
 
+def find(names: list[str], folder: Path | None) -> Any:
+    return find_tasks(names, folder, names_flag="--eval-tasks", folder_flag="--eval-tasks-folder")
+
+
+def test_own_tasks_are_found_without_those_of_the_harness(tasks: Path) -> None:
+    manager = find(["choose_locally", "write_locally"], tasks)
+    assert "piqa" not in manager.all_tasks
+
+
+@pytest.mark.full
+def test_an_unknown_task_is_named(tasks: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--eval-tasks absent_task: .* has no such task"):
+        find(["piqa", "choose_locally", "absent_task"], tasks)
+
+
+def test_a_continuation_that_does_not_fit_is_refused(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    from megatron.scoring.fixed_tasks import FixedTasks
+
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
+    with pytest.raises(ConfigError, match=r"--eval-tasks choose_locally: .* does not fit"):
+        FixedTasks(find(["choose_locally"], tasks), ["choose_locally"], tokenizer, 3)
+
+
 def test_a_missing_harness_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(ConfigError, match=r"--eval-tasks needs .*\.\[eval\]"):
-        find_tasks(["piqa"], None, names_flag="--eval-tasks", folder_flag="--eval-tasks-folder")
+        find(["piqa"], None)

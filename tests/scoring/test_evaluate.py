@@ -127,7 +127,7 @@ def test_scores_equal_those_of_the_exported_model(
         model="hf",
         model_args={"pretrained": str(exported), "dtype": "float32", "max_length": 32},
         tasks=tasks,
-        task_manager=TaskManager(include_path=str(tmp_path)),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         device="cpu",
         batch_size=1,
     )
