@@ -144,7 +144,8 @@ def score_labels(
     used = weight.detach()[: rows.real]
     log_likelihoods = states.new_zeros(length * samples, dtype=torch.float64)
     misses = torch.zeros_like(log_likelihoods, dtype=torch.bool)
-    for part in split_rows(len(counted), rows.real, on_gpu=hidden.is_cuda):
+    columns = _count_columns(weight, rows, tp)
+    for part in split_rows(len(counted), columns, on_gpu=hidden.is_cuda):
         logits = F.linear(states[part], used).float()
         # This must come before `_reduce_in_place`, which overwrites the logits.
         misses[counted[part]] = _find_most_likely(logits, rows, tp) != wanted[part]
@@ -216,7 +217,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_logits = hidden.new_empty((kept, real))
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in split_rows(n, real, on_gpu=hidden.is_cuda):
+        for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target = _combine(top, total, target, tp)
@@ -274,6 +275,17 @@ def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
         step = max(1, limit // (4 * columns))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
+
+
+def _count_columns(weight: Tensor, rows: VocabSlice, tp: TensorParallel) -> int:
+    """Return the columns that decide how many rows a chunk has.
+
+    Ranks exchange messages for each chunk, so all of them must divide the rows equally. The number
+    of real ids differs between ranks if one has padding.
+    """
+    if tp.size == 1:
+        return rows.real
+    return weight.shape[0]
 
 
 def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
