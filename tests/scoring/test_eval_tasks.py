@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from scoring.local_tasks import write_task_with_examples, write_tasks
 from tiny_corpus import MERGES, VOCAB
@@ -224,7 +225,8 @@ MORE_LAYOUTS = {
     "DeepSpeed ZeRO 1 x TP 2": ("--deepspeed --zero-stage 1 --tensor-model-parallel-size 2", 4),
     "recomputation": ("--checkpoint-activations --pipeline-model-parallel-size 2", 4),
     "padding on the last rank": (
-        "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 4096",
+        "--tensor-model-parallel-size 4 --num-attention-heads 4 "
+        "--make-vocab-size-divisible-by 4096",
         4,
     ),
 }
@@ -251,6 +253,21 @@ def test_every_layout_gives_the_scores_of_its_checkpoint(
     plain = make_runner(pool, corpus, tmp_path / "plain")
     succeed(plain.launch(f"--train-iters 3 {flags}", ranks))
     assert plain.numbers() == runner.numbers()
+
+
+@pytest.mark.full
+def test_scores_in_16_bits_are_those_of_the_checkpoint_in_16_bits(
+    pool: ProcessPool, corpus: str, tasks: Path, tmp_path: Path
+) -> None:
+    runner = make_runner(pool, corpus, tmp_path / "run")
+    flags = "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 2"
+    outcomes = runner.launch(f"{flags_of(tasks)} {flags}", ranks=4)
+    succeed(outcomes)
+    ((requests, likelihoods),) = outcomes[0].value
+    model = load_model(open_checkpoint(runner.folder, 2)).to(torch.bfloat16)
+    expected = Scorer(model, 4).score(requests)
+    for (log_likelihood, _), item in zip(likelihoods, expected, strict=True):
+        assert log_likelihood == pytest.approx(item.log_likelihood, rel=0.02)
 
 
 @pytest.mark.parametrize(
