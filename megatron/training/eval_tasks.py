@@ -106,33 +106,38 @@ def build_tasks(config: Config) -> FixedTasks:
     Raises:
         ConfigError: See `prepare_tasks`.
     """
+    try:
+        return _load_tasks(config)
+    except MegatronError:
+        raise
+    # A task may run any code of its own, and download data. Only a `MegatronError` of rank 0
+    # reaches the other ranks.
+    except Exception as error:
+        raise ConfigError(
+            f"--eval-tasks {' '.join(config.batch.eval_tasks)}: lm-evaluation-harness cannot "
+            f"prepare them ({type(error).__name__}: {error}); check the tasks and their data with "
+            "tools/evaluate.py"
+        ) from error
+
+
+def _load_tasks(config: Config) -> FixedTasks:
     batch = config.batch
-    names = batch.eval_tasks
     folder = None if batch.eval_tasks_folder is None else Path(batch.eval_tasks_folder)
     manager = find_tasks(
-        names, folder, names_flag="--eval-tasks", folder_flag="--eval-tasks-folder"
+        batch.eval_tasks, folder, names_flag="--eval-tasks", folder_flag="--eval-tasks-folder"
     )
     try:
         tokenizer = build_tokenizer(config.tokenizer)
     except ConfigError as error:
         raise ConfigError(f"--eval-tasks needs the tokenizer of the data: {error}") from error
+    # The harness takes seconds to import, and may be missing.
     from megatron.scoring.fixed_tasks import FixedTasks
 
-    try:
-        return FixedTasks(
-            manager,
-            names,
-            tokenizer,
-            config.model.seq_length,
-            num_fewshot=batch.eval_tasks_num_fewshot,
-            limit=batch.eval_tasks_limit,
-        )
-    except MegatronError:
-        raise
-    # A task may run any code of its own, and download data.
-    except Exception as error:
-        raise ConfigError(
-            f"--eval-tasks {' '.join(names)}: lm-evaluation-harness cannot prepare them "
-            f"({type(error).__name__}: {error}); check the tasks and their data with "
-            "tools/evaluate.py"
-        ) from error
+    return FixedTasks(
+        manager,
+        batch.eval_tasks,
+        tokenizer,
+        config.model.seq_length,
+        num_fewshot=batch.eval_tasks_num_fewshot,
+        limit=batch.eval_tasks_limit,
+    )

@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from process_pool import Outcome, ProcessPool, pretrain, succeed
@@ -340,6 +342,33 @@ def test_own_tasks_are_found_without_those_of_the_harness(tasks: Path) -> None:
 def test_an_unknown_task_is_named(tasks: Path) -> None:
     with pytest.raises(ConfigError, match=r"--eval-tasks absent_task: .* has no such task"):
         find(["piqa", "choose_locally", "absent_task"], tasks)
+
+
+def read_random_states() -> list[Any]:
+    numpy = [str(part) for part in np.random.get_state()]
+    return [random.getstate(), numpy, torch.get_rng_state().tolist()]
+
+
+def test_the_harness_leaves_the_random_numbers_of_training(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    from megatron.scoring.fixed_tasks import FixedTasks
+
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = read_random_states()
+    own = find(["repeat_locally"], tasks)
+    built = FixedTasks(own, ["repeat_locally"], tokenizer, 32, num_fewshot=2, limit=3)
+    assert len(built.requests) == 3
+    answers = torch.zeros((3, 2), dtype=torch.float64)
+    assert built.compute_scores(answers)["repeat_locally"] == {"perplexity": 1.0, "acc": 0.0}
+    # The answers of an earlier evaluation are forgotten.
+    answers[:, 1] = 1.0
+    assert built.compute_scores(answers)["repeat_locally"]["acc"] == 1.0
+    assert read_random_states() == before
 
 
 def test_a_continuation_that_does_not_fit_is_refused(
