@@ -31,6 +31,7 @@ from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
 from megatron.preprocess.flags import TokenizerPath
 from megatron.scoring.likelihood import Scorer, TextLoss
+from megatron.scoring.tasks import find_tasks, select_metrics
 from megatron.tokenizer import Tokenizer
 
 
@@ -129,8 +130,6 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
     ):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1.")
-    if arguments.task_folder is not None and not arguments.task_folder.is_dir():
-        raise ConfigError(f"--task-folder {arguments.task_folder} is not a folder.")
     texts = {}
     for path in arguments.text_files:
         try:
@@ -142,29 +141,6 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
         if not texts[path]:
             raise ConfigError(f"--text-files {path} is empty.")
     return texts
-
-
-def find_tasks(arguments: EvaluateArguments) -> Any:
-    """Return the harness's manager of tasks, which knows all tasks of the command line.
-
-    Raises:
-        ConfigError: The harness is not installed, or a task does not exist.
-    """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            "--tasks needs lm-evaluation-harness: pip install -e '.[eval]'"
-        ) from error
-    folder = None if arguments.task_folder is None else str(arguments.task_folder)
-    manager = TaskManager(include_path=folder)
-    unknown = [task for task in arguments.tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise ConfigError(
-            f"--tasks {' '.join(unknown)}: lm-evaluation-harness has no such task; "
-            "lm_eval ls tasks lists them, and --task-folder adds others"
-        )
-    return manager
 
 
 def evaluate(
@@ -215,13 +191,7 @@ def run_tasks(
         confirm_run_unsafe_code=False,
     )
     assert results is not None, "each rank evaluates all items"
-    for task, metrics in results["results"].items():
-        found.tasks[task] = {
-            name.removesuffix(",none"): value
-            for name, value in metrics.items()
-            # The harness names a metric and its filter. Other entries describe the task.
-            if "," in name and isinstance(value, int | float)
-        }
+    found.tasks = select_metrics(results["results"])
     found.items = {
         task: [
             {name: item[name] for name in ("doc_id", "target", "filtered_resps")} for item in items
@@ -260,8 +230,15 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         texts = check_arguments(arguments)
-        # A wrong name of a task is found before the model is loaded.
-        manager = find_tasks(arguments) if arguments.tasks else None
+        manager = None
+        if arguments.tasks:
+            # A wrong name of a task is found before the model is loaded.
+            manager = find_tasks(
+                arguments.tasks,
+                arguments.task_folder,
+                names_flag="--tasks",
+                folder_flag="--task-folder",
+            )
         _, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
         with join_tensor_parallel_ranks(
             arguments.tensor_model_parallel_size, arguments.device

@@ -13,6 +13,7 @@ Example (the second line is shortened):
     {"kind": "train", "iteration": 1, "lm_loss": 9.1, ..., "seconds": 0.8, ..., "time": ...}
     {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2,
      "time": "2026-01-31T12:00:00.123+00:00"}
+    {"kind": "task", "iteration": 1, "name": "piqa", "scores": {"acc": 0.5}, "time": ...}
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from megatron.observe.report import IterationReport
 from megatron.observe.timers import compute_seconds
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_EVALUATIONS = {"validation": ("validation", "lm_loss"), "task": ("tasks", "scores")}
+"""Kind of a line -> the key that the reader collects it under, and the field with its result."""
 
 
 class MetricsFile:
@@ -81,6 +84,10 @@ class MetricsFile:
         self._append(
             {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
         )
+
+    def write_task(self, iteration: int, name: str, scores: Mapping[str, float]) -> None:
+        """Write one evaluation of one task, by metric."""
+        self._append({"kind": "task", "iteration": iteration, "name": name, "scores": dict(scores)})
 
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""
@@ -154,10 +161,10 @@ class MetricsFile:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the iterations of a run in order, each once.
 
-    An iteration has "validation": {name: loss} only if it was evaluated. Iterations of a lost run
-    are left out. These come after the iteration from which a later launch started. Torn lines are
-    skipped. An evaluation without an iteration of its own (--eval-only) gives an entry with
-    "iteration" and "validation" only.
+    An iteration has "validation": {name: loss} and "tasks": {name: {metric: score}} only if it was
+    evaluated. Iterations of a lost run are left out. These come after the iteration from which a
+    later launch started. Torn lines are skipped. An evaluation without an iteration of its own
+    (--eval-only) gives an entry with "iteration" and its results only.
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
@@ -168,9 +175,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             kind = record.pop("kind")
             iteration = record["iteration"]
-            if kind == "validation":
+            if kind in _EVALUATIONS:
                 entry = entries.setdefault(iteration, {"iteration": iteration})
-                entry.setdefault("validation", {})[record["name"]] = record["lm_loss"]
+                group, result = _EVALUATIONS[kind]
+                entry.setdefault(group, {})[record["name"]] = record[result]
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
             if kind == "start":
@@ -189,6 +197,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _encode_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_encode_non_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -199,6 +209,8 @@ def _encode_non_finite(value: Any) -> Any:
 def _decode_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode_non_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _decode_non_finite(item) for key, item in value.items()}
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     return value
@@ -211,7 +223,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         # The line is torn, or not text.
         return None
-    if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
+    known = ("start", "train", *_EVALUATIONS)
+    if not isinstance(record, dict) or record.get("kind") not in known:
         return None
     record = {key: _decode_non_finite(value) for key, value in record.items()}
     if _has_valid_numbers(record):
@@ -222,8 +235,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _has_valid_numbers(record: dict[str, Any]) -> bool:
     """Return whether a record has what the reader needs. Another program may have written it."""
     numbers = [record.get("lm_loss", 0.0), record.get("learning_rate", 0.0)]
-    if record["kind"] == "validation" and not {"name", "lm_loss"} <= record.keys():
-        return False
+    if record["kind"] in _EVALUATIONS:
+        _, result = _EVALUATIONS[record["kind"]]
+        if not {"name", result} <= record.keys():
+            return False
     # The loss of a dropped step is None.
     valid = all(number is None or isinstance(number, int | float) for number in numbers)
     return valid and isinstance(record.get("iteration"), int)

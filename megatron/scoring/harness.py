@@ -20,7 +20,37 @@ _NEW_TOKENS = 256
 """Tokens that are generated if a task does not say how many."""
 
 
-class CheckpointLM(TemplateLM):
+class TextLM(TemplateLM):
+    """What the harness needs to divide texts into the tokens of a training."""
+
+    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
+        """Remember the tokenizer of the training, and the tokens of the model's context."""
+        super().__init__()
+        self._text_tokenizer = tokenizer
+        self._context = context
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document."""
+        return self._text_tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the model's context."""
+        return self._context
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+        return self._text_tokenizer.encode(string)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Raise an error, because this model generates no text."""
+        raise NotImplementedError("this model generates no text")
+
+
+class CheckpointLM(TextLM):
     """A loaded checkpoint."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int) -> None:
@@ -31,27 +61,10 @@ class CheckpointLM(TemplateLM):
             tokenizer: The tokenizer of the training.
             batch_size: Sequences that are computed together.
         """
-        super().__init__()
+        scorer = Scorer(model, batch_size)
+        super().__init__(tokenizer, scorer.context)
         self._model = model
-        self._text_tokenizer = tokenizer
-        self._batch_size = batch_size
-        self._scorer = Scorer(model, batch_size)
-
-    @property
-    def eot_token_id(self) -> int:
-        """The id that ends a document."""
-        return self._text_tokenizer.eod
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the model's context."""
-        return self._scorer.context
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Return the ids of a text, without special tokens."""
-        return self._text_tokenizer.encode(string)
+        self._scorer = scorer
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each complete text."""

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
-from megatron.parallel.collectives import all_gather
+from megatron.model.inputs import Inputs, SampleLikelihoods
 
 Continuation = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, at least one, and ids that follow it."""
+
+Row = tuple[Sequence[int], int]
+"""Ids of a context with its continuation, and the number of ids of the continuation."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +79,23 @@ class Scorer:
         If both are longer than the model's context, the first tokens are left out.
 
         Args:
-            requests: Contexts and continuations. A continuation has 1 to `context` tokens.
+            requests: Contexts and continuations.
             on_batch: Receives the number of requests that were computed.
+
+        Raises:
+            ConfigError: See `join_continuation`.
         """
+        rows = [join_continuation(request, self.context) for request in requests]
         # Sequences of similar length are computed together, so that little is padded. The longest
         # come first, so that a lack of memory shows at the start.
-        order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         results: dict[int, Likelihood] = {}
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
-            batch = [requests[i] for i in chosen]
+            batch = [rows[i] for i in chosen]
             results |= dict(zip(chosen, self._score_batch(batch), strict=True))
             on_batch(len(chosen))
-        return [results[i] for i in range(len(requests))]
+        return [results[i] for i in range(len(rows))]
 
     def measure_text(self, tokens: Sequence[int], text: str, first: int) -> TextLoss:
         """Return the loss of a text, in windows of the model's context.
@@ -102,34 +109,56 @@ class Scorer:
         nats = -sum(found.log_likelihood for found in self.score(windows))
         return TextLoss(len(tokens), len(text.encode()), nats)
 
-    def _score_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
-        # The last token of a continuation is predicted, and is no input.
-        inputs = [[*context, *following][-(self.context + 1) : -1] for context, following in batch]
-        longest = max(map(len, inputs))
-        # Later tokens do not influence earlier ones, so any padding on the right does.
-        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in inputs])
+    def _score_batch(self, batch: Sequence[Row]) -> list[Likelihood]:
+        length = max(1, max(len(ids) for ids, _ in batch) - 1)
+        found = SampleLikelihoods()
+        inputs = replace(make_inputs(batch, length), likelihoods=found)
         with torch.no_grad():
-            logits = self._compute_logits(padded.to(self._device))
-        found = []
-        for row, (ids, (_, following)) in enumerate(zip(inputs, batch, strict=True)):
-            predicted = logits[row, len(ids) - len(following) : len(ids)].float().log_softmax(-1)
-            wanted = torch.tensor(list(following), device=self._device)
-            each = predicted.gather(-1, wanted[:, None]).squeeze(-1)
-            greedy = bool((predicted.argmax(-1) == wanted).all())
-            found.append(Likelihood(float(each.double().sum()), greedy))
-        return found
+            self._model(None, inputs.to(self._device))
+        assert found.log_likelihood is not None, "the model has all layers"
+        assert found.greedy is not None, "the model fills both"
+        columns = (found.log_likelihood.tolist(), found.greedy.tolist())
+        return [Likelihood(*each) for each in zip(*columns, strict=True)]
 
-    def _compute_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of all ids, [b, s, v]."""
-        logits = self._model.compute_logits(tokens)
-        tp = self._model.tp
-        if tp.size == 1:
-            return logits
-        # The last ranks may have fewer real ids, and a gather needs equal shapes.
-        shape = self._model.shape
-        padding = shape.padded_vocab_size // tp.size - logits.shape[-1]
-        padded = torch.nn.functional.pad(logits, (0, padding)).movedim(-1, 0)
-        return all_gather(padded.contiguous(), tp)[: shape.vocab_size].movedim(0, -1)
+
+def join_continuation(request: Continuation, context: int) -> Row:
+    """Join a context and a continuation. First tokens that do not fit are left out.
+
+    Args:
+        request: The context and the continuation.
+        context: Largest number of tokens of an input.
+
+    Raises:
+        ConfigError: The continuation alone does not fit.
+    """
+    before, following = request
+    if len(following) > context:
+        raise ConfigError(
+            f"a continuation of {len(following)} tokens does not fit into the model's context of "
+            f"{context} tokens; leave out the task that has it"
+        )
+    # The last token of a continuation is predicted, and is no input.
+    return [*before, *following][-(context + 1) :], len(following)
+
+
+def make_inputs(rows: Sequence[Row], length: int) -> Inputs:
+    """Return a microbatch of these rows, whose mask keeps the continuations.
+
+    Args:
+        rows: A row without ids is a sample in which nothing counts.
+        length: Tokens of each sample. A row has at most one more.
+    """
+    tokens = torch.zeros((len(rows), length), dtype=torch.int64)
+    labels = torch.zeros_like(tokens)
+    mask = torch.zeros((len(rows), length), dtype=torch.float32)
+    for sample, (ids, following) in enumerate(rows):
+        # Later tokens do not influence earlier ones, so any padding on the right does.
+        row = torch.as_tensor(ids, dtype=torch.int64)
+        end = max(len(row) - 1, 0)
+        tokens[sample, :end] = row[:-1]
+        labels[sample, :end] = row[1:]
+        mask[sample, end - following : end] = 1.0
+    return Inputs(tokens, labels, mask)
 
 
 def iterate_windows(

@@ -6,6 +6,7 @@ from megatron.config.cli import LoadedConfig
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
+from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
@@ -58,12 +59,14 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
         check_agreement(config, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+        tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
         run = start_run(loaded, job, mesh, timers, lease)
+        run.tasks = tasks
         closing.callback(run.reporter.close)
         closing.callback(run.sources.close)
         if run.exporter is not None:

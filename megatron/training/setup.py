@@ -162,7 +162,7 @@ def start_run(
     """Start the job, from scratch or from its checkpoint.
 
     If another run has saved meanwhile, this one starts from there. If the checkpoint turns out to
-    be damaged, it starts from the one before it.
+    be damaged, it starts from the one before it. The caller sets `Run.tasks`.
 
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from process_pool import ProcessPool, pretrain, succeed
-from tiny_corpus import JSONL, MERGES, VOCAB
+from scoring.local_tasks import read_texts, write_tasks
+from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
@@ -33,11 +34,6 @@ def run(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
     )
     succeed(pool.run(1, pretrain, f"{FLAGS} {paths}".split()))
     return folder
-
-
-def read_texts(count: int, length: int) -> list[str]:
-    lines = JSONL.read_text(encoding="utf-8").splitlines()[:count]
-    return [json.loads(line)["text"][:length] for line in lines]
 
 
 def test_windows_cover_each_token_once() -> None:
@@ -112,39 +108,6 @@ def test_tensor_parallel_ranks_give_the_same_numbers(
     assert two[str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
 
 
-def write_tasks(folder: Path) -> list[str]:
-    """Write three tasks with local data: choices, texts, and generation."""
-    texts = read_texts(6, 90)
-    documents = [
-        {"text": text, "choices": [" the end", " a beginning", text[-20:]], "label": i % 3}
-        for i, text in enumerate(texts)
-    ]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
-    common = (
-        "dataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
-        "test_split: test\nnum_fewshot: 0\n"
-    )
-    (folder / "choose.yaml").write_text(
-        f"task: choose_locally\n{common}output_type: multiple_choice\n"
-        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: label\n'
-        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
-    )
-    (folder / "read.yaml").write_text(
-        f"task: read_locally\n{common}output_type: loglikelihood_rolling\n"
-        'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
-        "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n"
-    )
-    (folder / "write.yaml").write_text(
-        f"task: write_locally\n{common}output_type: generate_until\n"
-        'doc_to_text: "{{text}}"\ndoc_to_target: "{{text}}"\n'
-        'generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 8, do_sample: false}\n'
-        "metric_list: [{metric: exact_match}]\n"
-    )
-    return ["choose_locally", "read_locally", "write_locally"]
-
-
 def test_scores_equal_those_of_the_exported_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +127,7 @@ def test_scores_equal_those_of_the_exported_model(
         model="hf",
         model_args={"pretrained": str(exported), "dtype": "float32", "max_length": 32},
         tasks=tasks,
-        task_manager=TaskManager(include_path=str(tmp_path)),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         device="cpu",
         batch_size=1,
     )
