@@ -3,7 +3,8 @@
     python tools/generate.py --load DIR --prompt "Once upon a time"
     python tools/generate.py --load DIR --prompt-file prompts.txt --json > texts.jsonl
     python tools/generate.py --load DIR --interactive
-    torchrun --nproc-per-node 2 tools/generate.py --load DIR --tensor-model-parallel-size 2 ...
+    torchrun --nproc-per-node 4 tools/generate.py --load DIR --prompt "Once upon a time"
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The last form divides a model that does not fit on one device. A checkpoint of any parallel layout
 can be loaded in each form.
@@ -18,10 +19,11 @@ from typing import Literal
 
 import tyro
 
-from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
+from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.ranks import Work
 from megatron.checkpoint.verification import ensure_undisturbed
-from megatron.commands.run_tool import run_tool
+from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.errors import ConfigError
 from megatron.generate.generation import (
     CONTEXT_LENGTH,
@@ -32,12 +34,14 @@ from megatron.generate.generation import (
 )
 from megatron.generate.load import (
     DTYPES,
-    join_tensor_parallel_ranks,
+    build_ranks,
+    choose_checkpoint,
+    join_ranks,
     load_part,
     store_for_single_prompts,
 )
 from megatron.generate.sampling import SamplingOptions
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -45,6 +49,8 @@ from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
 
 _BETWEEN_TEXTS = "---"
+_ROUND_SECONDS = 0.2
+"""Seconds between two messages to the other ranks while rank 0 waits for a line."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,11 @@ class GenerateArguments:
     device: Literal["cpu", "cuda"] | None = None
     """Default: cuda if there is a GPU."""
     tensor_model_parallel_size: int = 1
-    """Processes that divide the model. torchrun starts them."""
+    """Processes that divide each layer. torchrun starts them."""
     pipeline_model_parallel_size: int = 1
-    """Only 1 is possible. Use tensor parallelism for a model that does not fit on one device."""
+    """Stages of layers, each on its own processes. torchrun starts them."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that the processes wait for one that does not answer."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
@@ -120,15 +128,10 @@ def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
         ("--max-new-tokens", arguments.max_new_tokens, 0),
         ("--batch-size", arguments.batch_size, 1),
         ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size, 1),
+        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size, 1),
     ):
         if value < least:
             raise ConfigError(f"{flag} {value} must be at least {least}.")
-    if arguments.pipeline_model_parallel_size != 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {arguments.pipeline_model_parallel_size} is not "
-            "possible in text generation; use --tensor-model-parallel-size. A checkpoint of any "
-            "layout can be loaded."
-        )
     if "" in arguments.stop:
         raise ConfigError("--stop '' is empty; it would end each text before it starts")
     return GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
@@ -176,10 +179,7 @@ class TextGenerator:
     def answer_lines(self) -> None:
         """Continue each line of standard input, until its end."""
         while True:
-            line = None
-            if self._prints:
-                line = read_line()
-            line = broadcast_json(line, self._mesh.control)
+            line = self._receive_line()
             if line is None:
                 return
             if not line:
@@ -189,6 +189,26 @@ class TextGenerator:
                 self.continue_prompts([line])
             except ConfigError as error:
                 self._print_error(str(error))
+
+    def _receive_line(self) -> str | None:
+        """Return the next line of rank 0's standard input, or None after the last one.
+
+        A person may type after minutes. So the other ranks do not wait in one collective, which
+        would time out.
+        """
+        reading = None
+        if self._prints:
+            reading = Work(read_line, in_thread=self._mesh.grid.world_size > 1)
+        while True:
+            outcome = None
+            if reading is not None:
+                reading.wait(_ROUND_SECONDS)
+                outcome = [reading.done, reading.result]
+                if reading.error is not None:
+                    raise reading.error
+            done, line = broadcast_json(outcome, self._mesh.control)
+            if done:
+                return line
 
     def _name_prompt(self, number: int) -> str:
         if self._arguments.prompt_file is not None:
@@ -238,14 +258,14 @@ class TextGenerator:
             print(f"{kind}: {message}", file=sys.stderr, flush=True)
 
 
-def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
+def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer]:
     """Return this rank's part of the model, and the tokenizer.
 
     Raises:
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
+    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
     # The run may be active and remove this checkpoint while it is loaded.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
         checkpoint = open_checkpoint(root, iteration)
@@ -265,15 +285,30 @@ def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
+def collect_prompts(arguments: GenerateArguments) -> list[str]:
+    """Return the prompts of the command line, none if they are typed.
+
+    Raises:
+        ConfigError: See `read_prompts`.
+    """
+    if arguments.prompt is not None:
+        return [arguments.prompt]
+    if arguments.prompt_file is not None:
+        return read_prompts(arguments.prompt_file)
+    return []
+
+
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file. Empty lines are left out.
 
     Raises:
-        ConfigError: The file has no prompt, is not UTF-8, or has a line of another form.
-        OSError: It cannot be read.
+        ConfigError: The file cannot be read, has no prompt, is not UTF-8, or has a line of another
+            form.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
     if path.suffix == ".jsonl":
@@ -320,16 +355,19 @@ def run(arguments: GenerateArguments) -> None:
 
     Raises:
         MegatronError: An argument, the checkpoint or the tokenizer is at fault.
-        OSError: The file with the prompts cannot be read.
     """
     options = check_arguments(arguments)
-    prompts: list[str] = []
-    if arguments.prompt is not None:
-        prompts = [arguments.prompt]
-    if arguments.prompt_file is not None:
-        prompts = read_prompts(arguments.prompt_file)
-    together = min(max(len(prompts), 1), arguments.batch_size)
-    with join_tensor_parallel_ranks(arguments.tensor_model_parallel_size, arguments.device) as mesh:
+    with join_ranks(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.device,
+        arguments.distributed_timeout_minutes,
+    ) as mesh:
+        # A file could differ between hosts, so rank 0 reads it for all.
+        prompts = build_ranks(mesh).call_on_rank_0(
+            lambda: collect_prompts(arguments), "reading the prompts"
+        )
+        together = min(max(len(prompts), 1), arguments.batch_size)
         generator = TextGenerator(arguments, options, mesh)
         if together == 1:
             generator.prepare_single_prompts()
@@ -342,12 +380,7 @@ def run(arguments: GenerateArguments) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the continuations that `argv` asks for and return the exit code."""
     arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
-
-    def work() -> int:
-        run(arguments)
-        return 0
-
-    return run_tool(work)
+    return run_on_ranks(lambda: run(arguments))
 
 
 if __name__ == "__main__":

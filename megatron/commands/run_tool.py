@@ -5,8 +5,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from megatron.errors import MegatronError, describe_os_error
+
+
+def allow_any_character(stream: TextIO) -> None:
+    """Print characters as escapes that the encoding of a stream lacks.
+
+    A file name or a text may have such characters.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def run_tool(work: Callable[[], int]) -> int:
@@ -19,9 +29,7 @@ def run_tool(work: Callable[[], int]) -> int:
     Args:
         work: The function that does the work and returns the exit code.
     """
-    # A file name or a text may have characters that the terminal's encoding lacks.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    allow_any_character(sys.stdout)
     try:
         code = work()
         # Otherwise an error in writing the last lines would appear only at the interpreter's exit.

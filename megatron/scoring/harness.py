@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from megatron.generate.generation import GenerationOptions, generate
 from megatron.generate.sampling import SamplingOptions
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 from megatron.scoring.likelihood import Scorer, iterate_windows
 from megatron.tokenizer import Tokenizer
 
@@ -23,11 +23,11 @@ _NEW_TOKENS = 256
 class CheckpointLM(TemplateLM):
     """A loaded checkpoint."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int) -> None:
-        """Take a model in evaluation mode.
+    def __init__(self, model: StagedModel, tokenizer: Tokenizer, batch_size: int) -> None:
+        """Take a model.
 
         Args:
-            model: The model, or this rank's part of it.
+            model: The model. All ranks that hold it run the same tasks together.
             tokenizer: The tokenizer of the training.
             batch_size: Sequences that are computed together.
         """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.model.gpt import GPT
-from megatron.parallel.collectives import all_gather
+from megatron.generate.staged_model import StagedModel
+from megatron.model.inputs import Inputs
 
 Continuation = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, at least one, and ids that follow it."""
@@ -51,18 +51,20 @@ class TextLoss:
 
 
 class Scorer:
-    """Computes likelihoods with a model. Under tensor parallelism, all ranks call each method."""
+    """Computes likelihoods with a model.
 
-    def __init__(self, model: GPT, batch_size: int) -> None:
-        """Remember the model, which is in evaluation mode and has all layers.
+    All ranks that hold the model call each method together, and get the same results.
+    """
+
+    def __init__(self, model: StagedModel, batch_size: int) -> None:
+        """Remember the model.
 
         Args:
-            model: The model, or this rank's part of it.
+            model: The model.
             batch_size: Sequences that are computed together.
         """
         self._model = model
         self._batch_size = batch_size
-        self._device = next(model.parameters()).device
         self.context = model.shape.config.seq_length
         """Largest number of tokens of an input."""
 
@@ -77,18 +79,23 @@ class Scorer:
 
         Args:
             requests: Contexts and continuations. A continuation has 1 to `context` tokens.
-            on_batch: Receives the number of requests that were computed.
+            on_batch: Receives the number of requests that this rank's stage has computed.
         """
         # Sequences of similar length are computed together, so that little is padded. The longest
         # come first, so that a lack of memory shows at the start.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
-        results: dict[int, Likelihood] = {}
+        # Per request, the log-likelihood and 1 if it is greedy. On a rank without logits they stay
+        # 0 until the end, so that no stage waits for the last one after each batch.
+        found = torch.zeros((len(requests), 2), dtype=torch.float64, device=self._model.device)
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
-            batch = [requests[i] for i in chosen]
-            results |= dict(zip(chosen, self._score_batch(batch), strict=True))
+            scored = self._score_batch([requests[i] for i in chosen])
+            if scored is not None:
+                found[chosen] = scored
             on_batch(len(chosen))
-        return [results[i] for i in range(len(requests))]
+        if requests:
+            self._model.broadcast_result(found)
+        return [Likelihood(value, bool(greedy)) for value, greedy in found.tolist()]
 
     def measure_text(self, tokens: Sequence[int], text: str, first: int) -> TextLoss:
         """Return the loss of a text, in windows of the model's context.
@@ -102,34 +109,30 @@ class Scorer:
         nats = -sum(found.log_likelihood for found in self.score(windows))
         return TextLoss(len(tokens), len(text.encode()), nats)
 
-    def _score_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
+    def _score_batch(self, batch: Sequence[Continuation]) -> Tensor | None:
+        """Return log-likelihood and greediness of each request, [b, 2] in fp64.
+
+        It is None on all pipeline ranks but the last.
+        """
         # The last token of a continuation is predicted, and is no input.
         inputs = [[*context, *following][-(self.context + 1) : -1] for context, following in batch]
         longest = max(map(len, inputs))
         # Later tokens do not influence earlier ones, so any padding on the right does.
         padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in inputs])
+        device = self._model.device
         with torch.no_grad():
-            logits = self._compute_logits(padded.to(self._device))
+            stream = self._model.run_blocks(Inputs(padded.to(device)))
+            if stream is None:
+                return None
+            logits = self._model.compute_logits(stream).transpose(0, 1)
         found = []
         for row, (ids, (_, following)) in enumerate(zip(inputs, batch, strict=True)):
-            predicted = logits[row, len(ids) - len(following) : len(ids)].float().log_softmax(-1)
-            wanted = torch.tensor(list(following), device=self._device)
+            predicted = logits[row, len(ids) - len(following) : len(ids)].log_softmax(-1)
+            wanted = torch.tensor(list(following), device=device)
             each = predicted.gather(-1, wanted[:, None]).squeeze(-1)
-            greedy = bool((predicted.argmax(-1) == wanted).all())
-            found.append(Likelihood(float(each.double().sum()), greedy))
-        return found
-
-    def _compute_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of all ids, [b, s, v]."""
-        logits = self._model.compute_logits(tokens)
-        tp = self._model.tp
-        if tp.size == 1:
-            return logits
-        # The last ranks may have fewer real ids, and a gather needs equal shapes.
-        shape = self._model.shape
-        padding = shape.padded_vocab_size // tp.size - logits.shape[-1]
-        padded = torch.nn.functional.pad(logits, (0, padding)).movedim(-1, 0)
-        return all_gather(padded.contiguous(), tp)[: shape.vocab_size].movedim(0, -1)
+            greedy = (predicted.argmax(-1) == wanted).all()
+            found.append(torch.stack([each.double().sum(), greedy.double()]))
+        return torch.stack(found)
 
 
 def iterate_windows(

@@ -13,6 +13,7 @@ from tiny_corpus import JSONL, MERGES, VOCAB
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
+from megatron.generate.staged_model import StagedModel
 from megatron.scoring.likelihood import Scorer, iterate_windows
 
 FLAGS = (
@@ -57,9 +58,9 @@ def test_likelihoods_do_not_depend_on_the_batch(run: Path) -> None:
     for length in (2, 3, 9, 20, 33, 50):
         ids = torch.randint(0, 5000, (length,), generator=generator).tolist()
         requests.append((ids[:1], ids[1:][:32]))
-    together = Scorer(model, 4).score(requests)
+    together = Scorer(StagedModel(model), 4).score(requests)
     for request, found in zip(requests, together, strict=True):
-        (alone,) = Scorer(model, 1).score([request])
+        (alone,) = Scorer(StagedModel(model), 1).score([request])
         assert found.log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-5)
         assert found.greedy == alone.greedy
         context, following = request
