@@ -47,6 +47,7 @@ def compute_cached(model: GPT, rows: list[int]) -> list[torch.Tensor]:
     used = {row: PROMPTS[row] for row in rows}
     active = rows
     while True:
+        assert logits is not None, "the model is in one stage"
         for row, each in zip(active, logits, strict=True):
             found[row].append(each)
         kept = [place for place, row in enumerate(active) if used[row] < LENGTH]
@@ -91,6 +92,7 @@ def test_a_wrong_position_would_be_found() -> None:
         cached.read_prompts()
         cached._positions._empty += 1
         logits = cached.add_tokens(torch.stack([TOKENS[0, 5], TOKENS[1, 9]]))
+    assert logits is not None
     assert (logits[0] - complete[0, 5]).abs().max() > 0.1
 
 
