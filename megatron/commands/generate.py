@@ -34,7 +34,6 @@ from megatron.generate.generation import (
 )
 from megatron.generate.load import (
     DTYPES,
-    build_ranks,
     choose_checkpoint,
     join_ranks,
     load_part,
@@ -46,6 +45,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.resume import check_tokenizer
+from megatron.training.setup import build_ranks
 from megatron.training.state import TrainState
 
 _BETWEEN_TEXTS = "---"

@@ -24,9 +24,10 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.messages import gather_json
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan_rules import PlanReport, check_tensor_parallel
+from megatron.training.setup import build_ranks, build_roll_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,27 +73,16 @@ def join_ranks(
         yield build_mesh(grid, chosen)
         return
     start_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout_minutes)
-    with _build_roll_call(timeout_minutes) as roll_call:
-        control = build_control_group(timeout_minutes)
+    control = build_control_group(timeout_minutes)
+    rank = dist.get_rank()
+    names = tuple(gather_json(f"rank {rank} on {os.uname().nodename}", control))
+    ranks = Ranks(rank, grid.world_size, control, names)
+    with build_roll_call(ranks, timeout_minutes) as roll_call:
         mesh = build_mesh(grid, chosen, timeout_minutes=timeout_minutes, control=control)
-        roll_call.use_names(mesh.names)
+        if roll_call is not None:
+            roll_call.use_names(mesh.names)
         yield mesh
     dist.destroy_process_group()
-
-
-def _build_roll_call(timeout_minutes: float) -> RollCall:
-    """Return a context that names the missing ranks when a collective fails within it."""
-    rank = dist.get_rank()
-    names = [f"rank {each}" for each in range(dist.get_world_size())]
-    names[rank] += f" on {os.uname().nodename}"
-    # PyTorch has no public way to get the store of the default process group.
-    store = dist.distributed_c10d._get_default_store()
-    return RollCall(store, rank, names, TimeLimit(timeout_minutes))
-
-
-def build_ranks(mesh: Mesh) -> Ranks:
-    """Return the ranks that load a checkpoint together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
 def choose_checkpoint(path: Path, iteration: int | None, mesh: Mesh) -> tuple[Path, int]:

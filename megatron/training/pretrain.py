@@ -54,7 +54,7 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    with build_roll_call(config, ranks) as roll_call:
+    with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
         check_agreement(config, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))

@@ -99,19 +99,21 @@ def build_timers(world: LaunchedWorld) -> Timers:
 
 
 def build_roll_call(
-    config: Config, ranks: Ranks
+    ranks: Ranks, timeout_minutes: float
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
 
     The run then ends with a `LostRanksError`. See `RollCall`.
+
+    Args:
+        ranks: All ranks.
+        timeout_minutes: The value of `--distributed-timeout-minutes`.
     """
     if ranks.group is None:
         return contextlib.nullcontext()
     # PyTorch has no public way to get the store of the default process group.
     store = dist.distributed_c10d._get_default_store()
-    return RollCall(
-        store, ranks.rank, ranks.names, TimeLimit(config.parallel.distributed_timeout_minutes)
-    )
+    return RollCall(store, ranks.rank, ranks.names, TimeLimit(timeout_minutes))
 
 
 def build_ranks(mesh: Mesh) -> Ranks:

@@ -15,11 +15,10 @@ from process_pool import ProcessPool, succeed
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.convert.importing import import_model
-from megatron.errors import ConfigError, LayoutError
 from megatron.generate.generation import GenerationOptions, generate
 from megatron.generate.load import join_ranks, load_part, store_for_single_prompts
 from megatron.generate.sampling import SamplingOptions
-from megatron.scoring.likelihood import Scorer, iterate_windows
+from megatron.scoring.likelihood import Scorer
 
 LAYERS = 5
 CONTEXT = 64
