@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,15 @@ def call(capsys: pytest.CaptureFixture[str], run: Path, flags: str, *more: str) 
     return captured.out, captured.err
 
 
-def call_on_rank(argv: list[str]) -> int:
-    """Run the command as one of several tensor-parallel ranks."""
-    return generate.main(argv)
+def call_on_rank(argv: list[str], typed: str = "") -> int:
+    """Run the command as one of several ranks. `typed` is rank 0's standard input."""
+    before = sys.stdin
+    # The input of the other ranks must not be read.
+    sys.stdin = io.StringIO(typed if os.environ["RANK"] == "0" else "text of another rank")
+    try:
+        return generate.main(argv)
+    finally:
+        sys.stdin = before
 
 
 def test_prompts_of_a_file_are_answered_in_order(
@@ -112,11 +120,35 @@ def test_bf16_and_a_moved_tokenizer(
     assert len(text) > len("The\n")
 
 
-def test_one_of_two_ranks_prints(
-    run: Path, pool: ProcessPool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+def test_one_of_several_ranks_prints(
+    tensor: int,
+    pipeline: int,
+    run: Path,
+    tmp_path: Path,
+    pool: ProcessPool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected, _ = call(capsys, run, GREEDY, "--prompt", PROMPTS[0])
-    argv = ["--load", str(run), "--prompt", PROMPTS[0], *GREEDY.split()]
-    outcomes = pool.run(2, call_on_rank, [*argv, "--tensor-model-parallel-size", "2"])
-    assert [outcome.value for outcome in outcomes] == [0, 0]
-    assert [outcome.output for outcome in outcomes] == [expected, ""]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
+    layout = ["--tensor-model-parallel-size", str(tensor)]
+    layout += ["--pipeline-model-parallel-size", str(pipeline)]
+    sampled = "--temperature 1 --max-new-tokens 6 --stop e --seed 3"
+    # A single streamed text, a batch, and typed prompts, one of which is too long.
+    typed = f"{PROMPTS[0]}\n\n{'word ' * 40}\n{PROMPTS[1]}"
+    for flags, more, lines in (
+        (GREEDY, ["--prompt", PROMPTS[0]], ""),
+        (sampled, ["--prompt-file", str(prompts), "--json"], ""),
+        (sampled, ["--interactive"], typed),
+    ):
+        if lines:
+            answers = [call(capsys, run, flags, "--prompt", each)[0] for each in PROMPTS[:2]]
+            expected = "".join(answers)
+        else:
+            expected, _ = call(capsys, run, flags, *more)
+        argv = ["--load", str(run), *flags.split(), *more, *layout]
+        outcomes = pool.run(tensor * pipeline, call_on_rank, argv, lines)
+        assert [outcome.value for outcome in outcomes] == [0] * tensor * pipeline
+        printed = [outcome.output for outcome in outcomes]
+        assert printed[1:] == [""] * (tensor * pipeline - 1)
+        assert printed[0] == expected

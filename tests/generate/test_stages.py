@@ -15,6 +15,8 @@ from process_pool import ProcessPool, succeed
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.convert.importing import import_model
+from megatron.errors import ConfigError, LayoutError
+from megatron.generate import token_positions
 from megatron.generate.generation import GenerationOptions, generate
 from megatron.generate.load import join_ranks, load_part, store_for_single_prompts
 from megatron.generate.sampling import SamplingOptions
@@ -29,6 +31,13 @@ GREEDY = GenerationOptions(30)
 SAMPLED = GenerationOptions(
     30, SamplingOptions(1.1, top_k=60, top_p=0.95, repetition_penalty=1.1, seed=8)
 )
+OTHER_LAYOUTS = [
+    (family, tensor, pipeline)
+    for family in ("gpt2", "bloom", "llama", "olmo3", "qwen3-multi-query", "apertus")
+    for tensor, pipeline in ((1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (4, 2))
+    # Its norm of queries and keys needs a query group for each tensor-parallel rank.
+    if (family, tensor) != ("olmo3", 4)
+]
 
 
 @dataclass
@@ -104,11 +113,7 @@ def compute_on_rank(folder: str, tensor: int, pipeline: int, dtype: torch.dtype)
         ("bloom", 2, 2),
         ("llama", 1, 4),
         ("olmo3", 2, 3),
-        *(
-            pytest.param(family, tensor, pipeline, marks=FULL)
-            for family in ("gpt2", "bloom", "llama", "olmo3", "qwen3-multi-query", "apertus")
-            for tensor, pipeline in ((1, 2), (1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (4, 2))
-        ),
+        *(pytest.param(*each, marks=FULL) for each in OTHER_LAYOUTS),
     ],
 )
 def test_stages_give_the_results_of_one_process(
@@ -158,3 +163,41 @@ def test_bf16_stages(
         if tensor == 1:
             assert found == expected
         assert found.likelihoods == pytest.approx(expected.likelihoods, rel=0.05)
+
+
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, pool: ProcessPool) -> None:
+    pytest.importorskip("transformers")
+    folder = import_family("llama", tmp_path)
+    for outcome in pool.run(6, compute_on_rank, folder, 1, 6, torch.float32):
+        assert outcome.kind == "ConfigError"
+        assert "--pipeline-model-parallel-size 6 must not exceed --num-layers 5" in str(
+            outcome.error
+        )
+    with pytest.raises(LayoutError, match="torchrun --nproc-per-node 6"):
+        compute_on_rank(folder, 2, 3, torch.float32)
+    with (
+        pytest.raises(ConfigError, match="--distributed-timeout-minutes nan"),
+        join_ranks(1, 1, "cpu", float("nan")),
+    ):
+        pass
+
+
+def break_on_rank(folder: str) -> list[list[int]]:
+    """Generate on a stage whose tokens are at wrong positions."""
+    with join_ranks(1, 3, "cpu") as mesh:
+        model = load_part(open_checkpoint(Path(folder), 0), mesh, torch.float32)
+        if mesh.rank == 1:
+            make = token_positions.make_slot_bias
+            token_positions.make_slot_bias = lambda *arguments: None
+        found = generate(model, Words(), LONG_PROMPTS, GREEDY)
+        if mesh.rank == 1:
+            token_positions.make_slot_bias = make
+    return list_ids(found)
+
+
+def test_a_mistake_in_the_middle_stage_would_be_found(tmp_path: Path, pool: ProcessPool) -> None:
+    pytest.importorskip("transformers")
+    folder = import_family("llama", tmp_path)
+    outcomes = pool.run(3, break_on_rank, folder)
+    succeed(outcomes)
+    assert outcomes[0].value != compute_on_rank(folder, 1, 1, torch.float32).greedy

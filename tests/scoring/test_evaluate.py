@@ -99,18 +99,53 @@ def evaluate_in_pool(arguments: list[str]) -> int:
     return evaluate.main(arguments)
 
 
-def test_tensor_parallel_ranks_give_the_same_numbers(
-    run: Path, pool: ProcessPool, tmp_path: Path
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_several_ranks_give_the_same_numbers(
+    tensor: int, pipeline: int, run: Path, pool: ProcessPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text(read_texts(1, 500)[0], encoding="utf-8")
     alone = evaluate_files(run, [path], tmp_path / "alone.json")
-    out = tmp_path / "two.json"
+    out = tmp_path / "several.json"
     command = ["--load", str(run), "--text-files", str(path), "--out", str(out)]
-    outcomes = pool.run(2, evaluate_in_pool, [*command, "--tensor-model-parallel-size", "2"])
-    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].error
-    two = json.loads(out.read_text())["texts"]
-    assert two[str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
+    evaluate_on_ranks(pool, command, tensor, pipeline)
+    several = json.loads(out.read_text())
+    assert several["iteration"] == 6
+    assert several["texts"][str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
+
+
+def evaluate_on_ranks(pool: ProcessPool, command: list[str], tensor: int, pipeline: int) -> None:
+    layout = ["--tensor-model-parallel-size", str(tensor)]
+    layout += ["--pipeline-model-parallel-size", str(pipeline)]
+    outcomes = pool.run(tensor * pipeline, evaluate_in_pool, [*command, *layout])
+    assert [outcome.value for outcome in outcomes] == [0] * len(outcomes), outcomes[0].error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2)])
+def test_tasks_give_the_same_answers_on_several_ranks(
+    tensor: int,
+    pipeline: int,
+    run: Path,
+    pool: ProcessPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    tasks = write_tasks(tmp_path)
+    command = ["--load", str(run), "--tasks", *tasks, "--task-folder", str(tmp_path), "--out"]
+    assert evaluate.main([*command, str(tmp_path / "alone.json")]) == 0
+    evaluate_on_ranks(pool, [*command, str(tmp_path / "several.json")], tensor, pipeline)
+    alone = json.loads((tmp_path / "alone.json").read_text())
+    several = json.loads((tmp_path / "several.json").read_text())
+    for task in tasks:
+        assert several["tasks"][task] == pytest.approx(alone["tasks"][task], rel=1e-5)
+        assert len(several["items"][task]) == 6
+        for mine, item in zip(several["items"][task], alone["items"][task], strict=True):
+            assert mine["doc_id"] == item["doc_id"]
+            compare_answers(mine["filtered_resps"], item["filtered_resps"])
 
 
 def write_tasks(folder: Path) -> list[str]:
