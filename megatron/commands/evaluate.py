@@ -225,7 +225,9 @@ def run_tasks(
         log_samples=True,
         confirm_run_unsafe_code=False,
     )
-    assert results is not None, "each rank evaluates all items"
+    # The harness returns the results to the first process of each host only. Rank 0 is one of them.
+    if results is None:
+        return
     for task, metrics in results["results"].items():
         found.tasks[task] = {
             name.removesuffix(",none"): value

@@ -10,6 +10,7 @@ The last form divides a model that does not fit on one device. A checkpoint of a
 can be loaded in each form.
 """
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -157,8 +158,10 @@ class TextGenerator:
         """Print the continuation of each prompt.
 
         Raises:
-            ConfigError: A prompt is empty or too long. Nothing was generated.
+            ConfigError: A prompt is empty, too long or not valid text. Nothing was generated.
         """
+        for number, text in enumerate(prompts, 1):
+            check_text(text, self._name_prompt(number))
         ids = self._tokenizer.encode_batch(list(prompts))
         for number, prompt in enumerate(ids, 1):
             check_prompt(prompt, self._model, self._name_prompt(number))
@@ -177,7 +180,13 @@ class TextGenerator:
         store_for_single_prompts(self._model)
 
     def answer_lines(self) -> None:
-        """Continue each line of standard input, until its end."""
+        """Continue each line of standard input, until its end.
+
+        Raises:
+            ConfigError: Rank 0 has no standard input.
+        """
+        if self._prints:
+            prepare_input()
         while True:
             line = self._receive_line()
             if line is None:
@@ -338,6 +347,34 @@ def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
                 f'--prompt-file {path}: line {number} must have the form {{"prompt": "a text"}}'
             )
         yield prompt
+
+
+def check_text(text: str, name: str) -> None:
+    """Check that a prompt has no half of a character. Bytes that are not UTF-8 appear as such.
+
+    Raises:
+        ConfigError: It has one. The message starts with `name`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text: character {error.start + 1} is {text[error.start]!r}; give "
+            "valid text"
+        ) from error
+
+
+def prepare_input() -> None:
+    """Let bytes of standard input that are not UTF-8 appear as half characters.
+
+    Raises:
+        ConfigError: There is no standard input.
+    """
+    # It is None if the file descriptor is closed.
+    if sys.stdin is None:
+        raise ConfigError("--interactive reads standard input, which is closed; use --prompt")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def read_line() -> str | None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from megatron.commands.run_tool import allow_any_character, run_tool
+from megatron.commands.run_tool import prepare_output, run_tool
 from megatron.errors import ConfigError, MegatronError, describe_os_error
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.leaving import leave_after_crash, leave_with_error
@@ -36,7 +36,7 @@ def run_on_ranks(work: Callable[[], None]) -> int:
     # collective. A shell starts background jobs with SIGINT ignored, which stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    allow_any_character(sys.stdout)
+    prepare_output()
     try:
         work()
         sys.stdout.flush()

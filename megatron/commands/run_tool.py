@@ -5,18 +5,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
 
 from megatron.errors import MegatronError, describe_os_error
 
 
-def allow_any_character(stream: TextIO) -> None:
-    """Print characters as escapes that the encoding of a stream lacks.
+def prepare_output() -> None:
+    """Make standard output accept each character, and exist.
 
-    A file name or a text may have such characters.
+    A file name or a text may have characters that the encoding lacks. They are printed as escapes.
     """
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+    # It is None if the file descriptor is closed. What is printed is then lost.
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def run_tool(work: Callable[[], int]) -> int:
@@ -29,7 +31,7 @@ def run_tool(work: Callable[[], int]) -> int:
     Args:
         work: The function that does the work and returns the exit code.
     """
-    allow_any_character(sys.stdout)
+    prepare_output()
     try:
         code = work()
         # Otherwise an error in writing the last lines would appear only at the interpreter's exit.

@@ -56,7 +56,7 @@ def join_ranks(
     if world.size != grid.world_size:
         raise LayoutError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} "
-            f"needs {grid.world_size} processes, and {world.size} were started; start with "
+            f"needs {grid.world_size} processes, but this is one of {world.size}; start with "
             f"torchrun --nproc-per-node {grid.world_size}, or give other sizes"
         )
     if not 0 < timeout_minutes < math.inf:
