@@ -135,12 +135,16 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
     ):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1.")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {arguments.num_fewshot} must be at least 0.")
+    _check_outputs(arguments)
     if arguments.task_folder is not None and not arguments.task_folder.is_dir():
         raise ConfigError(f"--task-folder {arguments.task_folder} is not a folder.")
     texts = {}
     for path in arguments.text_files:
         try:
-            texts[path] = path.read_text(encoding="utf-8")
+            # Text mode would change the ends of lines, and so the number of bytes.
+            texts[path] = path.read_bytes().decode()
         except OSError as error:
             raise ConfigError(f"--text-files {path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
@@ -148,6 +152,20 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
         if not texts[path]:
             raise ConfigError(f"--text-files {path} is empty.")
     return texts
+
+
+def _check_outputs(arguments: EvaluateArguments) -> None:
+    """Check where the results go, before hours are spent on them.
+
+    Raises:
+        ConfigError: A file could not be written there.
+    """
+    out = arguments.out
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out {out} must be a file in a folder that exists.")
+    events = arguments.tensorboard_dir
+    if events is not None and events.exists() and not events.is_dir():
+        raise ConfigError(f"--tensorboard-dir {events} is not a folder.")
 
 
 def find_tasks(arguments: EvaluateArguments) -> Any:
@@ -200,12 +218,13 @@ def evaluate(
         ids = tokenizer.encode(text)
         found.texts[str(path)] = scorer.measure_text(ids, text, tokenizer.eod)
     if arguments.tasks:
-        run_tasks(arguments, model, tokenizer, manager, found)
+        run_tasks(arguments, mesh, model, tokenizer, manager, found)
     return found
 
 
 def run_tasks(
     arguments: EvaluateArguments,
+    mesh: Mesh,
     model: StagedModel,
     tokenizer: Tokenizer,
     manager: Any,
@@ -217,7 +236,7 @@ def run_tasks(
     from megatron.scoring.harness import CheckpointLM
 
     results = simple_evaluate(
-        model=CheckpointLM(model, tokenizer, arguments.batch_size),
+        model=CheckpointLM(model, tokenizer, arguments.batch_size, quiet=mesh.rank > 0),
         tasks=list(arguments.tasks),
         task_manager=manager,
         num_fewshot=arguments.num_fewshot,

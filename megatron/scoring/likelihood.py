@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.errors import ConfigError
 from megatron.generate.staged_model import StagedModel
 from megatron.model.inputs import Inputs
 
@@ -80,7 +81,16 @@ class Scorer:
         Args:
             requests: Contexts and continuations. A continuation has 1 to `context` tokens.
             on_batch: Receives the number of requests that this rank's stage has computed.
+
+        Raises:
+            ConfigError: A continuation is longer than the context. Nothing was computed.
         """
+        longest = max((len(following) for _, following in requests), default=0)
+        if longest > self.context:
+            raise ConfigError(
+                f"a text to score has {longest} tokens, and the model has a context of "
+                f"{self.context} tokens (--seq-length of the training); leave its task out"
+            )
         # Sequences of similar length are computed together, so that little is padded. The longest
         # come first, so that a lack of memory shows at the start.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))

@@ -154,3 +154,51 @@ def test_one_of_several_ranks_prints(
         printed = [outcome.output for outcome in outcomes]
         assert printed[1:] == [""] * (tensor * pipeline - 1)
         assert printed[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrase"),
+    [
+        (["--prompt", "a", "--interactive"], "several sources"),
+        (["--prompt", "a", "--temperature", "1e-50"], "--temperature 1e-50"),
+        (["--prompt", "a", "--pipeline-model-parallel-size", "0"], "must be at least 1"),
+        (["--prompt", "a", "--tensor-model-parallel-size", "2"], "--nproc-per-node 2"),
+        (["--prompt", "a", "--distributed-timeout-minutes", "0"], "must be above 0"),
+        (["--prompt-file", "{folder}/missing.txt"], "cannot be read"),
+        (["--prompt-file", "{folder}"], "cannot be read"),
+        (["--prompt-file", "{folder}/empty.txt"], "has no prompt"),
+        (["--prompt-file", "{folder}/binary.txt"], "is not UTF-8"),
+        (["--prompt-file", "{folder}/half.jsonl"], "prompt 1 is not UTF-8 text"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["--prompt", "a", "--load", "{folder}/missing"], "does not exist"),
+    ],
+)
+def test_a_wrong_command_is_refused(
+    flags: list[str],
+    phrase: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}')
+    given = [flag.format(folder=tmp_path) for flag in flags]
+    assert generate.main(["--load", str(run), *given]) == 2
+    captured = capsys.readouterr()
+    assert phrase in captured.err
+    assert captured.out == ""
+
+
+def test_bytes_that_are_no_text_do_not_end_a_session(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, _ = call(capsys, run, GREEDY, "--prompt", "The")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\nThe\n")))
+    texts, errors = call(capsys, run, f"{GREEDY} --interactive")
+    assert texts == expected
+    assert "the prompt is not UTF-8 text" in errors
+    monkeypatch.setattr("sys.stdin", None)
+    assert generate.main(["--load", str(run), "--interactive"]) == 2
+    assert "which is closed" in capsys.readouterr().err

@@ -9,13 +9,15 @@ import pytest
 import torch
 import tyro
 from process_pool import ProcessPool, pretrain, succeed
-from tiny_corpus import JSONL, MERGES, VOCAB
+from tiny_corpus import GPT2, JSONL, MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
+from megatron.errors import ConfigError
 from megatron.generate.staged_model import StagedModel
 from megatron.scoring.likelihood import Scorer, iterate_windows
+from megatron.tokenizer import build_tokenizer
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -147,7 +149,7 @@ def test_tasks_give_the_same_answers_on_several_ranks(
         assert len(several["items"][task]) == 6
         for mine, item in zip(several["items"][task], alone["items"][task], strict=True):
             assert mine["doc_id"] == item["doc_id"]
-            compare_answers(mine["filtered_resps"], item["filtered_resps"])
+            compare_answers(mine["filtered_resps"], item["filtered_resps"], rel=1e-5)
 
 
 def write_tasks(folder: Path) -> list[str]:
@@ -217,14 +219,76 @@ def test_scores_equal_those_of_the_exported_model(
             compare_answers(mine["filtered_resps"], item["filtered_resps"])
 
 
-def compare_answers(ours: list[Any], theirs: list[Any]) -> None:
+def compare_answers(ours: list[Any], theirs: list[Any], rel: float = 1e-4) -> None:
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
-        if isinstance(other, tuple):
+        if isinstance(other, tuple | list):
             # The likelihood of a choice, and whether it is the most likely text.
-            assert float(mine[0]) == pytest.approx(other[0], rel=1e-4)
+            assert float(mine[0]) == pytest.approx(float(other[0]), rel=rel)
             assert str(mine[1]) == str(other[1])
         elif isinstance(other, float):
-            assert mine == pytest.approx(other, rel=1e-4)
+            assert mine == pytest.approx(other, rel=rel)
         else:
             assert mine == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrase"),
+    [
+        ("", "nothing to evaluate"),
+        ("--text-files {folder}/missing.txt", "cannot be read"),
+        ("--text-files {folder}/empty.txt", "is empty"),
+        ("--text-files {folder}/binary.txt", "is not UTF-8"),
+        ("--text-files {folder}/text.txt --out {folder}/no/out.json", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --out {folder}", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --tensorboard-dir {folder}/text.txt", "is not a folder"),
+        ("--text-files {folder}/text.txt --num-fewshot -1", "--num-fewshot -1"),
+        ("--text-files {folder}/text.txt --pipeline-model-parallel-size 0", "must be at least 1"),
+        ("--text-files {folder}/text.txt --pipeline-model-parallel-size 2", "--nproc-per-node 2"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_the_checkpoint_is_loaded(
+    flags: str, phrase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    command = ["--load", str(tmp_path / "run"), *flags.format(folder=tmp_path).split()]
+    assert evaluate.main(command) == 2
+    captured = capsys.readouterr()
+    assert phrase in captured.err
+    assert captured.out == ""
+
+
+def test_the_bytes_of_a_text_are_those_of_its_file(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"one\r\ntwo\r\n")
+    assert evaluate_files(run, [path], tmp_path / "out.json")[str(path)]["bytes"] == 10
+
+
+def test_a_continuation_longer_than_the_context_is_refused(run: Path) -> None:
+    scorer = Scorer(StagedModel(load_model(open_checkpoint(run, 6))), 2)
+    with pytest.raises(ConfigError, match="has 33 tokens"):
+        scorer.score([([1], [2]), ([1], [2] * 33)])
+    assert scorer.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "phrase"),
+    [
+        ({"max_gen_toks": -5}, "max_gen_toks must be"),
+        ({"max_gen_toks": "many"}, "many"),
+        ({"do_sample": True, "temperature": -1.0}, "--temperature -1.0"),
+        ({"do_sample": True, "top_p": None}, "NoneType"),
+    ],
+)
+def test_wrong_settings_of_a_task_are_refused(
+    settings: dict[str, Any], phrase: str, run: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    from megatron.scoring.harness import CheckpointLM
+
+    model = StagedModel(load_model(open_checkpoint(run, 6)))
+    lm = CheckpointLM(model, build_tokenizer(GPT2), 1)
+    with pytest.raises(ConfigError, match=phrase):
+        lm._read_settings(settings)
