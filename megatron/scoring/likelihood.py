@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 from megatron.model.inputs import Inputs, SampleLikelihoods
 
 Continuation = tuple[Sequence[int], Sequence[int]]
@@ -54,18 +55,20 @@ class TextLoss:
 
 
 class Scorer:
-    """Computes likelihoods with a model. Under tensor parallelism, all ranks call each method."""
+    """Computes likelihoods with a model.
 
-    def __init__(self, model: GPT, batch_size: int) -> None:
-        """Remember the model, which is in evaluation mode and has all layers.
+    All ranks that hold the model call each method together, and get the same results.
+    """
+
+    def __init__(self, model: StagedModel, batch_size: int) -> None:
+        """Remember the model.
 
         Args:
-            model: The model, or this rank's part of it.
+            model: The model.
             batch_size: Sequences that are computed together.
         """
         self._model = model
         self._batch_size = batch_size
-        self._device = next(model.parameters()).device
         self.context = model.shape.config.seq_length
         """Largest number of tokens of an input."""
 
@@ -80,22 +83,27 @@ class Scorer:
 
         Args:
             requests: Contexts and continuations.
-            on_batch: Receives the number of requests that were computed.
+            on_batch: Receives the number of requests that this rank's stage has computed.
 
         Raises:
-            ConfigError: See `join_continuation`.
+            ConfigError: See `join_continuation`. Nothing was computed.
         """
         rows = [join_continuation(request, self.context) for request in requests]
         # Sequences of similar length are computed together, so that little is padded. The longest
         # come first, so that a lack of memory shows at the start.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-        results: dict[int, Likelihood] = {}
+        # Per request, the log-likelihood and 1 if it is greedy. On a rank without logits they stay
+        # 0 until the end, so that no stage waits for the last one after each batch.
+        found = torch.zeros((len(rows), 2), dtype=torch.float64, device=self._model.device)
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
-            batch = [rows[i] for i in chosen]
-            results |= dict(zip(chosen, self._score_batch(batch), strict=True))
+            scored = self._score_batch([rows[i] for i in chosen])
+            if scored is not None:
+                found[chosen] = scored
             on_batch(len(chosen))
-        return [results[i] for i in range(len(rows))]
+        if requests:
+            self._model.broadcast_result(found)
+        return [Likelihood(value, bool(greedy)) for value, greedy in found.tolist()]
 
     def measure_text(self, tokens: Sequence[int], text: str, first: int) -> TextLoss:
         """Return the loss of a text, in windows of the model's context.
@@ -109,16 +117,21 @@ class Scorer:
         nats = -sum(found.log_likelihood for found in self.score(windows))
         return TextLoss(len(tokens), len(text.encode()), nats)
 
-    def _score_batch(self, batch: Sequence[Row]) -> list[Likelihood]:
+    def _score_batch(self, batch: Sequence[Row]) -> Tensor | None:
+        """Return log-likelihood and greediness of each row, [b, 2] in fp64.
+
+        It is None on all pipeline ranks but the last.
+        """
         length = max(1, max(len(ids) for ids, _ in batch) - 1)
         found = SampleLikelihoods()
         inputs = replace(make_inputs(batch, length), likelihoods=found)
         with torch.no_grad():
-            self._model(None, inputs.to(self._device))
-        assert found.log_likelihood is not None, "the model has all layers"
-        assert found.greedy is not None, "the model fills both"
-        columns = (found.log_likelihood.tolist(), found.greedy.tolist())
-        return [Likelihood(*each) for each in zip(*columns, strict=True)]
+            output = self._model.forward(inputs.to(self._model.device))
+        if output is None:
+            return None
+        assert found.log_likelihood is not None, "the last stage fills it"
+        assert found.greedy is not None, "the last stage fills both"
+        return torch.stack([found.log_likelihood.double(), found.greedy.double()], 1)
 
 
 def join_continuation(request: Continuation, context: int) -> Row:

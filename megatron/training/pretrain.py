@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+from megatron.checkpoint.ranks import build_roll_call
 from megatron.config.cli import LoadedConfig
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
@@ -13,7 +14,6 @@ from megatron.training.join import join_ranks, make_printer
 from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
-    build_roll_call,
     build_timers,
     divide_ranks,
     hold_folder_lease,
@@ -55,7 +55,7 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    with build_roll_call(config, ranks) as roll_call:
+    with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
         check_agreement(config, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))

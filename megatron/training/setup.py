@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
+from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
@@ -48,7 +48,6 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
-from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.closing import close_within_limit
@@ -96,27 +95,6 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
 def build_timers(world: LaunchedWorld) -> Timers:
     """Return the timers of a run on this rank's device."""
     return Timers(choose_device(world.local_rank))
-
-
-def build_roll_call(
-    config: Config, ranks: Ranks
-) -> contextlib.AbstractContextManager[RollCall | None]:
-    """Return a context that names the missing ranks when a collective fails within it.
-
-    The run then ends with a `LostRanksError`. See `RollCall`.
-    """
-    if ranks.group is None:
-        return contextlib.nullcontext()
-    # PyTorch has no public way to get the store of the default process group.
-    store = dist.distributed_c10d._get_default_store()
-    return RollCall(
-        store, ranks.rank, ranks.names, TimeLimit(config.parallel.distributed_timeout_minutes)
-    )
-
-
-def build_ranks(mesh: Mesh) -> Ranks:
-    """Return the ranks that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from megatron.checkpoint.model import load_model
 from megatron.commands import evaluate
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
+from megatron.generate.staged_model import StagedModel
 from megatron.observe.metrics import read_metrics
 from megatron.scoring.likelihood import Scorer
 from megatron.scoring.tasks import find_tasks
@@ -114,7 +115,9 @@ def evaluated(
 def compare_items(folder: Path, iteration: int, seen: tuple[Any, Any]) -> None:
     """Compare each item with the model of the checkpoint that was saved at the same iteration."""
     requests, likelihoods = seen
-    expected = Scorer(load_model(open_checkpoint(folder, iteration)), 4).score(requests)
+    expected = Scorer(StagedModel(load_model(open_checkpoint(folder, iteration))), 4).score(
+        requests
+    )
     assert len(likelihoods) == len(expected) > 20
     for (log_likelihood, greedy), item in zip(likelihoods, expected, strict=True):
         assert log_likelihood == pytest.approx(item.log_likelihood, rel=1e-5, abs=1e-5)
@@ -267,7 +270,7 @@ def test_scores_in_16_bits_are_those_of_the_checkpoint_in_16_bits(
     succeed(outcomes)
     ((requests, likelihoods),) = outcomes[0].value
     model = load_model(open_checkpoint(runner.folder, 2)).to(torch.bfloat16)
-    expected = Scorer(model, 4).score(requests)
+    expected = Scorer(StagedModel(model), 4).score(requests)
     for (log_likelihood, _), item in zip(likelihoods, expected, strict=True):
         assert log_likelihood == pytest.approx(item.log_likelihood, rel=0.02)
 
