@@ -20,12 +20,10 @@ from megatron.convert import architectures
 from megatron.convert.architectures import (
     ARCHITECTURES,
     choose_architecture,
-    find_architecture,
 )
 from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import NOT_ARCHITECTURE, Cases
+from megatron.convert.fields import NOT_ARCHITECTURE
 from megatron.convert.importing import import_model
-from megatron.convert.tensors import TensorPair
 from megatron.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
@@ -67,97 +65,6 @@ def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: P
         assert torch.equal(tensor, after[name]), name
         assert tensor.dtype == after[name].dtype
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-def replace_architecture(monkeypatch: pytest.MonkeyPatch, model_type: str, **changes: Any) -> None:
-    """Give an architecture a wrong table, which export and import share."""
-    changed = tuple(
-        dataclasses.replace(each, **changes) if each.model_type == model_type else each
-        for each in ARCHITECTURES
-    )
-    monkeypatch.setattr(architectures, "ARCHITECTURES", changed)
-
-
-def swap(modules: dict[str, str], one: str, other: str) -> dict[str, str]:
-    return modules | {one: modules[other], other: modules[one]}
-
-
-LLAMA = find_architecture("llama")
-MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "queries and values exchanged": (
-        "bloom",
-        "bloom",
-        {"fused": "thirds"},
-    ),
-    "keys and values exchanged": (
-        "llama",
-        "llama",
-        {"qkv": ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")},
-    ),
-    "gate and up exchanged": (
-        "llama",
-        "llama",
-        {"modules": swap(dict(LLAMA.modules), "mlp.gate", "mlp.up")},
-    ),
-    "norms exchanged": (
-        "llama",
-        "llama",
-        {"modules": swap(dict(LLAMA.modules), "input_norm", "post_attention_norm")},
-    ),
-    "GELU of the other form": (
-        "gpt-neox",
-        "gpt_neox",
-        {
-            "pairs": tuple(
-                Cases("hidden_act", (("gelu", {"activation": "gelu", "bias_gelu_fusion": True}),))
-                if getattr(pair, "their_name", "") == "hidden_act"
-                else pair
-                for pair in find_architecture("gpt_neox").pairs
-            )
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_finds_a_mistake_in_a_table(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family, model_type, changes = MISTAKES[mistake]
-    source = save_theirs(family, tmp_path / "source")
-    replace_architecture(monkeypatch, model_type, **changes)
-    with pytest.raises(CheckpointError, match=r"layer 0: transformers and this trainer differ"):
-        import_model(source, tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_the_comparison_finds_a_transposed_matrix_and_a_permuted_rotation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = save_theirs("gpt2", tmp_path / "gpt2")
-    original = TensorPair.to_ours
-
-    def transpose(pair: TensorPair, parts: Any) -> torch.Tensor:
-        tensor = original(pair, parts)
-        if pair.ours.endswith("attention.out.weight"):
-            return tensor.t().contiguous()
-        return tensor
-
-    def permute(pair: TensorPair, parts: Any) -> torch.Tensor:
-        tensor = original(pair, parts)
-        if pair.ours.endswith("attention.qkv.weight"):
-            # Pairs of channels beside each other, as in the first Llama.
-            halves = tensor.view(-1, 2, 4, tensor.shape[-1])
-            return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-        return tensor
-
-    monkeypatch.setattr(TensorPair, "to_ours", transpose)
-    with pytest.raises(CheckpointError, match="layer 0"):
-        import_model(source, tmp_path / "ours")
-    monkeypatch.setattr(TensorPair, "to_ours", permute)
-    source = save_theirs("llama", tmp_path / "llama")
-    with pytest.raises(CheckpointError, match="layer 0"):
-        import_model(source, tmp_path / "ours")
 
 
 def edit_config(source: Path, **fields: Any) -> None:
