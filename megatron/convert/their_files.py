@@ -5,6 +5,7 @@ such a folder is run.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.convert.architectures import Architecture
@@ -20,6 +20,8 @@ from megatron.errors import CheckpointError, ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of the format."""
 _SHOWN = 12
 """Number of problems that a message lists."""
 
@@ -46,10 +48,17 @@ class TheirTensors:
                     self._files[key] = name
                     self.shapes[key] = tuple(file.get_slice(key).get_shape())
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in the dtype of its file."""
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return a tensor in the dtype of its file, or its rows from the first to before the last.
+
+        Raises:
+            CheckpointError: the file was removed or damaged since.
+        """
         with self._open(self._files[name]) as file:
-            return file.get_tensor(name)
+            if rows is None:
+                return file.get_tensor(name)
+            begin, end = rows
+            return file.get_slice(name)[begin:end]
 
     def _open(self, name: str) -> Any:
         try:
@@ -194,19 +203,27 @@ def _is_constant(architecture: Architecture, name: str) -> bool:
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], shard_bytes: int
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> None:
     """Write tensors to one or several safetensors files, and their index.
 
+    One tensor is in memory at a time. The library's writer would hold two copies of a file.
+
     Args:
         folder: The folder.
-        tensors: Names and tensors. Each is read when its file is written.
-        sizes: Name -> bytes, in the same order. They decide which file has a tensor.
+        tensors: Names and tensors. Each is read when it is written.
+        shapes: Name -> shape, in the same order.
+        dtype: Dtype of all tensors.
         shard_bytes: Largest size of a file, unless one tensor is larger.
 
     Raises:
         OSError: a file cannot be written.
     """
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
     shards = _divide(sizes, shard_bytes)
     iterator = iter(tensors)
     weight_map: dict[str, str] = {}
@@ -215,27 +232,40 @@ def write_tensors(
             file = _SINGLE
         else:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        taken = _take(iterator, names)
-        try:
-            save_file(taken, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{folder / file} cannot be written: {error}") from error
-        # The library makes files that only the owner can read. The folder has the modes of the
-        # user's mask.
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
+        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, iterator)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _take(iterator: Iterator[tuple[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-    taken = {}
-    for name in names:
-        found, tensor = next(iterator)
-        assert found == name, "the tensors have the order of their sizes"
-        taken[name] = tensor
-    return taken
+def _write_file(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Write the next tensors to a file: length of the header, header in JSON, and the numbers."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + dtype.itemsize * math.prod(shape)
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    # The numbers begin at a multiple of 8 bytes, as the format recommends.
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected, shape in shapes.items():
+            name, tensor = next(tensors)
+            assert name == expected, "the tensors have the order of their shapes"
+            assert tensor.shape == shape and tensor.dtype == dtype, f"{name} is another tensor"
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
