@@ -62,7 +62,7 @@ def import_megatron(
     if command.system == "megatron-deepspeed":
         source = open_megatron_deepspeed(command.folder, weights_only=command.weights_only)
     else:
-        source = open_megatron_lm(command.folder)
+        source = open_megatron_lm(command.folder, weights_only=command.weights_only)
     run = source.run
     vocab_size = command.vocab_size or run.vocab_size
     if vocab_size is None:

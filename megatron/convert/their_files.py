@@ -264,8 +264,9 @@ def _write_file(
         for expected, shape in shapes.items():
             name, tensor = next(tensors)
             assert name == expected, "the tensors have the order of their shapes"
-            assert tensor.shape == shape and tensor.dtype == dtype, f"{name} is another tensor"
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            assert tensor.shape == shape, f"{name} has the shape {tensor.shape}"
+            assert tensor.dtype == dtype, f"{name} is {tensor.dtype}"
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
