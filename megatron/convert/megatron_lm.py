@@ -51,10 +51,17 @@ class RankFiles:
         self._slices: dict[Key, list[dict[Kind, Tensor]]] = {}
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
-        has_states = not weights_only and state.get("optimizer") is not None
-        self.steps = find_steps(state["optimizer"]) if has_states else None
+        self._has_states = not weights_only and state.get("optimizer") is not None
         for rank in range(self.slices):
             self._read_rank(rank)
+        self.steps: int | None = None
+        if self._has_states:
+            self.steps = find_steps(state["optimizer"])
+            if self.steps is None:
+                raise CheckpointError(
+                    f"{first} does not give the number of the optimizer's steps; give "
+                    "--weights-only to import the weights without its states"
+                )
 
     def read(self, kind: Kind, key: Key) -> list[Tensor]:
         """Return the slices of a tensor. See `MegatronSource`."""
@@ -90,7 +97,7 @@ class RankFiles:
             for part in sorted(name for name in state if re.fullmatch(r"model\d*", name))
         }
         states: States | None = None
-        if self.steps is not None:
+        if self._has_states:
             # Each part counts its layers from 0.
             named = {
                 part: {f"{part}/{name}": tensor for name, tensor in weights.items()}

@@ -267,9 +267,8 @@ def test_a_missing_buffer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_states_that_are_stored_as_buffers_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # The tensor files are left out of this fixture. The refusal does not read them.
     source = copy_ranks(tmp_path, "core-dp-reshardable")
     assert import_lm(source) == 2
     assert "dp_reshardable" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-    assert import_lm(source, "--weights-only") == 0
-    assert open_checkpoint(tmp_path / "imported", 5).optimizer is None
