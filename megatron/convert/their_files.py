@@ -22,6 +22,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of the format."""
+_MOST_LAYERS = 2000
 _SHOWN = 12
 """Number of problems that a message lists."""
 
@@ -38,6 +39,7 @@ class TheirTensors:
         self._folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
+        self._dtypes: dict[str, str] = {}
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -46,7 +48,9 @@ class TheirTensors:
                             f"{folder}: {key} is in {self._files[key]} and in {name}"
                         )
                     self._files[key] = name
-                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
+                    found = file.get_slice(key)
+                    self.shapes[key] = tuple(found.get_shape())
+                    self._dtypes[key] = found.get_dtype()
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Return a tensor in the dtype of its file, or its rows from the first to before the last.
@@ -59,6 +63,17 @@ class TheirTensors:
                 return file.get_tensor(name)
             begin, end = rows
             return file.get_slice(name)[begin:end]
+
+    def describe_problem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Return why a tensor cannot be a weight of this shape. None if it can."""
+        if name not in self.shapes:
+            return f"{name} is missing"
+        if self.shapes[name] != shape:
+            return f"{name} has the shape {self.shapes[name]}, and must have {shape}"
+        # Quantised weights, for example, need a scale as well.
+        if self._dtypes[name] not in _DTYPES.values():
+            return f"{name} is {self._dtypes[name]}, and must be {', '.join(_DTYPES.values())}"
+        return None
 
     def _open(self, name: str) -> Any:
         try:
@@ -78,6 +93,8 @@ def _find_files(folder: Path) -> list[str]:
             named = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {error!r}") from error
+        if not all(isinstance(name, str) for name in named):
+            raise CheckpointError(f"{folder / _INDEX} names a file that is not text")
         files = sorted(set(named))
     elif (folder / _SINGLE).is_file():
         files = [_SINGLE]
@@ -109,9 +126,13 @@ def read_config(folder: Path) -> Any:
         ConfigError: `transformers` is not installed.
     """
     path = folder / "config.json"
+    # Opening a pipe would wait permanently.
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         needs_code = "auto_map" in fields
+        _check_layers(path, fields)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if needs_code:
@@ -127,6 +148,18 @@ def read_config(folder: Path) -> Any:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {first}") from error
+
+
+def _check_layers(path: Path, fields: Mapping[str, Any]) -> None:
+    """Check the number of layers, for each of which `transformers` makes entries of a list.
+
+    Raises:
+        CheckpointError: it is not possible.
+    """
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.get(name) if isinstance(fields, Mapping) else None
+        if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
+            raise CheckpointError(f"{path}: {name} {layers} must be from 1 to {_MOST_LAYERS}")
 
 
 def import_transformers() -> Any:
@@ -163,11 +196,8 @@ def match_names(
     prefix = f"{architecture.base}."
     strip = not any(name in found.shapes for name in expected)
     names = {name: name.removeprefix(prefix) if strip else name for name in expected}
-    problems = [f"{name} is missing" for name in names.values() if name not in found.shapes] + [
-        f"{name} has the shape {found.shapes[name]}, and must have {expected[ours]}"
-        for ours, name in names.items()
-        if name in found.shapes and found.shapes[name] != expected[ours]
-    ]
+    described = [found.describe_problem(name, expected[ours]) for ours, name in names.items()]
+    problems = [problem for problem in described if problem is not None]
     known = set(names.values())
     for name in sorted(found.shapes.keys() - known):
         if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):

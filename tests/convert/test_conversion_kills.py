@@ -1,8 +1,11 @@
-"""Conversions that are killed at random instants."""
+"""Conversions that are killed at random instants, or whose disk is full."""
 
 import multiprocessing
 import random
+import resource
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +99,25 @@ def test_a_killed_conversion_leaves_nothing_under_its_name(
 @pytest.mark.parametrize("subcommand", COMMANDS)
 def test_kills_at_many_instants(subcommand: str, theirs: Path, tmp_path: Path) -> None:
     check_kills([subcommand, *COMMANDS[subcommand](theirs)], tmp_path, MANY_KILLS)
+
+
+def convert_with_small_files(command: list[str]) -> None:
+    # The signal of this limit would end the process without a message.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    sys.exit(convert_checkpoint.main(command))
+
+
+@pytest.mark.parametrize("subcommand", COMMANDS)
+def test_a_full_disk_is_reported_and_leaves_nothing(
+    subcommand: str, theirs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [subcommand, *COMMANDS[subcommand](theirs), "--out", str(tmp_path / "out")]
+    process = multiprocessing.get_context("fork").Process(
+        target=convert_with_small_files, args=(command,)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    assert "File too large" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())

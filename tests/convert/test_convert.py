@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,35 @@ def spoil_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"][3] = float("nan")
 
 
+def edit_header(source: Path, tensor: str, **fields: Any) -> None:
+    """Change the header of the tensor file, and leave the numbers as they are."""
+    path = source / "model.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header[tensor] |= fields
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+def write_twice(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors, source / "a.safetensors")
+    save_file({"lm_head.weight": tensors["lm_head.weight"]}, source / "b.safetensors")
+    names = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def make_link(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to(source / "config.json")
+
+
+def make_pipe(source: Path) -> None:
+    (source / "config.json").unlink()
+    os.mkfifo(source / "config.json")
+
+
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config.json": (lambda s: (s / "config.json").unlink(), "config.json cannot be read"),
     "broken config.json": (lambda s: (s / "config.json").write_text("{"), "cannot be read"),
@@ -128,6 +158,46 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
             (s / "model.safetensors").read_bytes()[:2000]
         ),
         "model.safetensors cannot be read",
+    ),
+    "whole numbers as weights": (
+        lambda s: edit_header(s, "model.norm.weight", dtype="I32"),
+        "model.norm.weight is I32, and must be F32",
+    ),
+    "a header with a wrong size": (
+        lambda s: edit_header(s, "model.norm.weight", shape=[10**12], data_offsets=[0, 4 * 10**12]),
+        "model.safetensors cannot be read",
+    ),
+    "a header with overlapping tensors": (
+        lambda s: edit_header(s, "model.norm.weight", data_offsets=[0, 128]),
+        "model.safetensors cannot be read",
+    ),
+    "a header longer than the file": (
+        lambda s: (s / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+        "model.safetensors cannot be read",
+    ),
+    "a tensor in two files": (
+        write_twice,
+        "lm_head.weight is in a.safetensors and in b.safetensors",
+    ),
+    "too many layers": (lambda s: edit_config(s, num_hidden_layers=10**9), "must be from 1 to"),
+    "no layers": (lambda s: edit_config(s, num_hidden_layers=0), "must be from 1 to"),
+    "a negative vocabulary": (lambda s: edit_config(s, vocab_size=-5), "must be at least 1"),
+    "a negative length": (
+        lambda s: edit_config(s, max_position_embeddings=-1),
+        "sequence length -1 must be at least 1",
+    ),
+    "a huge vocabulary": (lambda s: edit_config(s, vocab_size=10**15), "and must have"),
+    "a base that is no number": (
+        lambda s: edit_config(s, rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+        "wrong kind",
+    ),
+    "a pipe instead of config.json": (make_pipe, "it is not a file"),
+    "a link that leads elsewhere": (make_link, "model.safetensors cannot be read"),
+    "an index with a number": (
+        lambda s: (s / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": 3}})
+        ),
+        "names a file that is not text",
     ),
     "a missing file of the index": (
         lambda s: (s / "model.safetensors.index.json").write_text(
