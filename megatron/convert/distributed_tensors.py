@@ -31,6 +31,8 @@ class DistributedTensors:
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+        self.entries: frozenset[str] = frozenset(metadata.state_dict_metadata)
+        """Names of all entries, those that are no tensors among them."""
         self.sizes: dict[str, torch.Size] = {
             name: entry.size for name, entry in self._entries.items()
         }

@@ -4,6 +4,7 @@ Invariant: the folder gets its final name only after its tensors were compared w
 and the model with `transformers`. A kill before that leaves a folder that ends in `.unfinished`.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import collect_digests
+from megatron.checkpoint.manifest import TensorIndex, collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.data import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.convert.architectures import Architecture, choose_architecture
-from megatron.convert.compare import Comparison, TheirModel, compare_models
+from megatron.convert.compare import PART_NUMBERS, Comparison, TheirModel, compare_models
 from megatron.convert.fields import normalise_model
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import (
@@ -88,18 +89,15 @@ def export_checkpoint(
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
-                tensor = torch.empty(pair.our_shape, dtype=torch.float32)
-                key = f"weight/{pair.ours}"
-                whole = ((0,) * len(pair.our_shape), pair.our_shape)
-                reader.read_into(tensor, whole, index.tensors[key]["boxes"], key)
-                return _round(tensor, dtype, pair.ours)
+                return _read_rounded(reader, index, pair, dtype)
 
-            sizes = _list_sizes(architecture, config, pairs, dtype)
-            say(f"writing {len(sizes)} tensors of {architecture.class_name} in {dtype}")
+            shapes = _list_shapes(architecture, config, pairs)
+            say(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
             write_tensors(
                 unfinished,
                 _iterate_theirs(architecture, config, pairs, read, dtype),
-                sizes,
+                shapes,
+                dtype,
                 options.shard_bytes,
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
@@ -155,15 +153,29 @@ def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
     return torch.float32
 
 
-def _round(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in the dtype of the files.
+def _read_rounded(
+    reader: TensorReader, index: TensorIndex, pair: TensorPair, dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor of the checkpoint in the dtype of the files.
+
+    It is read in parts, so that the memory is that of the result.
 
     Raises:
-        CheckpointError: a number is too large for it.
+        CheckpointError: a number is too large for the dtype, or the checkpoint is damaged.
     """
-    rounded = tensor.to(dtype)
-    if not torch.isfinite(rounded).all():
-        raise CheckpointError(f"{name} has numbers that {dtype} cannot hold; give --dtype fp32")
+    key = f"weight/{pair.ours}"
+    boxes = index.tensors[key]["boxes"]
+    rounded = torch.empty(pair.our_shape, dtype=dtype)
+    rows = max(1, PART_NUMBERS // math.prod(pair.our_shape[1:]))
+    for begin in range(0, pair.our_shape[0], rows):
+        into = rounded[begin : begin + rows]
+        part = torch.empty(into.shape)
+        reader.read_into(part, ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape)), boxes, key)
+        into.copy_(part)
+        if not torch.isfinite(into).all():
+            raise CheckpointError(
+                f"{pair.ours} has numbers that {dtype} cannot hold; give --dtype fp32"
+            )
     return rounded
 
 
@@ -181,16 +193,16 @@ def _list_constants(
     return found
 
 
-def _list_sizes(
-    architecture: Architecture, config: Config, pairs: Sequence[TensorPair], dtype: torch.dtype
-) -> dict[str, int]:
-    """Return the bytes of each of their tensors, in the order of writing."""
-    sizes = {
-        name: dtype.itemsize * torch.Size(shape).numel()
+def _list_shapes(
+    architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of their tensors, in the order of writing."""
+    shapes: dict[str, tuple[int, ...]] = {
+        name: shape
         for pair in pairs
         for name, shape in zip(pair.theirs, pair.their_shapes, strict=True)
     }
-    return sizes | dict.fromkeys(_list_constants(architecture, config, pairs), dtype.itemsize)
+    return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
 def _iterate_theirs(

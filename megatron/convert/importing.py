@@ -16,7 +16,7 @@ from megatron.config.cli import dump_yaml
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
-from megatron.convert.architectures import find_architecture
+from megatron.convert.architectures import Architecture, find_architecture
 from megatron.convert.compare import Comparison, TheirModel, compare_models
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import TheirTensors, match_names, read_config
@@ -26,7 +26,7 @@ from megatron.convert.tokenizer_files import (
     list_tokenizer_files,
 )
 from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.model.shape import ModelShape
 from megatron.tokenizer import build_tokenizer, tokenizer_digests
 from megatron.training.state import TrainState
@@ -62,7 +62,7 @@ def import_model(
     their_config = read_config(folder)
     architecture = find_architecture(their_config.model_type)
     fields = their_config.to_dict()
-    model = _set_dropouts(architecture.read(fields, seq_length), fields)
+    model = _read_model(architecture, fields, seq_length)
     pairs = pair_tensors(
         architecture, ModelShape(model, their_config.vocab_size, their_config.vocab_size)
     )
@@ -107,6 +107,32 @@ def import_model(
 
     write_checkpoint(out, _list_tensors(theirs), contents, copy_tokenizer)
     return comparison
+
+
+def _read_model(
+    architecture: Architecture, fields: Mapping[str, Any], seq_length: int | None
+) -> ModelConfig:
+    """Return our description of a config.json.
+
+    Raises:
+        ConfigError: the model is not supported.
+        CheckpointError: a field is no number, or no possible size.
+    """
+    try:
+        model = _set_dropouts(architecture.read(fields, seq_length), fields)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json has a field of a wrong kind: {error}") from error
+    sizes = {
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "sequence length": model.seq_length,
+        "positions": model.max_position_embeddings or 1,
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"config.json: the {name} {size} must be at least 1")
+    return model
 
 
 def _set_dropouts(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:

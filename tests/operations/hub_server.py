@@ -285,6 +285,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.create(repo, private=request.get("visibility") == "private")
         return {"url": f"{self.hub.url}/{repo}"}
 
+    def validate_card(self, query: dict, body: bytes) -> Any:
+        """Answer for the metadata of a README.md, which the client sends before a commit."""
+        content = json.loads(body)["content"]
+        if not content.startswith("---\n") or "\n---\n" not in content[4:]:
+            return {"warnings": [{"message": "empty or missing yaml metadata"}], "errors": []}
+        return {"warnings": [], "errors": []}
+
     def refs(self, repo: str, query: dict, body: bytes) -> Any:
         branches = self._repository(repo).branches
         listed = [
@@ -446,6 +453,7 @@ def _entry(path: str, stored: Stored) -> dict[str, Any]:
 _REPO = r"([\w.-]+/[\w.-]+)"
 _ROUTES: list[tuple[str, str, str, Callable]] = [
     ("create", "POST", r"/api/repos/create", _Handler.create),
+    ("card", "POST", r"/api/validate-yaml", _Handler.validate_card),
     ("refs", "GET", rf"/api/models/{_REPO}/refs", _Handler.refs),
     ("commits", "GET", rf"/api/models/{_REPO}/commits/([^/]+)", _Handler.commits),
     ("branch", "POST", rf"/api/models/{_REPO}/branch/([^/]+)", _Handler.branch),
