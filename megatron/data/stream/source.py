@@ -184,6 +184,11 @@ class StreamSource:
         """Number of samples that all ranks together have read or skipped."""
         return self._consumed
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Digest of the names, sizes and row groups of each data set, by its name."""
+        return {dataset.name: dataset.fingerprint for dataset in self._datasets}
+
     def prepare(self) -> None:
         """Do nothing. The row groups were listed when the data sets were opened."""
 
