@@ -34,6 +34,7 @@ from megatron.data.epochs import (
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
 from megatron.data.stream.build import StreamTools, list_streamed_datasets
+from megatron.data.stream.source import StreamSource
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
@@ -333,6 +334,7 @@ def build_run(
         ("device", *describe_devices(mesh)),
         ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
         *describe_data(uses),
+        *describe_stream(sources),
         *describe_phases(plan),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
@@ -543,6 +545,13 @@ def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
         return []
     epochs, _, tokens = describe_epochs(uses).partition(": ")
     return [("training data", epochs, tokens)]
+
+
+def describe_stream(sources: Sources) -> list[tuple[str, str, str]]:
+    """Return the row "training data" for data that are read without preparation, or no row."""
+    if isinstance(sources.train, StreamSource):
+        return [("training data", *sources.train.describe())]
+    return []
 
 
 def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:

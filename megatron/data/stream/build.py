@@ -15,7 +15,7 @@ from megatron.data.source import BatchSlice
 from megatron.data.splits import compute_split_bounds
 from megatron.data.stream.listing import Listing, list_dataset
 from megatron.data.stream.reader import Specials, StreamedDataset
-from megatron.data.stream.shard_order import Piece
+from megatron.data.stream.shard_order import RowRange
 from megatron.data.stream.source import OneRank, RankGroup, StreamSource
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def build_stream_sources(
         DataError: data are missing or damaged, or have too few documents.
     """
     listings = list_streamed_datasets(data, say)
-    opener = _Opener(
+    opener = _StreamOpener(
         data,
         listings,
         dict(zip(listings, parse_weights(data, len(listings)), strict=True)),
@@ -188,7 +188,7 @@ def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokeni
 
 
 @dataclasses.dataclass(frozen=True)
-class _Opener:
+class _StreamOpener:
     """Opens the data sets of a source."""
 
     data: DataConfig
@@ -298,5 +298,5 @@ def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:
     """Return the documents of the first window that is not empty, with their special tokens."""
     rows: Sequence[int] = dataset.listing.rows.tolist()
     group = next(number for number, count in enumerate(rows) if count)
-    piece = Piece(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
+    piece = RowRange(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
     return [ids for ids in next(dataset.read_windows(0, piece, 0)) if len(ids)]

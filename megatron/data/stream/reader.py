@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.data.stream.formats import FORMATS, Row
 from megatron.data.stream.listing import Listing
-from megatron.data.stream.shard_order import EpochOrder, Piece, clip_groups
+from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
 from megatron.errors import DataError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]
@@ -136,7 +136,7 @@ class StreamedDataset:
         # Shards are in the same epoch most of the time. At its end they are in two.
         self.open_epoch = functools.lru_cache(maxsize=2)(open_epoch)
 
-    def count_tokens(self, piece: Piece) -> int | None:
+    def count_tokens(self, piece: RowRange) -> int | None:
         """Return the tokens of a piece without reading it, or None if that is not possible."""
         tokens = int(self.listing.tokens[piece.group])
         complete = piece.rows == int(self.listing.rows[piece.group])
@@ -146,7 +146,7 @@ class StreamedDataset:
         return tokens + piece.rows * self.specials.count
 
     def read_windows(
-        self, epoch: int, piece: Piece, skipped_windows: int
+        self, epoch: int, piece: RowRange, skipped_windows: int
     ) -> Iterator[list[NDArray[np.int64]]]:
         """Yield the documents of each window of a piece, in the order of training.
 
@@ -297,7 +297,7 @@ class ShardReader:
         self._next = document
         self._upcoming: Iterator[tuple[int, int, NDArray[np.int64]]] = self._iterate_from(document)
 
-    def _list_numbered_pieces(self, epoch: int) -> dict[int, Piece]:
+    def _list_numbered_pieces(self, epoch: int) -> dict[int, RowRange]:
         """Return the pieces of the shard, each under the number of its first document."""
         pieces = {}
         number = 0
@@ -329,7 +329,7 @@ class ShardReader:
             document = 0
 
     def _iterate_piece(
-        self, epoch: int, piece: Piece, first: int, start: int
+        self, epoch: int, piece: RowRange, first: int, start: int
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield number and tokens of the documents of a piece from number `start` on.
 

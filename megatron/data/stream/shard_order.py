@@ -21,7 +21,7 @@ WINDOW_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Neighbouring rows of one row group that belong to one shard."""
 
     group: int
@@ -74,7 +74,7 @@ class EpochOrder:
         begin, end = self._find_bounds(shard)
         return end - begin
 
-    def list_pieces(self, shard: int) -> list[Piece]:
+    def list_pieces(self, shard: int) -> list[RowRange]:
         """Return the pieces of a shard, in order."""
         begin, end = self._find_bounds(shard)
         pieces = []
@@ -86,7 +86,7 @@ class EpochOrder:
             into_group = int(self._rows[group]) - (end_of_group - begin)
             # Groups without rows are between others. They give no piece.
             if rows > 0:
-                pieces.append(Piece(group, int(self._first_rows[group]) + into_group, rows))
+                pieces.append(RowRange(group, int(self._first_rows[group]) + into_group, rows))
             begin += rows
             place += 1
         return pieces

@@ -24,6 +24,7 @@ from megatron.data.source import BatchSlice
 from megatron.data.stream.reader import Cursor, Sample, ShardReader, StreamedDataset
 from megatron.data.stream.shard_order import ShardMixture
 from megatron.errors import DataError
+from megatron.plural import format_count
 
 _COUNTED_AT_ONCE = 1 << 20
 _NEW = (0, Cursor())
@@ -71,7 +72,7 @@ class _Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _StreamRequest:
     """What identifies a batch. The prefetcher uses it as its key."""
 
     consumed: int
@@ -172,7 +173,7 @@ class StreamSource:
         self._mixture = ShardMixture(self._weights, self._number_of_shards, self._seed)
         # One request at a time, since a later one would pass over samples of an earlier one. The
         # shards of a request are read in parallel.
-        self._prefetcher: Prefetcher[_Request, list[Microbatch]] = Prefetcher(
+        self._prefetcher: Prefetcher[_StreamRequest, list[Microbatch]] = Prefetcher(
             self._read, min(threads, 1)
         )
         self._pool = None
@@ -188,6 +189,18 @@ class StreamSource:
     def fingerprints(self) -> dict[str, str]:
         """Digest of the names, sizes and row groups of each data set, by its name."""
         return {dataset.name: dataset.fingerprint for dataset in self._datasets}
+
+    def describe(self) -> tuple[str, str]:
+        """Return what is read, and how much there is, for the table at the start."""
+        documents = sum(each.documents[1] - each.documents[0] for each in self._datasets)
+        files = sum(len(each.listing.files) for each in self._datasets)
+        count = len(self._datasets)
+        kinds = sorted({each.listing.kind for each in self._datasets})
+        return (
+            f"streamed, {format_count(count, 'data set')}, {self._number_of_shards} logical shards",
+            f"{format_count(documents, 'document')} of {' and '.join(kinds)} in "
+            f"{format_count(files, 'file')}",
+        )
 
     def prepare(self) -> None:
         """Do nothing. The row groups were listed when the data sets were opened."""
@@ -300,7 +313,7 @@ class StreamSource:
         self.notes.clear()
         return notes
 
-    def _make_request(self, consumed: int, batch_size: int, seq_length: int) -> _Request:
+    def _make_request(self, consumed: int, batch_size: int, seq_length: int) -> _StreamRequest:
         """Return the request for a batch at or after the position."""
         batch_slice = self._batch_slice
         mine = compute_sample_positions(
@@ -319,9 +332,9 @@ class StreamSource:
             places.append(_Place(int(dataset), shard, counts[dataset][shard]))
             counts[dataset][shard] += 1
         own = tuple(places[position - self._consumed] for position in mine)
-        return _Request(consumed, batch_size, seq_length, own)
+        return _StreamRequest(consumed, batch_size, seq_length, own)
 
-    def _guess_requests(self, request: _Request) -> Iterable[_Request]:
+    def _guess_requests(self, request: _StreamRequest) -> Iterable[_StreamRequest]:
         """Yield the request that follows if batch size and sequence length stay as they are."""
         following = request.consumed + request.batch_size
         yield self._make_request(following, request.batch_size, request.seq_length)
@@ -336,7 +349,7 @@ class StreamSource:
             np.add.at(counts, (self._mixture.choose(positions), shards), 1)
         return counts
 
-    def _read(self, request: _Request) -> list[Microbatch]:
+    def _read(self, request: _StreamRequest) -> list[Microbatch]:
         """Read one batch. The position does not move."""
         rows: list[Sample | None] = [None] * len(request.places)
         by_shard: dict[tuple[int, int], list[int]] = {}
