@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data.row_files import make_documents, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
 from megatron.data.stream.source import OneRank, RankGroup, StreamSource
 from megatron.errors import DataError
-from tests.data.row_files import make_documents, write_dataset
 
 SHARDS = 12
 LENGTH = 32

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from data.row_files import make_documents, write_dataset, write_rows
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from training.runs import SIZES
 
 from megatron.observe.metrics import read_metrics
-from tests.data.row_files import make_documents, write_dataset, write_rows
 
 FLAGS = "--datasets web,code --weights 3,1 --col-name tokens --eos-token 4999 --logical-shards 12"
 
