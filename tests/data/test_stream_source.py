@@ -240,6 +240,9 @@ def test_bounds_come_from_the_files(corpus: Path):
     rules = DocumentRules(-1, True, True, True)
     source = build(corpus, {"web": 1.0}, OneRank(), specials=Specials(), rules=rules)
     for batch in source.read_batch(SHARDS) + source.read_batch(SHARDS, LENGTH // 2):
+        assert batch.documents is not None
+        assert batch.position_ids is not None
+        assert batch.loss_mask is not None
         (bounds,) = batch.documents
         length = batch.tokens.shape[1]
         tokens = batch.tokens[0].tolist()
