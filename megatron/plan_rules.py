@@ -539,6 +539,14 @@ def warn_of_files(report: PlanReport, phases: Sequence[PlannedPhase]) -> None:
         (report.describe("data.data_path"), data.data_path),
         *((f"{planned.phase.origin} data_path", planned.phase.data_path) for planned in phases),
     ]
+    if data.dataset_format is not None:
+        # A folder with files. It is listed when the run starts.
+        named = []
+        for folder in data.data_path:
+            if not Path(folder).is_dir():
+                report.warnings.append(
+                    f"{report.describe('data.data_path')}: {folder} is not on this machine."
+                )
     if data.mock_data:
         named = []
     for where, values in named:

@@ -26,7 +26,7 @@ from megatron.config.cli import load_config
 from megatron.config.tree import Config
 from megatron.data.build_sources import build_sources
 from megatron.data.segments import History
-from megatron.data.source import BatchSlice
+from megatron.data.source import BatchSlice, GPTTrainSource
 from megatron.errors import ConfigError, DataError
 from megatron.plan import Plan, resolve
 from megatron.schedule.skip import find_range
@@ -224,6 +224,8 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
     # Notes go to standard error, so that the output holds text only.
     for note in sources.take_notes():
         print(f"note: {note}", file=sys.stderr)
+    if not isinstance(sources.train, GPTTrainSource):
+        raise ConfigError("this tool shows samples of indexed data (.bin and .idx) only.")
     return sources.train.history
 
 

@@ -21,12 +21,12 @@ _VARIANT = (
     "the output projections; fms-fsdp uses 0.02 for all"
 )
 _STREAMED = (
-    "data sets are not streamed: make them with tools/preprocess_data.py and mix them with "
-    "--data-path WEIGHT PATH WEIGHT PATH"
+    "the format of the files is named with --dataset-format, and what is added to each document "
+    "with --bos-token, --eos-token and --strip-tokens"
 )
 _SPECIAL_TOKENS = (
-    "special tokens are part of the data: tools/preprocess_data.py --append-eod ends each "
-    "document with one"
+    "only the start and the end of a document get a token: --bos-token, --eos-token, and "
+    "--strip-tokens for those that are there already"
 )
 _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
@@ -65,9 +65,9 @@ FMS: tuple[Row, ...] = (
         1,
     ),
     rename_flag("--use-dummy-dataset", "--mock-data"),
-    *refuse_flags(
-        _STREAMED, "--file-type --col-name --datasets --weights --logical-shards", arity=1
-    ),
+    rename_flag("--file-type", "--dataset-format", "parquet", arity=1, only=("hf_parquet",)),
+    rename_flag("--file-type", "--dataset-format", "arrow", arity=1, only=("arrow",)),
+    refuse_flag("--file-type", "name the format: --dataset-format parquet, arrow or jsonl", 1),
     # llm-baselines has this flag too. This value is the default tokenizer.
     ignore_flag("--tokenizer", "GPT-2's tokenizer is the default", 1, only=("gpt2",)),
     refuse_flag(
@@ -87,7 +87,7 @@ FMS: tuple[Row, ...] = (
     ignore_flag("--strip-tokens", "no tokens are removed", 1, only=("",)),
     *refuse_flags(
         _SPECIAL_TOKENS,
-        "--bos-token --eos-token --bol-token --eol-token --sep-token --strip-tokens",
+        "--bol-token --eol-token --sep-token",
         arity=1,
     ),
     *refuse_flags(_STREAMED, "--new-dataset --eos-present"),

@@ -35,6 +35,28 @@ class DataConfig:
     """YAML file with the phases of the training data, instead of --data-path. Each phase has a
     mixture, a seed of the data order, and the iteration or the token with which it begins. See
     docs/data_phases.md."""
+    dataset_format: Literal["parquet", "arrow", "jsonl"] | None = None
+    """Read files of this format below --data-path directly, without tools/preprocess_data.py. See
+    docs/streaming.md."""
+    datasets: str | None = None
+    """With --dataset-format: folders below --data-path, as in web,code. Each is a data set.
+    Default: --data-path itself is the only one."""
+    weights: str | None = None
+    """With --datasets: share of each data set in the tokens, as in 3,1. Default: equal shares."""
+    col_name: str = "text"
+    """With --dataset-format: the column with the texts or the lists of token ids."""
+    logical_shards: Annotated[int, Range("[1, 1048576]")] = 256
+    """With --dataset-format: parts into which each data set is divided. Ranks share the parts. The
+    number must not change during a run. A multiple of micro-batch size x data-parallel size reads
+    each document once only."""
+    bos_token: Annotated[int | None, Range("[0, 2147483647]")] = None
+    """With --dataset-format: id that is put before each document."""
+    eos_token: Annotated[int | None, Range("[0, 2147483647]")] = None
+    """With --dataset-format: id that is put after each document. Default: the tokenizer's
+    end-of-document token after texts, and nothing after token ids."""
+    strip_tokens: str | None = None
+    """With --dataset-format: ids that are removed from the start and the end of each document
+    before others are added, as in 0,1."""
     data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the data set. mmap (.bin/.idx) is the only one."""
     mock_data: bool = False

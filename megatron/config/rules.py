@@ -367,6 +367,39 @@ def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[s
             )
 
 
+_STREAM_FLAGS = ("datasets", "weights", "bos_token", "eos_token", "strip_tokens")
+
+
+def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that flags for streamed data have --dataset-format, and that it has one folder."""
+    data = settings.config.data
+    if data.dataset_format is None:
+        for name in _STREAM_FLAGS:
+            if settings[f"data.{name}"] is not None:
+                yield (
+                    f"{settings.describe(f'data.{name}')} needs --dataset-format parquet, arrow or "
+                    "jsonl."
+                )
+        return
+    if not data.mock_data and len(data.data_path) != 1:
+        yield (
+            f"{settings.describe('data.dataset_format')} needs one folder as --data-path, and it "
+            f"has {len(data.data_path)} values. Name folders in it with --datasets and --weights."
+        )
+    for name in (
+        "data_phases",
+        *(f"{which}_weighted_split_paths" for which in ("train", "valid", "test")),
+        *(f"{which}_weighted_split_paths_path" for which in ("train", "valid", "test")),
+    ):
+        if settings[f"data.{name}"]:
+            yield (
+                f"{settings.describe('data.dataset_format', f'data.{name}')} cannot be used "
+                "together. Name the folders with --datasets and --weights."
+            )
+    if data.weights is not None and data.datasets is None:
+        yield f"{settings.describe('data.weights')} needs --datasets."
+
+
 def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that flags for saving have --save, and flags for loading have --load."""
     checkpoint = settings.config.checkpoint
@@ -561,6 +594,7 @@ ERRORS: tuple[Rule, ...] = (
     check_data_path_has_pairs,
     check_one_description_of_data,
     check_phases_are_the_training_data,
+    check_streamed_data,
     check_needed_folders,
     check_eval_tasks,
     check_one_kind_of_start,

@@ -16,10 +16,12 @@ from megatron.data.source import (
     GPTTrainSource,
     GPTValidSource,
     MockSource,
+    Source,
     Sources,
     check_vocabulary,
 )
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
+from megatron.data.stream.build import StreamTools, build_stream_sources
 from megatron.errors import ConfigError, DataError
 
 
@@ -50,6 +52,7 @@ def build_sources(
     test_samples: int,
     batch_slice: BatchSlice,
     phases: Sequence[PlannedPhase] = (),
+    stream_tools: StreamTools | None = None,
     say: Say = say_to_stderr,
     wait_seconds: float = WAIT_SECONDS,
 ) -> Sources:
@@ -67,6 +70,7 @@ def build_sources(
         batch_slice: The part of each batch that this rank reads.
         phases: The phases of --data-phases. Without them, one mixture is read from start to end.
             Those before the present one are not opened.
+        stream_tools: The ranks and the tokenizer for --dataset-format.
         say: Receives urgent messages while an index is built.
         wait_seconds: Longest time to wait for another process that builds the same index.
 
@@ -78,6 +82,22 @@ def build_sources(
     if data.mock_data:
         counts = (train_samples, valid_samples, test_samples)
         return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
+    if data.dataset_format is not None:
+        streamed = build_stream_sources(
+            data,
+            seq_length=seq_length,
+            seed=seed,
+            wanted=(train_samples > 0, valid_samples > 0, test_samples > 0),
+            batch_slice=batch_slice,
+            tools=stream_tools or StreamTools(),
+            say=registry.notes.append,
+        )
+        return Sources(
+            streamed.train,
+            {"validation": streamed.valid} if streamed.valid is not None else {},
+            {"test": streamed.test} if streamed.test is not None else {},
+            registry,
+        )
 
     opener = _Opener(registry, seq_length, batch_slice)
     train = None
@@ -91,9 +111,9 @@ def build_sources(
             batch_slice,
             data.num_workers,
         )
-    evaluated: list[dict[str, GPTValidSource | MockSource]] = []
+    evaluated: list[dict[str, Source]] = []
     for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
-        sources: dict[str, GPTValidSource | MockSource] = {}
+        sources: dict[str, Source] = {}
         mixtures: tuple[NamedMixture, ...] = ()
         if num_samples > 0:
             mixtures = _list_evaluation_mixtures(data, which, phases)  # type: ignore[arg-type]

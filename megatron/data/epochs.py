@@ -43,7 +43,8 @@ def measure_training_data(
 ) -> list[DatasetUse]:
     """Return the training data sets of a run that reads `tokens` tokens.
 
-    Data sets whose split has no document for training are left out. Synthetic data are no data set.
+    Data sets whose split has no document for training are left out. Synthetic and streamed data
+    are not among them.
 
     Args:
         data: The data section of the configuration.
@@ -56,7 +57,8 @@ def measure_training_data(
         ConfigError: The values of the flags cannot be parsed.
         DataError: A data set is missing or damaged.
     """
-    if data.mock_data:
+    # Streamed data are described by their source.
+    if data.mock_data or data.dataset_format is not None:
         return []
     if not phases:
         mixture = find_train_mixture(data)

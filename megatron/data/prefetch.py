@@ -36,7 +36,7 @@ class Prefetcher(Generic[Request, Result]):
         Raises:
             Exception: whatever the reader raises, in its thread or here.
         """
-        if self._ahead and self._ahead[0][0] == request:
+        if self.is_ahead(request):
             waiting = self._ahead.popleft()[1]
         else:
             # Nothing was read ahead, or the guesses were wrong, as when the batch size changes.
@@ -48,6 +48,10 @@ class Prefetcher(Generic[Request, Result]):
         if waiting is None:
             return self._read(request)
         return waiting.result()
+
+    def is_ahead(self, request: Request) -> bool:
+        """Return whether a request is the next one that is being read ahead."""
+        return bool(self._ahead) and self._ahead[0][0] == request
 
     def discard(self) -> None:
         """Forget what was read ahead."""

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +121,12 @@ class _Source(abc.ABC):
         # Batches that were read ahead belong to the old position and the old order.
         self._prefetcher.discard()
         self._prepared = False
+        if state.get("stream") is not None:
+            raise DataError(
+                f"{self.name}: the checkpoint was trained on data with --dataset-format. Resume "
+                "with these data, or start a new run from its weights with --finetune and another "
+                "--save."
+            )
         if not state["segments"]:
             raise DataError(
                 f"{self.name}: the checkpoint was trained on --mock-data; resume with it, or start "
@@ -166,6 +172,15 @@ class _Source(abc.ABC):
         # Only after success, so that a failed read does not move the position.
         self._consumed += batch_size
         return microbatches
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Nothing, because all data sets are in the registry."""
+        return {}
+
+    def take_notes(self) -> list[str]:
+        """Return nothing, because all messages are in the registry."""
+        return []
 
     def close(self) -> None:
         """Stop the reading threads."""
@@ -310,7 +325,7 @@ class MockSource(_Source):
         Raises:
             DataError: the state is that of real data.
         """
-        if state["segments"]:
+        if state["segments"] or state.get("stream") is not None:
             raise DataError(
                 f"{self.name}: the checkpoint was trained on real data, and --mock-data would go "
                 "on with synthetic tokens; remove --mock-data, or start a new run with --finetune "
@@ -330,17 +345,69 @@ class MockSource(_Source):
         raise AssertionError("`load` is overridden, so this method is never called")
 
 
+class Source(Protocol):
+    """What the training loop needs of a source."""
+
+    name: str
+
+    @property
+    def consumed_samples(self) -> int:
+        """Number of samples that all ranks together have read or skipped."""
+        ...
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Digest of each data set that is not in the registry, by its name."""
+        ...
+
+    def prepare(self) -> None:
+        """Build or open all indices now."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as JSON values. All ranks call it together."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            DataError: the state belongs to other data.
+        """
+        ...
+
+    def advance(self, samples: int) -> None:
+        """Skip samples without reading them."""
+        ...
+
+    def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
+        """Return this rank's microbatches of the next global batch, in order.
+
+        Raises:
+            DataError: the data end, are damaged, or have an id outside the vocabulary.
+        """
+        ...
+
+    def take_notes(self) -> list[str]:
+        """Return messages for the user since the last call that are not in the registry."""
+        ...
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Sources:
     """All sources of a run. `train` is None if no training samples are requested."""
 
-    train: GPTTrainSource | MockSource | None
-    valid: dict[str, GPTValidSource | MockSource]
-    test: dict[str, GPTValidSource | MockSource]
+    train: Source | None
+    valid: dict[str, Source]
+    test: dict[str, Source]
     registry: DatasetRegistry
 
     @property
-    def all(self) -> list[GPTTrainSource | GPTValidSource | MockSource]:
+    def all(self) -> list[Source]:
         """All sources, training first."""
         return [*([self.train] if self.train else []), *self.valid.values(), *self.test.values()]
 
@@ -361,10 +428,12 @@ class Sources:
 
         They report changed orders, rebuilt caches and empty splits.
         """
-        # Several sources may use the same cache and report the same about it.
-        notes = list(dict.fromkeys(self.registry.notes))
+        # Several sources may use the same cache or files and report the same about it.
+        notes = list(self.registry.notes)
         self.registry.notes.clear()
-        return notes
+        for source in self.all:
+            notes += source.take_notes()
+        return list(dict.fromkeys(notes))
 
     def state(self) -> dict[str, Any]:
         """Return the state of all sources, as JSON values."""

@@ -97,6 +97,9 @@ def open_same(
             return None, {}, error
         registry = sources.registry
         facts = {prefix: describe_dataset(registry, prefix) for prefix in registry.datasets}
+        for source in sources.all:
+            for name, fingerprint in source.fingerprints.items():
+                facts[f"data set {name}"] = f"fingerprint {fingerprint} of files and row groups"
         return sources, facts, None
 
     sources, facts, failure = ranks.work(open_and_describe, "opening the data", say)

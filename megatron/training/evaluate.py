@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatron.data.source import GPTValidSource, MockSource
+from megatron.data.source import Source
 from megatron.engine.base import Engine
 from megatron.errors import ConfigError
 from megatron.observe.timers import EVALUATE
@@ -68,7 +68,7 @@ def evaluate_only(run: Run) -> None:
     evaluate_tasks(run)
 
 
-def _evaluate(run: Run, sources: Mapping[str, GPTValidSource | MockSource]) -> dict[str, float]:
+def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, float]:
     iterations = run.plan.config.batch.eval_iters
     batch_size = run.plan.batch_size.final
     with run.timers(EVALUATE):
@@ -78,9 +78,7 @@ def _evaluate(run: Run, sources: Mapping[str, GPTValidSource | MockSource]) -> d
         }
 
 
-def compute_mean_loss(
-    engine: Engine, source: GPTValidSource | MockSource, iterations: int, batch_size: int
-) -> float:
+def compute_mean_loss(engine: Engine, source: Source, iterations: int, batch_size: int) -> float:
     """Return the mean loss over the next `iterations` batches of `batch_size` samples.
 
     The samples always have the full sequence length, also during curriculum learning. Losses of

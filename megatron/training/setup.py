@@ -33,6 +33,8 @@ from megatron.data.epochs import (
 )
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import BatchSlice, Sources
+from megatron.data.stream.build import StreamTools, list_streamed_datasets
+from megatron.data.stream.source import StreamSource
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.engine.base import Engine, skip_waiting
 from megatron.errors import CheckpointError, ConfigError, DamagedError
@@ -310,6 +312,7 @@ def build_run(
         ("device", *describe_devices(mesh)),
         ("model", f"{plan.parameters:,} parameters", "with the padded vocabulary"),
         *describe_data(uses),
+        *describe_stream(sources),
         *describe_phases(plan),
         *engine.describe_choices(),
         ("index helpers", *describe_index_helpers()),
@@ -419,6 +422,8 @@ def open_data(
         plan.batch_size.final,
     )
 
+    ranks = build_ranks(mesh)
+
     def build() -> Sources:
         """Build the sources of this rank's slice of the batch, without communication."""
         return build_sources(
@@ -436,11 +441,16 @@ def open_data(
                 build_document_rules(config),
             ),
             phases=plan.data_phases,
+            stream_tools=StreamTools(ranks, lambda: build_tokenizer(config.tokenizer)),
             say=say,
             wait_seconds=PATIENCE_SECONDS,
         )
 
-    ranks = build_ranks(mesh)
+    if config.data.dataset_format is not None:
+        # The other ranks then find the row groups in the cache, and do not open all files as well.
+        ranks.call_on_rank_0(
+            lambda: list_streamed_datasets(config.data, say) and None, "listing the data files", say
+        )
     sources = open_same(build, ranks, mesh.describe(), say)
     prefixes = list(sources.registry.datasets)
     ranks.call_on_rank_0(
@@ -480,6 +490,9 @@ def build_document_rules(config: Config) -> DocumentRules | None:
     """
     if not needs_documents(config.data):
         return None
+    if config.data.dataset_format is not None:
+        # The bounds come from the files, so no token marks them.
+        return DocumentRules.from_config(config.data, eod=-1)
     return DocumentRules.from_config(config.data, build_tokenizer(config.tokenizer).eod)
 
 
@@ -510,6 +523,13 @@ def describe_data(uses: Sequence[DatasetUse]) -> list[tuple[str, str, str]]:
         return []
     epochs, _, tokens = describe_epochs(uses).partition(": ")
     return [("training data", epochs, tokens)]
+
+
+def describe_stream(sources: Sources) -> list[tuple[str, str, str]]:
+    """Return the row "training data" for data that are read without preparation, or no row."""
+    if isinstance(sources.train, StreamSource):
+        return [("training data", *sources.train.describe())]
+    return []
 
 
 def describe_phases(plan: Plan) -> list[tuple[str, str, str]]:

@@ -296,7 +296,7 @@ REFUSED_CHOICES = {
     "fms_fsdp": {
         "--model-variant": ["mamba_9.8b"],
         "--training-stage": ["initial"],
-        "--file-type": ["arrow", "hf_parquet", "auto"],
+        "--file-type": ["auto"],
     },
 }
 

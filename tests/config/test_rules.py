@@ -123,6 +123,19 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"data_phases": "p.yaml", "data_path": ("a",)},
         "--data-phases p.yaml and --data-path a both name the training data",
     ),
+    ({"eos_token": 2, "data_path": ("a",)}, "--eos-token 2 needs --dataset-format"),
+    (
+        {"dataset_format": "arrow", "data_path": ("1", "a", "1", "b")},
+        "--dataset-format arrow needs one folder as --data-path, and it has 4 values",
+    ),
+    (
+        {"dataset_format": "arrow", "data_path": ("a",), "weights": "1"},
+        "--weights 1 needs --datasets",
+    ),
+    (
+        {"dataset_format": "jsonl", "data_path": ("a",), "valid_weighted_split_paths_path": "f"},
+        "cannot be used together. Name the folders with --datasets",
+    ),
     (
         {"lr_warmup_tokens": 9, "lr_warmup_iters": 5},
         "--lr-warmup-tokens 9 and --lr-warmup-iters 5 both",

@@ -1,0 +1,302 @@
+"""Builds the sources of a run with --dataset-format from its configuration."""
+
+import collections
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data import DataConfig
+from megatron.data.blend import normalise
+from megatron.data.source import BatchSlice
+from megatron.data.splits import compute_split_bounds
+from megatron.data.stream.listing import Listing, list_dataset
+from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.shard_order import RowRange
+from megatron.data.stream.source import OneRank, RankGroup, StreamSource
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import Tokenizer
+
+# Documents of a data set whose first and last ids are looked at when the run starts.
+_CHECKED_DOCUMENTS = 256
+# Documents that begin or end with the same id by chance are fewer.
+_NEARLY_ALL = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamTools:
+    """What streamed data need beyond the configuration."""
+
+    ranks: RankGroup = dataclasses.field(default_factory=OneRank)
+    """The ranks that read together."""
+    build_tokenizer: Callable[[], Tokenizer] | None = None
+    """Called only if files hold texts."""
+
+
+def list_streamed_datasets(
+    data: DataConfig, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Listing]:
+    """Return the files of each data set of --datasets.
+
+    Raises:
+        ConfigError: a flag cannot be parsed.
+        DataError: see `list_dataset`.
+    """
+    assert data.dataset_format is not None, "checked by the caller"
+    root = data.data_path[0]
+    return {
+        name: list_dataset(
+            os.path.join(root, name), data.dataset_format, data.col_name, data.data_cache_path, say
+        )
+        for name in parse_datasets(data)
+    }
+
+
+def parse_datasets(data: DataConfig) -> list[str]:
+    """Return the names of the data sets. Without --datasets, --data-path itself is the only one.
+
+    Raises:
+        ConfigError: --data-path is not one folder, or a name is empty, named twice or leads out of
+            the folder.
+    """
+    if len(data.data_path) != 1:
+        raise ConfigError(
+            f"--dataset-format {data.dataset_format} takes one folder as --data-path, and not "
+            f"{len(data.data_path)} values. Name folders in it with --datasets and --weights."
+        )
+    if data.datasets is None:
+        return ["."]
+    names = [name.strip() for name in data.datasets.split(",")]
+    for name in names:
+        if not name or os.path.isabs(name) or ".." in name.split("/"):
+            raise ConfigError(
+                f"--datasets {data.datasets!r} has the entry {name!r}. Each entry must be the name "
+                "of a folder below --data-path, as in --datasets web,code."
+            )
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"--datasets {data.datasets!r} has a name twice. Name it once, with a larger weight."
+        )
+    return names
+
+
+def parse_weights(data: DataConfig, count: int) -> list[float]:
+    """Return the share of each data set. Without --weights all shares are equal.
+
+    Raises:
+        ConfigError: there is not one positive number for each data set.
+    """
+    if data.weights is None:
+        return [1 / count] * count
+    try:
+        weights = [float(weight) for weight in data.weights.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != count or not all(w > 0 and math.isfinite(w) for w in weights):
+        raise ConfigError(
+            f"--weights {data.weights!r} must have one positive number for each of the {count} "
+            "data sets, as in --weights 3,1,1. Leave out data that must not be used."
+        )
+    return list(normalise(weights))
+
+
+def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:
+    """Return the ids of --strip-tokens.
+
+    Raises:
+        ConfigError: the flag is not a list of ids.
+    """
+    try:
+        return tuple(int(each) for each in (data.strip_tokens or "").split(",") if each.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"--strip-tokens {data.strip_tokens!r} must be ids separated by commas, as in 0,1."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSources:
+    """The sources of a run with streamed data. Each is None if it has no samples."""
+
+    train: StreamSource | None
+    valid: StreamSource | None
+    test: StreamSource | None
+
+
+def build_stream_sources(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    wanted: tuple[bool, bool, bool],
+    batch_slice: BatchSlice,
+    tools: StreamTools,
+    say: Callable[[str], None],
+) -> StreamSources:
+    """List the files and return the sources.
+
+    Args:
+        data: The data section of the configuration.
+        seq_length: Tokens of a sample, without the last label.
+        seed: Seed of the data order.
+        wanted: Whether training, validation and test read samples.
+        batch_slice: The part of each batch that this rank reads.
+        tools: The ranks and the tokenizer.
+        say: Receives lines for the user.
+
+    Raises:
+        ConfigError: a flag cannot be parsed, or contradicts the documents.
+        DataError: data are missing or damaged, or have too few documents.
+    """
+    listings = list_streamed_datasets(data, say)
+    opener = _StreamOpener(
+        data,
+        listings,
+        dict(zip(listings, parse_weights(data, len(listings)), strict=True)),
+        seq_length,
+        seed,
+        batch_slice,
+        tools.ranks,
+        _build_tokenizer(listings, tools),
+    )
+    sources = [
+        opener.open_source(name, piece, threads, say) if wanted[piece] else None
+        for piece, (name, threads) in enumerate(
+            [
+                ("train", data.num_workers),
+                ("validation", data.valid_num_workers),
+                ("test", data.valid_num_workers),
+            ]
+        )
+    ]
+    if wanted[0] and sources[0] is None:
+        raise DataError(
+            f"--split {data.split} leaves no document of {data.data_path[0]} for training."
+        )
+    return StreamSources(*sources)
+
+
+def _build_tokenizer(listings: dict[str, Listing], tools: StreamTools) -> Tokenizer | None:
+    """Return the tokenizer if files hold texts."""
+    texts = any(listing.kind == "text" for listing in listings.values())
+    if texts and tools.build_tokenizer is not None:
+        return tools.build_tokenizer()
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _StreamOpener:
+    """Opens the data sets of a source."""
+
+    data: DataConfig
+    listings: dict[str, Listing]
+    weights: dict[str, float]
+    seq_length: int
+    seed: int
+    batch_slice: BatchSlice
+    ranks: RankGroup
+    tokenizer: Tokenizer | None
+
+    def open_source(
+        self, name: str, piece: int, threads: int, say: Callable[[str], None]
+    ) -> StreamSource | None:
+        """Return the source of one piece of --split, or None if it has no documents."""
+        ranges = {}
+        for dataset_name, listing in self.listings.items():
+            bounds = compute_split_bounds(self.data.split, int(listing.rows.sum()))
+            if bounds[piece] < bounds[piece + 1]:
+                ranges[dataset_name] = (bounds[piece], bounds[piece + 1])
+        if not ranges:
+            return None
+        shards = self.data.logical_shards
+        if piece > 0:
+            # A small set for evaluation may have fewer documents than there are shards.
+            shards = min(shards, *(last - first for first, last in ranges.values()))
+        datasets = [self._open_dataset(each, ranges[each], shards) for each in ranges]
+        if piece == 0:
+            for dataset in datasets:
+                for warning in check_separators(dataset):
+                    say(warning)
+        return StreamSource(
+            name,
+            datasets,
+            normalise([self.weights[each] for each in ranges]),
+            self.seq_length,
+            self.batch_slice,
+            threads,
+            self.ranks,
+        )
+
+    def _open_dataset(self, name: str, documents: tuple[int, int], shards: int) -> StreamedDataset:
+        """Return one data set."""
+        listing = self.listings[name]
+        eos = self.data.eos_token
+        if eos is None and self.tokenizer is not None and listing.kind == "text":
+            eos = self.tokenizer.eod
+        return StreamedDataset(
+            name,
+            listing,
+            documents,
+            self.seed,
+            shards,
+            Specials(self.data.bos_token, eos, parse_strip_tokens(self.data)),
+            None if self.tokenizer is None else self._encode,
+            self.batch_slice.vocab_size,
+        )
+
+    def _encode(self, texts: list[str]) -> list[NDArray[np.int64]]:
+        """Return the ids of each text."""
+        assert self.tokenizer is not None, "it is passed only with a tokenizer"
+        return [np.array(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)]
+
+
+def check_separators(dataset: StreamedDataset) -> list[str]:
+    """Compare the first documents of a data set with its special tokens.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        ConfigError: nearly all documents have the token already that would be added.
+        DataError: the documents cannot be read.
+    """
+    specials = dataset.specials
+    if dataset.listing.kind == "text":
+        return []
+    documents = read_first_documents(dataset)
+    enough = _NEARLY_ALL * len(documents)
+    if not documents:
+        return []
+    for flag, token, place in (("--bos-token", specials.bos, 0), ("--eos-token", specials.eos, -1)):
+        # The token itself was added, so the one next to it is compared.
+        inner = 1 if place == 0 else -2
+        doubled = sum(len(ids) > 1 and int(ids[inner]) == token for ids in documents)
+        if token is not None and doubled >= enough:
+            raise ConfigError(
+                f"{flag} {token}: {doubled} of the first {len(documents)} documents of data set "
+                f"{dataset.name} have this token there already, so it would be doubled. Leave out "
+                f"the flag, or add --strip-tokens {token}."
+            )
+    if specials.count == 0:
+        most_common = [
+            collections.Counter(int(ids[place]) for ids in documents).most_common(1)[0][1]
+            for place in (0, -1)
+        ]
+        if max(most_common) < enough:
+            return [
+                f"warning: the documents of data set {dataset.name} have no common first or last "
+                "token, so the model cannot see where a text ends. Give the id of the "
+                "end-of-document token with --eos-token"
+            ]
+    return []
+
+
+def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:
+    """Return the documents of the first window that is not empty, with their special tokens."""
+    rows: Sequence[int] = dataset.listing.rows.tolist()
+    group = next(number for number, count in enumerate(rows) if count)
+    piece = RowRange(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
+    return [ids for ids in next(dataset.read_windows(0, piece, 0)) if len(ids)]

@@ -1,0 +1,399 @@
+"""The file formats that can be read without a preparation step: Parquet, Arrow and JSONL.
+
+A file is divided into row groups, which can be read without what comes before them. Those of
+Parquet are the format's own. In Arrow and JSONL files, a group is about 1024 rows.
+
+Invariant: what a format returns for a row depends on the file's bytes only.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.errors import DataError
+
+Kind = Literal["text", "tokens"]
+Row = str | NDArray[np.int64]
+"""A text, or the token ids of a document [n]."""
+_GROUP_ROWS = 1024
+# The part of a column that is in memory at once. Without a limit, pyarrow reads the whole column of
+# a row group, which may be hundreds of MB for each logical shard.
+_COLUMN_BUFFER_BYTES = 1 << 20
+_SCAN_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FileGroups:
+    """The row groups of one file. All arrays have one element for each group."""
+
+    kind: Kind
+    begin: NDArray[np.int64]
+    """Where the group begins: its number in Parquet, a record batch or a byte in Arrow, a byte in
+    JSONL."""
+    end: NDArray[np.int64]
+    """Where the group ends, in the same unit."""
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    """Token ids of all rows of the group, or -1 if the file does not tell."""
+
+    @classmethod
+    def of(cls, kind: Kind, groups: Sequence[tuple[int, int, int, int]]) -> "FileGroups":
+        """Return the groups of (begin, end, rows, tokens) for each group."""
+        columns = np.array(groups, np.int64).reshape(-1, 4).T
+        return cls(kind, *(np.ascontiguousarray(column) for column in columns))
+
+
+class FileFormat(Protocol):
+    """A file format. Paths are those of local files."""
+
+    suffixes: tuple[str, ...]
+
+    def list_groups(self, path: str, column: str) -> FileGroups:
+        """Return the row groups of a file.
+
+        Raises:
+            DataError: the file is damaged, has no such column, or the column holds neither texts
+                nor lists of integers.
+        """
+        ...
+
+    def read_rows(
+        self, path: str, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one group from a row on, in lists of any length.
+
+        Args:
+            path: The file.
+            column: The column with the texts or token ids.
+            begin: Where the group begins, see `FileGroups`.
+            end: Where the group ends.
+            first_row: Number of rows of the group that are left out.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        ...
+
+
+class ParquetFormat:
+    """Parquet files."""
+
+    suffixes: tuple[str, ...] = (".parquet",)
+
+    def list_groups(self, path: str, column: str) -> FileGroups:
+        """Return the row groups, from the footer alone."""
+        with _open_parquet(path) as file:
+            kind = _find_kind(path, file.schema_arrow, column)
+            groups = []
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                tokens = _count_parquet_tokens(group, column) if kind == "tokens" else -1
+                groups.append((number, number + 1, group.num_rows, tokens))
+        return FileGroups.of(kind, groups)
+
+    def read_rows(
+        self, path: str, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one row group. Rows that are left out are decoded all the same."""
+        with _open_parquet(path) as file:
+            row = 0
+            for batch in file.iter_batches(
+                batch_size=_GROUP_ROWS, row_groups=[begin], columns=[column], use_threads=False
+            ):
+                left_out = min(max(0, first_row - row), batch.num_rows)
+                row += batch.num_rows
+                if left_out < batch.num_rows:
+                    yield _convert_column(path, batch.column(0).slice(left_out))
+
+
+class ArrowFormat:
+    """Arrow IPC files: the file format, and the stream format that Hugging Face datasets writes."""
+
+    suffixes: tuple[str, ...] = (".arrow",)
+
+    def list_groups(self, path: str, column: str) -> FileGroups:
+        """Return groups of record batches. A record batch may hold one row or a million."""
+        with _open_arrow(path) as file:
+            kind = _find_kind(path, file.schema, column)
+            groups: list[tuple[int, int, int, int]] = []
+            begin = -1
+            rows = 0
+            tokens = 0
+            for place, next_place, batch in file.read_batches():
+                if rows == 0:
+                    begin = place
+                    tokens = 0 if kind == "tokens" else -1
+                rows += batch.num_rows
+                if kind == "tokens":
+                    # Only the sizes in the batch's header are read, not the ids.
+                    tokens += len(batch.column(column).flatten())
+                end = next_place
+                if rows >= _GROUP_ROWS:
+                    groups.append((begin, end, rows, tokens))
+                    rows = 0
+            if rows:
+                groups.append((begin, end, rows, tokens))
+        return FileGroups.of(kind, groups)
+
+    def read_rows(
+        self, path: str, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one group. The file is memory-mapped."""
+        with _open_arrow(path) as file:
+            row = 0
+            for _, _, batch in file.read_batches(begin, end):
+                values = batch.column(column)
+                left_out = min(max(0, first_row - row), batch.num_rows)
+                row += batch.num_rows
+                # A record batch may be far larger than a group of the other formats.
+                for start in range(left_out, batch.num_rows, _GROUP_ROWS):
+                    yield _convert_column(path, values.slice(start, _GROUP_ROWS))
+
+
+class JsonlFormat:
+    """JSONL files: one JSON object in each line."""
+
+    suffixes: tuple[str, ...] = (".jsonl", ".json")
+
+    def list_groups(self, path: str, column: str) -> FileGroups:
+        """Return groups of 1024 lines. The complete file is scanned for ends of lines."""
+        groups: list[tuple[int, int, int, int]] = []
+        begin = 0
+        lines = 0
+        position = 0
+        end_of_last_line = 0
+        with open(path, "rb") as file:
+            while block := file.read(_SCAN_BYTES):
+                ends = position + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+                first = _GROUP_ROWS - 1 - lines % _GROUP_ROWS
+                for end in ends[first::_GROUP_ROWS].tolist():
+                    groups.append((begin, end, _GROUP_ROWS, -1))
+                    begin = end
+                lines += len(ends)
+                position += len(block)
+                if len(ends):
+                    end_of_last_line = int(ends[-1])
+        rest = lines % _GROUP_ROWS
+        # The last line may have no end of line. A writer that was killed leaves such a line, too.
+        if end_of_last_line < position:
+            rest += 1
+            next(self.read_rows(path, column, end_of_last_line, position, 0))
+        if rest:
+            groups.append((begin, position, rest, -1))
+        kind: Kind = "text"
+        if groups:
+            first_row = next(self.read_rows(path, column, *groups[0][:2], 0))[0]
+            kind = "text" if isinstance(first_row, str) else "tokens"
+        return FileGroups.of(kind, groups)
+
+    def read_rows(
+        self, path: str, column: str, begin: int, end: int, first_row: int
+    ) -> Iterator[list[Row]]:
+        """Yield the rows of one group in one list."""
+        with open(path, "rb") as file:
+            file.seek(begin)
+            lines = file.read(end - begin).splitlines()
+        rows = []
+        offset = begin
+        for number, line in enumerate(lines):
+            if number >= first_row:
+                rows.append(_parse_line(path, offset, line, column))
+            offset += len(line) + 1
+        yield rows
+
+
+FORMATS: dict[str, FileFormat] = {
+    "parquet": ParquetFormat(),
+    "arrow": ArrowFormat(),
+    "jsonl": JsonlFormat(),
+}
+
+
+def _parse_line(path: str, offset: int, line: bytes, column: str) -> Row:
+    """Return the text or the ids of a line of a JSONL file. A blank line is an empty document."""
+    if not line.strip():
+        return np.empty(0, np.int64)
+    try:
+        record = json.loads(line)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: the line at byte {offset} is not JSON ({error}). If the file is still being "
+            "written, wait for its end. If not, repair or leave out the file."
+        ) from error
+    value = record.get(column) if isinstance(record, dict) else None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return _convert_ids(path, np.array(value, np.object_))
+    raise DataError(
+        f"{path}: the line at byte {offset} has neither a text nor a list of integers under "
+        f"{column!r}. Name the key with --col-name, or repair the file."
+    )
+
+
+def _convert_ids(path: str, values: NDArray) -> NDArray[np.int64]:
+    """Return token ids as int64."""
+    try:
+        return values.astype(np.int64)
+    except OverflowError as error:
+        raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.") from error
+
+
+def _convert_column(path: str, column: Any) -> list[Row]:
+    """Return the rows of a pyarrow array."""
+    import pyarrow as pa
+    import pyarrow.compute
+
+    if not _is_list(column.type):
+        return [text if text is not None else "" for text in column.to_pylist()]
+    lengths = pa.compute.list_value_length(column)
+    sizes = np.asarray(lengths.fill_null(0), np.int64)
+    # `flatten` leaves out what lies under missing rows, and heeds the slice.
+    values = column.flatten()
+    if values.null_count:
+        raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
+    ids = np.asarray(values).astype(np.int64)
+    return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
+
+
+def _is_list(kind: Any) -> bool:
+    """Return whether an Arrow type is one of the list types."""
+    import pyarrow as pa
+
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _find_kind(path: str, schema: Any, column: str) -> Kind:
+    """Return what a column holds.
+
+    Raises:
+        DataError: there is no such column, or it holds something else.
+    """
+    import pyarrow as pa
+
+    if column not in schema.names:
+        raise DataError(
+            f"{path} has no column {column!r}, only {', '.join(schema.names)}. Name the column "
+            "with --col-name."
+        )
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    if _is_list(kind) and pa.types.is_integer(kind.value_type):
+        return "tokens"
+    raise DataError(
+        f"{path}: column {column!r} holds {kind}, neither texts nor lists of integers. Name "
+        "another column with --col-name."
+    )
+
+
+def _count_parquet_tokens(group: Any, column: str) -> int:
+    """Return the number of token ids of a row group from the footer, or -1.
+
+    The footer counts a missing or empty list as one missing value.
+    """
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if chunk.path_in_schema.split(".")[0] == column:
+            statistics = chunk.statistics
+            if statistics is None or not statistics.has_null_count:
+                return -1
+            return int(chunk.num_values - statistics.null_count)
+    return -1
+
+
+class _ArrowFile:
+    """An open Arrow file in one of both formats."""
+
+    def __init__(self, pa: Any, source: Any) -> None:
+        """Find the format from the first bytes, and read the schema."""
+        self._pa = pa
+        self._source = source
+        self._file = None
+        if source.read(6) == b"ARROW1":
+            self._file = pa.ipc.open_file(source)
+            self.schema = self._file.schema
+            return
+        source.seek(0)
+        self.schema = pa.ipc.read_schema(source)
+        self._first = source.tell()
+
+    def read_batches(
+        self, begin: int | None = None, end: int | None = None
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Yield the place of each record batch, the place after it, and the batch."""
+        if self._file is not None:
+            last = self._file.num_record_batches if end is None else end
+            for number in range(begin or 0, last):
+                yield number, number + 1, self._file.get_batch(number)
+            return
+        source = self._source
+        source.seek(self._first if begin is None else begin)
+        while end is None or source.tell() < end:
+            place = source.tell()
+            try:
+                message = self._pa.ipc.read_message(source)
+            except EOFError:
+                # The stream ends here.
+                return
+            if message.type != "record batch":
+                raise self._pa.ArrowInvalid(f"a {message.type} message is not supported")
+            batch = self._pa.ipc.read_record_batch(message, self.schema)
+            yield place, source.tell(), batch
+
+
+@contextmanager
+def _open_parquet(path: str) -> Iterator[Any]:
+    """Open a Parquet file."""
+    pa = _import_pyarrow()
+    import pyarrow.parquet as parquet
+
+    with (
+        _report_damage(path, pa, "Parquet"),
+        parquet.ParquetFile(path, buffer_size=_COLUMN_BUFFER_BYTES, pre_buffer=False) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def _open_arrow(path: str) -> Iterator[_ArrowFile]:
+    """Open an Arrow file with a memory map."""
+    pa = _import_pyarrow()
+    with _report_damage(path, pa, "Arrow"), pa.memory_map(path) as source:
+        yield _ArrowFile(pa, source)
+
+
+@contextmanager
+def _report_damage(path: str, pa: Any, name: str) -> Iterator[None]:
+    """Turn errors of pyarrow into a DataError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing. Restore the file.") from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path} cannot be read as {name}: {error}. If the file is still being written, wait "
+            "for its end. If not, repair or leave out the file."
+        ) from error
+
+
+def _import_pyarrow() -> Any:
+    """Return the package pyarrow, which is optional."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(
+            "--dataset-format parquet and arrow need the package pyarrow. Install it: pip install "
+            "pyarrow."
+        ) from error
+    return pyarrow

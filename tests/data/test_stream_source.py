@@ -1,0 +1,289 @@
+"""Streamed samples are the same by every route: any number of ranks, kills, skips and resumes."""
+
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.row_files import make_documents, write_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.documents import DocumentRules
+from megatron.data.source import BatchSlice
+from megatron.data.stream.listing import list_dataset
+from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
+from megatron.data.stream.source import OneRank, RankGroup, StreamSource
+from megatron.errors import DataError
+
+SHARDS = 12
+LENGTH = 32
+EOS = 100_000
+COUNTS = {"web": 900, "code": 400, "math": 120}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    for number, (name, count) in enumerate(COUNTS.items()):
+        documents = make_documents(count, number, first=10_000 * (number + 1))
+        write_dataset(folder / name, documents, group=130)
+    return folder
+
+
+def open_dataset(corpus: Path, name: str, specials: Specials, shards: int = SHARDS):
+    listing = list_dataset(str(corpus / name), "parquet", "tokens", None)
+    rows = (0, int(listing.rows.sum()))
+    return StreamedDataset(name, listing, rows, 7, shards, specials, None, None)
+
+
+class ThreadRanks:
+    """Ranks that are threads of one process, with a gather that exchanges JSON."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._values: list[str] = [""] * size
+
+    def of(self, rank: int) -> RankGroup:
+        group = self
+
+        class Member(OneRank):
+            def gather(self, mine: Any) -> list[Any]:
+                group._values[rank] = json.dumps(mine)
+                group._barrier.wait(60)
+                values = list(map(json.loads, group._values))
+                group._barrier.wait(60)
+                return values
+
+        return Member(rank, self.size)
+
+
+def build(
+    corpus: Path,
+    mixture: dict[str, float],
+    ranks: RankGroup,
+    micro_batch: int = 1,
+    threads: int = 0,
+    **others: Any,
+) -> StreamSource:
+    total = sum(mixture.values())
+    return StreamSource(
+        "train",
+        [open_dataset(corpus, name, others.get("specials", Specials(eos=EOS))) for name in mixture],
+        [weight / total for weight in mixture.values()],
+        others.get("seq_length", LENGTH),
+        BatchSlice(micro_batch, ranks.rank, ranks.size, document_rules=others.get("rules")),
+        threads,
+        ranks,
+    )
+
+
+def run(
+    corpus: Path,
+    steps: Sequence[int],
+    mixture: dict[str, float],
+    state: dict | None = None,
+    ranks: int = 1,
+    micro_batch: int = 1,
+    threads: int = 0,
+) -> tuple[list[list[tuple]], dict]:
+    """Read batches, or skip samples where a step is negative. Return sorted batches and state."""
+    group = ThreadRanks(ranks)
+    outcomes: list[Any] = [None] * ranks
+
+    def work(rank: int) -> None:
+        source = build(corpus, mixture, group.of(rank), micro_batch, threads)
+        if state is not None:
+            source.load(state)
+        rows = []
+        for step in steps:
+            if step < 0:
+                source.advance(-step)
+            else:
+                rows.append(
+                    [
+                        (*row.tolist(), int(label))
+                        for batch in source.read_batch(step)
+                        for row, label in zip(batch.tokens, batch.labels[:, -1], strict=True)
+                    ]
+                )
+        outcomes[rank] = (rows, json.loads(json.dumps(source.state())))
+        source.close()
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(outcome is not None for outcome in outcomes), "a rank failed"
+    assert all(outcome[1] == outcomes[0][1] for outcome in outcomes)
+    batches = [
+        sorted(row for outcome in outcomes for row in outcome[0][number])
+        for number in range(sum(step > 0 for step in steps))
+    ]
+    return batches, outcomes[0][1]
+
+
+MIXTURE = {"web": 6.0, "code": 3.0, "math": 1.0}
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch", "threads"), [(1, 4, 2), (2, 3, 0), (3, 1, 3)])
+def test_any_number_of_ranks_reads_the_same(corpus, ranks: int, micro_batch: int, threads: int):
+    expected, state = run(corpus, [12] * 20, MIXTURE)
+    assert run(corpus, [12] * 20, MIXTURE, None, ranks, micro_batch, threads) == (expected, state)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(1, 1), (1, 3), (2, 1), (3, 2)]),
+            st.lists(st.sampled_from([6, 12, 24, -6, -30]), min_size=1, max_size=6),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_resumes_at_other_numbers_of_ranks_change_nothing(corpus: Path, launches: list):
+    """Batch sizes may change as well, as in a ramp-up."""
+    steps = [step for _, of_launch in launches for step in of_launch]
+    expected, final = run(corpus, steps, MIXTURE)
+    batches: list = []
+    state = None
+    for (ranks, micro_batch), of_launch in launches:
+        found, state = run(corpus, of_launch, MIXTURE, state, ranks, micro_batch)
+        batches += found
+    assert (batches, state) == (expected, final)
+
+
+def test_each_document_is_read_once_an_epoch(corpus: Path):
+    """A shard reads each of its documents once before it reads one twice."""
+    dataset = open_dataset(corpus, "web", Specials(eos=EOS))
+    of_epoch: list[Counter] = [Counter(), Counter()]
+    for shard in range(SHARDS):
+        reader = ShardReader(dataset, shard, Cursor())
+        stream: list[int] = []
+        while reader.cursor.epoch < 2:
+            stream += reader.read_sample(LENGTH).tokens[:-1].tolist()
+        # The first token of a document is its number.
+        starts = [0, *(place + 1 for place, token in enumerate(stream) if token == EOS)]
+        numbers = [stream[start] for start in starts if start < len(stream)]
+        size = dataset.open_epoch(0).count_rows(shard)
+        of_epoch[0].update(numbers[:size])
+        of_epoch[1].update(numbers[size : size + dataset.open_epoch(1).count_rows(shard)])
+    assert of_epoch[0] == of_epoch[1] == Counter(range(10_000, 10_000 + COUNTS["web"]))
+
+
+def test_skipping_goes_where_reading_goes(corpus: Path):
+    for specials in (Specials(), Specials(bos=EOS, eos=EOS + 1), Specials(strip=(5, 6))):
+        dataset = open_dataset(corpus, "web", specials, shards=2)
+        reader = ShardReader(dataset, 1, Cursor())
+        cursors = [reader.cursor]
+        samples = []
+        while reader.cursor.epoch < 2:
+            samples.append(reader.read_sample(LENGTH))
+            cursors.append(reader.cursor)
+        for number in (1, 2, 100, len(samples) // 2, len(samples) - 1):
+            skipping = ShardReader(dataset, 1, Cursor())
+            skipping.skip_tokens(number * LENGTH)
+            assert skipping.cursor == cursors[number]
+            assert np.array_equal(skipping.read_sample(LENGTH).tokens, samples[number].tokens)
+            # A skip after a read begins inside a window that is in memory.
+            skipping = ShardReader(dataset, 1, Cursor())
+            skipping.read_sample(LENGTH)
+            skipping.skip_tokens((number - 1) * LENGTH)
+            assert skipping.cursor == cursors[number]
+
+
+def test_weights_and_data_sets_change_from_the_position_on(corpus: Path):
+    first, state = run(corpus, [12] * 5, {"web": 1.0, "code": 1.0})
+    for ranks in (1, 3):
+        assert run(corpus, [12] * 5, {"web": 1.0, "code": 1.0}, None, ranks) == (first, state)
+    second, middle = run(corpus, [12] * 5, {"web": 1.0, "math": 3.0}, state, 2)
+    assert run(corpus, [12] * 5, {"web": 1.0, "math": 3.0}, state, 3)[0] == second
+    numbers = [token for batch in second for row in batch for token in row]
+    assert not any(20_000 <= token < 30_000 for token in numbers), "code is not read any more"
+    assert any(30_000 <= token < 40_000 for token in numbers), "math is read"
+    assert [segment["start_sample"] for segment in middle["stream"]["segments"]] == [0, 60]
+    # The removed data set continues where it was.
+    before = next(d for d in state["stream"]["datasets"] if d["name"] == "code")
+    kept = next(d for d in middle["stream"]["datasets"] if d["name"] == "code")
+    assert kept == before
+    third, last = run(corpus, [12] * 5, {"web": 1.0, "code": 1.0}, middle)
+    code = next(d for d in last["stream"]["datasets"] if d["name"] == "code")
+    assert sum(code["samples"]) == sum(before["samples"]) + 30
+    # No sample was drawn twice.
+    rows = [row for batch in first + second + third for row in batch]
+    assert len(rows) == len(set(rows))
+
+
+def test_another_sequence_length_continues_at_the_token(corpus: Path):
+    first = build(corpus, {"web": 1.0}, OneRank())
+    tokens = [batch.tokens[0].tolist() for batch in first.read_batch(SHARDS * 2)]
+    second = build(corpus, {"web": 1.0}, OneRank(), seq_length=LENGTH * 2)
+    second.load(first.state())
+    longer = [batch.tokens[0].tolist() for batch in second.read_batch(SHARDS)]
+    whole = build(corpus, {"web": 1.0}, OneRank(), seq_length=LENGTH * 4)
+    for shard, batch in enumerate(whole.read_batch(SHARDS)):
+        expected = tokens[shard] + tokens[shard + SHARDS] + longer[shard]
+        assert batch.tokens[0].tolist() == expected
+
+
+def test_bounds_come_from_the_files(corpus: Path):
+    """No token marks the end of a document here."""
+    rules = DocumentRules(-1, True, True, True)
+    source = build(corpus, {"web": 1.0}, OneRank(), specials=Specials(), rules=rules)
+    for batch in source.read_batch(SHARDS) + source.read_batch(SHARDS, LENGTH // 2):
+        assert batch.documents is not None
+        assert batch.position_ids is not None
+        assert batch.loss_mask is not None
+        (bounds,) = batch.documents
+        length = batch.tokens.shape[1]
+        tokens = batch.tokens[0].tolist()
+        assert bounds[0] == 0
+        assert bounds[-1] == length
+        starts = [place for place, token in enumerate(tokens) if token >= 10_000 and place]
+        assert list(bounds[1:-1]) == starts
+        positions = np.concatenate([np.arange(b - a) for a, b in itertools.pairwise(bounds)])
+        assert batch.position_ids[0].tolist() == positions.tolist()
+        new = (batch.labels[0] >= 10_000).tolist()
+        assert batch.loss_mask[0].tolist() == [0.0 if first else 1.0 for first in new]
+
+
+def test_what_a_resume_refuses(corpus: Path, tmp_path: Path):
+    _, state = run(corpus, [12], MIXTURE)
+    source = build(corpus, MIXTURE, OneRank())
+    with pytest.raises(DataError, match="--finetune"):
+        source.load({"consumed_samples": 3, "segments": []})
+    with pytest.raises(DataError, match="--logical-shards 7"):
+        source.load({**state, "stream": {**state["stream"], "logical_shards": 7}})
+    documents = make_documents(900, 0, first=10_000)
+    write_dataset(tmp_path / "web", documents[:-1], group=130)
+    changed = build(tmp_path, {"web": 1.0}, OneRank())
+    with pytest.raises(DataError, match="files of data set web"):
+        changed.load(state)
+
+
+def test_too_few_documents(corpus: Path):
+    with pytest.raises(DataError, match="--logical-shards"):
+        open_dataset(corpus, "math", Specials(), shards=121)
+
+
+def test_ids_beyond_the_vocabulary_and_files_that_change(corpus: Path, tmp_path: Path):
+    write_dataset(tmp_path / "web", make_documents(300, 0, first=10_000))
+    listing = list_dataset(str(tmp_path / "web"), "parquet", "tokens", None)
+    dataset = StreamedDataset("web", listing, (0, 300), 7, 1, Specials(), None, 10_100)
+    with pytest.raises(DataError, match="10100 entries"):
+        ShardReader(dataset, 0, Cursor()).read_sample(5000)
+    unchecked = StreamedDataset("web", listing, (0, 300), 7, 1, Specials(), None, None)
+    reader = ShardReader(unchecked, 0, Cursor())
+    reader.read_sample(LENGTH)
+    write_dataset(tmp_path / "web", make_documents(290, 0, first=10_000))
+    with pytest.raises(DataError, match="has changed since the run started"):
+        reader.skip_tokens(50_000)

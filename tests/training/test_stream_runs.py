@@ -1,0 +1,101 @@
+"""Runs with --dataset-format, as black boxes: layouts, resumes at other sizes, skips, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from data.row_files import make_documents, write_dataset, write_rows
+from process_pool import Outcome, ProcessPool, pretrain, succeed
+from training.runs import SIZES
+
+from megatron.observe.metrics import read_metrics
+
+FLAGS = "--datasets web,code --weights 3,1 --col-name tokens --eos-token 4999 --logical-shards 12"
+
+
+class StreamRunner:
+    """Train in a folder on Parquet files."""
+
+    def __init__(self, pool: ProcessPool, data: Path, folder: Path) -> None:
+        self.pool = pool
+        self.data = data
+        self.folder = folder
+
+    def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
+        argv = (
+            f"{SIZES} --dataset-format parquet --data-path {self.data} --global-batch-size 12 "
+            f"--split 90,10,0 --micro-batch-size 1 --save {self.folder} --load {self.folder} "
+            f"{FLAGS} {flags}"
+        )
+        return self.pool.run(ranks, pretrain, argv.split())
+
+    def __call__(self, flags: str = "", ranks: int = 1) -> str:
+        return succeed(self.outcomes(flags, ranks))
+
+    def error(self, flags: str = "", ranks: int = 1) -> str:
+        outcome = self.outcomes(flags, ranks)[0]
+        assert outcome.error is not None, f"there was no error:\n{outcome.output}"
+        return f"{outcome.kind}: {outcome.error}"
+
+    def losses(self) -> dict[int, float]:
+        entries = read_metrics(self.folder / "metrics.jsonl")
+        return {entry["iteration"]: entry["lm_loss"] for entry in entries if "lm_loss" in entry}
+
+    def state(self, iteration: int) -> dict:
+        manifest = self.folder / f"global_step{iteration}" / "manifest.json"
+        return json.loads(manifest.read_text())["state"]["data"]["train"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_dataset(folder / "web", make_documents(600, 0), group=70)
+    write_dataset(folder / "code", make_documents(200, 1), group=70)
+    return folder
+
+
+@pytest.fixture
+def run(pool: ProcessPool, data: Path, tmp_path: Path) -> StreamRunner:
+    return StreamRunner(pool, data, tmp_path / "run")
+
+
+@pytest.fixture
+def other(pool: ProcessPool, data: Path, tmp_path: Path) -> StreamRunner:
+    return StreamRunner(pool, data, tmp_path / "other")
+
+
+def test_ranks_layouts_and_resumes_change_nothing(run: StreamRunner, other: StreamRunner) -> None:
+    output = other("--save-interval 10")
+    assert "streamed, 2 data sets, 12 logical shards" in output
+    expected = other.losses()
+    run("--exit-interval 3 --save-interval 3", ranks=3)
+    run("--exit-interval 5 --tensor-model-parallel-size 2 --micro-batch-size 2", ranks=4)
+    run("--exit-interval 8 --micro-batch-size 3", ranks=2)
+    run("--save-interval 10")
+    assert run.losses() == pytest.approx(expected, rel=1e-6)
+    assert run.state(10) == other.state(10)
+
+
+def test_a_skipped_range_and_evaluation(run: StreamRunner, other: StreamRunner) -> None:
+    flags = "--skip-train-iteration-range 4-6 --eval-iters 1 --eval-interval 5 --save-interval 10"
+    other(flags)
+    run(f"{flags} --exit-interval 3", ranks=2)
+    run(flags, ranks=3)
+    assert list(run.losses()) == [1, 2, 3, 7, 8, 9, 10]
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
+    assert run.state(10) == other.state(10)
+
+
+def test_what_is_refused_before_training(run: StreamRunner, data: Path, tmp_path: Path) -> None:
+    assert "--logical-shards" in run.error("--logical-shards 300")
+    assert "holds the token id 1000" in run.error("--vocab-size 500", ranks=2)
+    assert "has no column 'text'" in run.error("--col-name text")
+    assert "has the entry '../code'" in run.error("--datasets ../code")
+    assert "one positive number for each of the 2 data sets" in run.error("--weights 1")
+    run("--exit-interval 2")
+    assert "--logical-shards 6 differs from the checkpoint's 12" in run.error(
+        "--logical-shards 6", ranks=2
+    )
+    write_rows(tmp_path / "doubled" / "a.parquet", "tokens", [[5, 4999]] * 600)
+    run.data = tmp_path
+    assert "would be doubled" in run.error("--datasets doubled --weights 1", ranks=2)
