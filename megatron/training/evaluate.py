@@ -14,7 +14,9 @@ def evaluate_validation(run: Run) -> None:
     batch = run.plan.config.batch
     if not run.sources.valid or batch.eval_iters == 0:
         return
-    run.reporter.report_validation(run.state, _evaluate(run, run.sources.valid))
+    with run.clock.measure_evaluation():
+        losses = _evaluate(run, run.sources.valid)
+    run.reporter.report_validation(run.state, losses)
     # Evaluation uses the final batch size even during ramp-up, so that each evaluation covers the
     # same number of samples.
     run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final

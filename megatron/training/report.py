@@ -79,6 +79,8 @@ class StepRecord:
     phase_seconds: dict[str, float]
     """Seconds of each phase of the iteration."""
     params_norm: float | None
+    train_iters: int
+    """Iterations of the complete run. With --train-time it is an estimate."""
 
 
 class Reporter:
@@ -117,9 +119,9 @@ class Reporter:
         no files of reports, and a launch has one TensorBoard file.
         """
         logging = self._plan.config.logging
-        self._bar = ProgressBar(
-            total=self._plan.train_iters, show=logging.show_progress and self._is_rank_zero
-        )
+        # A bar needs a number of iterations. A run by time has none.
+        show = logging.show_progress and self._is_rank_zero and self._plan.train_seconds is None
+        self._bar = ProgressBar(total=self._plan.train_iters, show=show)
         # Other ranks must not open the files. Two writers would corrupt them.
         if self._is_rank_zero:
             self._tensorboard = TensorBoard(logging, say=self.say)
@@ -230,7 +232,7 @@ class Reporter:
         )
         return IterationReport(
             iteration=state.iteration,
-            train_iters=self._plan.train_iters,
+            train_iters=step.train_iters,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             global_batch_size=step.batch_size,

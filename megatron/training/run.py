@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
@@ -10,6 +11,7 @@ from megatron.observe.profiler import Profiler
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
+from megatron.training.clock import RunClock
 from megatron.training.data_files import DataFiles
 from megatron.training.divergence import DivergenceWatch
 from megatron.training.exits import Exits
@@ -31,6 +33,7 @@ class Run:
     reporter: Reporter
     timers: Timers
     exits: Exits
+    clock: RunClock
     saver: Saver | None
     """None if nothing is saved."""
     profiler: Profiler
@@ -43,3 +46,8 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+
+
+def build_ranks(mesh: Mesh) -> Ranks:
+    """Return the ranks that write and read checkpoints together."""
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
