@@ -57,6 +57,7 @@ from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.errors import ConfigError
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT, WORD_EMBEDDING
 from megatron.model.inputs import Inputs
+from megatron.model.tally import Tally
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.roll_call import TimeLimit
@@ -497,20 +498,20 @@ class DeepSpeedEngine(EngineBase):
             self._engine.step()
         return self._average_over_ranks(total)
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+    def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch. See `Engine.eval_batch`."""
         inputs = build_inputs(microbatches, 0, self._mesh.device)
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
-            return float(
-                self._engine.eval_batch(
+            with self._use_tally(tally):
+                loss = self._engine.eval_batch(
                     make_empty_batches(len(inputs)), num_micro_batches=len(inputs)
                 )
-            )
+            return float(loss)
         self._engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        with torch.no_grad():
+        with torch.no_grad(), self._use_tally(tally):
             for _ in inputs:
                 total += self._engine(None).double() / len(inputs)
         return self._average_over_ranks(total)

@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.init import initialise
+from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan import Plan
@@ -100,6 +102,17 @@ class EngineBase(ABC):
                 self._plan.config.batch.seed,
             )
         self._refresh_model()
+
+    @contextmanager
+    def _use_tally(self, tally: Tally | None) -> Iterator[None]:
+        """Let this rank's stages add what they evaluate to `tally`."""
+        for stage in self.stages:
+            stage.tally = tally
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.tally = None
 
     def _get_scale(self) -> float:
         """Return the factor on the loss of the next step, which is 1 without fp16."""

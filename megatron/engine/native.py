@@ -32,6 +32,7 @@ from megatron.engine.optimizer import MasterParameter, compute_squared_norm, cou
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
+from megatron.model.tally import Tally
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
@@ -179,11 +180,11 @@ class NativeEngine(EngineBase):
                 stage.zero_grad(set_to_none=True)
         return result
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+    def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch. See `Engine.eval_batch`."""
         for stage in self.stages:
             stage.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._use_tally(tally):
             loss = self.runner.run(
                 build_inputs(microbatches, 0, self._mesh.device), 1.0, train=False
             )

@@ -8,7 +8,7 @@ is for people at a terminal. The parser reads both forms.
 import math
 import re
 
-from megatron.observe.report import IterationReport
+from megatron.observe.report import EvaluationResult, IterationReport
 
 # Label in the log line -> key of the parsed dictionary, which is a field of the report.
 _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -114,6 +114,14 @@ def format_validation_line(iteration: int, lm_loss: float, name: str = "validati
         f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss "
         f"PPL: {compute_perplexity(lm_loss):.6E} |"
     )
+
+
+def format_measures_line(iteration: int, result: EvaluationResult, name: str = "validation") -> str:
+    """Return the line after that of an evaluation, with the measures that Megatron lacks."""
+    line = f" {name} measures at iteration {iteration} |"
+    if result.bits_per_byte is not None:
+        line += f" bits per byte: {result.bits_per_byte:.6E} |"
+    return f"{line} next-token accuracy: {result.accuracy:.6E} |"
 
 
 def compute_perplexity(lm_loss: float) -> float:

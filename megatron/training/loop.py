@@ -17,7 +17,7 @@ from megatron.plan import Plan
 from megatron.schedule.skip import find_range
 from megatron.training.evaluate import evaluate_test, evaluate_validation
 from megatron.training.exits import StopReason
-from megatron.training.forecast import report_forecast
+from megatron.training.forecast import report_end, report_forecast
 from megatron.training.report import StepRecord
 from megatron.training.run import Run, build_ranks
 from megatron.training.state import TrainState
@@ -69,6 +69,7 @@ def train(run: Run) -> StopReason:
     if run.exporter is not None:
         run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+    report_end(run)
     return stop
 
 

@@ -11,13 +11,14 @@ from megatron.engine.base import StepResult
 from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
+    format_measures_line,
     format_short_training_line,
     format_training_line,
     format_validation_line,
 )
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress import ProgressBar
-from megatron.observe.report import Axes, IterationReport
+from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import compute_throughput, find_peak_tflops
 from megatron.parallel.mesh import Mesh
@@ -102,6 +103,8 @@ class Reporter:
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
+        self.evaluated: dict[str, tuple[int, EvaluationResult]] = {}
+        """Name of a validation or test set -> iteration and result of its last evaluation."""
         # A file or a pipe gets the line that scripts parse.
         log_format = plan.config.logging.log_format
         if log_format is None and sys.stdout.isatty():
@@ -259,9 +262,9 @@ class Reporter:
         )
 
     def report_validation(
-        self, state: TrainState, losses: dict[str, float], *, test: bool = False
+        self, state: TrainState, results: dict[str, EvaluationResult], *, test: bool = False
     ) -> None:
-        """Report the losses of one evaluation, by name of the set.
+        """Report the results of one evaluation, by name of the set.
 
         In TensorBoard a single validation set needs no name. A test set always has its own.
         """
@@ -271,14 +274,26 @@ class Reporter:
             consumed_tokens=state.consumed_tokens,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
         )
-        for name, loss in losses.items():
-            self.say(format_validation_line(state.iteration, loss, name))
+        for name, result in results.items():
+            self.evaluated[name] = state.iteration, result
+            self.say(format_validation_line(state.iteration, result.loss, name))
+            self.say(format_measures_line(state.iteration, result, name))
             if self._tensorboard is not None:
                 self._tensorboard.write_validation(
-                    at, loss, name if test or len(losses) > 1 else None
+                    at,
+                    result.loss,
+                    name if test or len(results) > 1 else None,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
                 )
             if self._metrics is not None:
-                self._metrics.write_validation(state.iteration, loss, name)
+                self._metrics.write_validation(
+                    state.iteration,
+                    result.loss,
+                    name,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
+                )
 
     def flush(self) -> None:
         """Write all buffered output to disk. This is called with each save."""

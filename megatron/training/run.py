@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
@@ -46,6 +48,8 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+    token_bytes: torch.Tensor | None = None
+    """Bytes of each id, int64 [v], or nothing if they are not known. None before an evaluation."""
 
 
 def build_ranks(mesh: Mesh) -> Ranks:
