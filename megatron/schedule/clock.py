@@ -63,7 +63,9 @@ class ExpectedCosts:
     """Seconds that the parts of a run are expected to take."""
 
     step: float
-    """The next step. 0 if nothing is known yet."""
+    """The next step, if it is as slow as the slowest of late. 0 if nothing is known yet."""
+    typical_step: float = 0.0
+    """The next step, if it is as slow as most."""
     evaluation: float = 0.0
     """One evaluation of all validation sets."""
     test: float = 0.0
@@ -139,8 +141,9 @@ class TimeBudget:
         """
         reserve = costs.step + _CLOSING_RESERVE * costs.closing + _TOTAL_RESERVE * self.seconds
         end = self.seconds - costs.closing - reserve
-        # Half of the reserve may be used to complete the decay by one more step.
-        if now + costs.step > end + reserve / 2 and not is_first:
+        # A step or a save that took much longer than expected may have used up the time. The decay
+        # is completed by one more step as long as that is expected to fit, without a reserve.
+        if now + costs.typical_step + costs.closing > self.seconds and not is_first:
             return NextStep(self.seconds, time_is_up=True)
         # After this step there must be time for what is due and for one more step. Without a
         # measured step, nothing is known about the number of steps.

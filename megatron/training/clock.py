@@ -9,6 +9,7 @@ all ranks read from the checkpoint. Rank 0 makes the later ones, and `Exits.deci
 the reason to stop.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class CostMeter:
         self._window: deque[float] = deque(maxlen=_STEPS_IN_WINDOW)
         if "token_seconds" in record:
             self._window.append(record["token_seconds"])
+        record.setdefault("typical_token_seconds", 0.0)
         self.steps = 0
         """Steps of this launch without the first one, which has the costs of a start."""
         self.seconds = 0.0
@@ -79,6 +81,7 @@ class CostMeter:
         self.tokens += tokens
         self._window.append(seconds / tokens)
         self._record["token_seconds"] = max(self._window)
+        self._record["typical_token_seconds"] = statistics.median(self._window)
 
     def record_evaluation(self, seconds: float) -> None:
         """Record an evaluation of all validation sets."""
@@ -105,7 +108,13 @@ class CostMeter:
         if self._plan.config.checkpoint.save is not None:
             size = _SAVED_BYTES_PER_PARAMETER * self._plan.parameters
             save = self._record.get("save", _SAVE_SECONDS + size / _SAVED_BYTES_PER_SECOND)
-        return ExpectedCosts(token_seconds * step_tokens, valid * one_set, test * one_set, save)
+        return ExpectedCosts(
+            step=token_seconds * step_tokens,
+            typical_step=self._record["typical_token_seconds"] * step_tokens,
+            evaluation=valid * one_set,
+            test=test * one_set,
+            save=save,
+        )
 
 
 class RunClock:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -313,7 +314,7 @@ def test_prolonged_constant_rate_has_no_difference() -> None:
     assert len(list_schedule_differences(short, linear)) == 2
 
 
-BY_TIME = {"max_lr": 1.0, "min_lr": 0.1, "decay_steps": 1, "train_seconds": 1000.0}
+BY_TIME: dict[str, Any] = {"max_lr": 1.0, "min_lr": 0.1, "decay_steps": 1, "train_seconds": 1000.0}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -83,7 +84,11 @@ class Simulation:
         taken: list[float] = []
         for iteration in itertools.count():
             costs = ExpectedCosts(
-                max(taken[-16:], default=0.0), self.evaluation, self.evaluation, self.save
+                step=max(taken[-16:], default=0.0),
+                typical_step=statistics.median(taken[-16:] or [0.0]),
+                evaluation=self.evaluation,
+                test=self.evaluation,
+                save=self.save,
             )
             is_due = (iteration + 1) % eval_interval == 0
             decided = self.budget.place_step(
@@ -141,10 +146,11 @@ def test_a_run_ends_inside_its_time_at_the_end_of_the_decay(
     assert run.positions[-2] >= total * (1 - (6 * 1.3 * step + evaluation * total) / (0.5 * total))
 
 
-def test_a_slow_last_step_ends_the_run_without_another_one() -> None:
+def test_a_stall_near_the_end_is_followed_by_one_more_step_if_it_fits() -> None:
     budget = TimeBudget(100.0)
-    decided = budget.place_step(99.5, ExpectedCosts(1.0), position=95.0)
-    assert decided == NextStep(100.0, time_is_up=True)
+    costs = ExpectedCosts(step=10.0, typical_step=1.0, save=5.0)
+    assert budget.place_step(94.0, costs, position=80.0) == NextStep(100.0, is_last=True)
+    assert budget.place_step(94.1, costs, position=80.0) == NextStep(100.0, time_is_up=True)
 
 
 def test_at_least_one_step_is_trained_if_the_time_is_too_short() -> None:
