@@ -17,9 +17,9 @@ _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 """Unit of a duration -> its length in seconds."""
 _PART = r"([0-9]+(?:\.[0-9]+)?)(min|s|m|h|d)"
 
-_CLOSING_RESERVE = 0.1
+_CLOSING_RESERVE = 0.25
 """Part of the expected cost of the end that is kept in reserve."""
-_TOTAL_RESERVE = 0.001
+_TOTAL_RESERVE = 0.002
 """Part of the complete time that is kept in reserve."""
 
 TOKENS_PER_PARAMETER = 20.0

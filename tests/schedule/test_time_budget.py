@@ -137,7 +137,7 @@ def test_a_run_ends_inside_its_time_at_the_end_of_the_decay(
     # What is not used: the reserve, steps that were expected to be slower, and an evaluation that
     # was due after the last step.
     closing = (2 * evaluation + save) * total
-    assert run.now >= total - 0.1 * closing - 0.001 * total - 5 * 1.3 * step - evaluation * total
+    assert run.now >= total - 0.25 * closing - 0.002 * total - 5 * 1.3 * step - evaluation * total
     assert run.positions == sorted(run.positions)
     assert run.last is not None
     assert run.last.is_last

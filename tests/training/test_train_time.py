@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ def test_the_real_corpus_by_time(job: Job, tmp_path: Path, architecture: str, ki
         # 3 x 341 columns have the parameters of 2 x 512.
         shape += (
             " --normalization RMSNorm --glu-activation swiglu --position-embedding-type rotary "
-            "--ffn-hidden-size 344 --no-bias-terms"
+            "--ffn-hidden-size 344 --no-add-bias-linear"
         )
     interval = max(1.0, total / 10)
     flags = (
@@ -206,6 +207,9 @@ def test_the_real_corpus_by_time(job: Job, tmp_path: Path, architecture: str, ki
     check_order_of_data(job, [(e["iteration"], e["consumed_samples"]) for e in entries])
     assert entries[-1]["learning_rate"] == 1e-4
     report = output[output.index("report of the run:") :]
+    # Equal to 2 %. Llama has no table of positions and no biases.
+    (parameters,) = re.findall(r"model +([0-9,]+) parameters", report)
+    assert int(parameters.replace(",", "")) == pytest.approx(1_450_000, rel=0.02)
     for measure in ("loss", "perplexity", "bits per byte", "next-token accuracy", "tokens/s"):
         assert measure in report
     print(f"\n{architecture}, killed: {kill}\n{report}")
