@@ -6,7 +6,6 @@ The bytes are the reference's for every input format, number of workers and libr
 import builtins
 import gzip
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import tiny_corpus
 from shared_data import shared_dir
 from tiny_corpus import EOD, GPT2, JSONL, MERGES, REFERENCE_PREFIX, VOCAB, data_files
 
+from megatron.commands import preprocess as preprocess_data
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
@@ -24,9 +24,6 @@ from megatron.preprocess.encoders import REFERENCE
 from megatron.preprocess.journal import lock_output
 from megatron.preprocess.pipeline import PreprocessJob, Summary, preprocess
 from megatron.tokenizer import build_tokenizer
-
-sys.path.insert(0, str(tiny_corpus.ROOT / "tools"))
-import preprocess_data
 
 # Bytes of a block. The fixture has 29 blocks of this size.
 SMALL = 1 << 14

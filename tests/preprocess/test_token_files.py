@@ -1,17 +1,14 @@
 """Import of files of token ids, as nanoGPT and llm-baselines write them."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_corpus
 
+from megatron.commands import import_tokens as tool
 from megatron.data.indexed import IndexedDataset
 from megatron.preprocess import token_files
-
-sys.path.insert(0, str(tiny_corpus.ROOT / "tools"))
-import import_tokens as tool
 
 
 def run(out: Path, *inputs: Path, vocab_size: int, **flags: object) -> int:
