@@ -28,6 +28,7 @@ from typing import Any
 from megatron.observe.report import IterationReport
 from megatron.observe.timers import compute_seconds
 
+_KINDS = ("start", "train", "validation", "filters")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -81,6 +82,10 @@ class MetricsFile:
         self._append(
             {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
         )
+
+    def write_filters(self, iteration: int, name: str, counts: dict[str, int]) -> None:
+        """Write what the filters have left out of one data set since the start of the run."""
+        self._append({"kind": "filters", "iteration": iteration, "name": name, **counts})
 
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""
@@ -154,7 +159,8 @@ class MetricsFile:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the iterations of a run in order, each once.
 
-    An iteration has "validation": {name: loss} only if it was evaluated. Iterations of a lost run
+    An iteration has "validation": {name: loss} only if it was evaluated. It has "filters": {data
+    set: counts} only if it was saved, and with filters of streamed data. Iterations of a lost run
     are left out. These come after the iteration from which a later launch started. Torn lines are
     skipped. An evaluation without an iteration of its own (--eval-only) gives an entry with
     "iteration" and "validation" only.
@@ -171,6 +177,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if kind == "validation":
                 entry = entries.setdefault(iteration, {"iteration": iteration})
                 entry.setdefault("validation", {})[record["name"]] = record["lm_loss"]
+                continue
+            if kind == "filters":
+                # An iteration that was skipped has no entry.
+                if iteration in entries:
+                    entries[iteration].setdefault("filters", {})[record.pop("name")] = record
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
             if kind == "start":
@@ -211,7 +222,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         # The line is torn, or not text.
         return None
-    if not isinstance(record, dict) or record.get("kind") not in ("start", "train", "validation"):
+    if not isinstance(record, dict) or record.get("kind") not in _KINDS:
         return None
     record = {key: _decode_non_finite(value) for key, value in record.items()}
     if _has_valid_numbers(record):
@@ -223,6 +234,8 @@ def _has_valid_numbers(record: dict[str, Any]) -> bool:
     """Return whether a record has what the reader needs. Another program may have written it."""
     numbers = [record.get("lm_loss", 0.0), record.get("learning_rate", 0.0)]
     if record["kind"] == "validation" and not {"name", "lm_loss"} <= record.keys():
+        return False
+    if record["kind"] == "filters" and "name" not in record:
         return False
     # The loss of a dropped step is None.
     valid = all(number is None or isinstance(number, int | float) for number in numbers)
