@@ -181,7 +181,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if kind == "filters":
                 # An iteration that was skipped has no entry.
                 if iteration in entries:
-                    entries[iteration].setdefault("filters", {})[record.pop("name")] = record
+                    counts = {
+                        key: value
+                        for key, value in record.items()
+                        if key not in ("iteration", "name", "time")
+                    }
+                    entries[iteration].setdefault("filters", {})[record["name"]] = counts
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
             if kind == "start":

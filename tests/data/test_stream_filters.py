@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.row_files import make_documents, write_dataset, write_rows
+from data.row_files import make_dirty_documents, write_dataset, write_rows
 from data.test_stream_source import EOS, LENGTH, SHARDS, build, open_dataset, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,23 +36,6 @@ CHOICES = [
     Filters(drop_duplicates=True),
     ALL,
 ]
-
-
-def make_dirty_documents(count: int, seed: int, first: int) -> list[list[int]]:
-    """Return documents of which some are long, repetitive, empty or copies of earlier ones."""
-    random = np.random.default_rng(seed)
-    documents = make_documents(count, seed, first)
-    for number in range(count):
-        kind = random.integers(0, 8)
-        if kind == 0:
-            documents[number] += random.integers(0, 100, 60).tolist()
-        elif kind == 1:
-            documents[number] += list(range(12)) * 3
-        elif kind == 2:
-            documents[number] = list(documents[max(0, number - 3)])
-        elif kind == 3 and number % 5 == 0:
-            documents[number] = []
-    return documents
 
 
 def judge_plainly(filters: Filters, window: Sequence[Sequence[int]]) -> list[int]:
