@@ -25,7 +25,7 @@ from megatron.checkpoint.model import load_model
 from megatron.convert.importing import import_model
 from megatron.generate.generation import GenerationOptions, generate
 from megatron.generate.load import store_for_single_prompts
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 
 VOCAB = 5120
 PROMPT = 64
@@ -115,7 +115,7 @@ def generate_theirs(model: Any, prompts: Ids, new_tokens: int) -> Ids:
     return found[:, tokens.shape[1] :].tolist()
 
 
-def generate_ours(model: GPT, prompts: Ids, new_tokens: int) -> Ids:
+def generate_ours(model: StagedModel, prompts: Ids, new_tokens: int) -> Ids:
     """Return our new ids."""
     results = generate(model, NumberTokenizer(), prompts, GenerationOptions(new_tokens))
     return [result.ids for result in results]
@@ -157,7 +157,7 @@ def measure(family: str, arguments: Arguments, folder: Path) -> list[str]:
     generator = torch.Generator().manual_seed(2)
     rows = []
     for batch in arguments.batch:
-        ours = load_model(open_checkpoint(folder / f"{family}-ours", 0))
+        ours = StagedModel(load_model(open_checkpoint(folder / f"{family}-ours", 0)))
         # The command does the same.
         if batch == 1:
             store_for_single_prompts(ours)

@@ -88,9 +88,9 @@ def test_help_imports_no_torch() -> None:
             "--tokenizer-name-or-path /no does not exist",
         ),
         (
-            f"{TINY} --data-path x --tokenizer-type PretrainedFromHF --tokenizer-name-or-path a/b "
-            "--pad-vocab-size-to 5120",
-            "--tokenizer-name-or-path a/b does not exist",
+            f"{TINY} --data-path x --pad-vocab-size-to 5120 --tokenizer-type PretrainedFromHF "
+            "--tokenizer-name-or-path ./a/b",
+            "--tokenizer-name-or-path ./a/b does not exist",
         ),
         (f"{TINY} --data-path x", "give --vocab-file, or --vocab-size N"),
     ],

@@ -12,6 +12,7 @@ from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.ranks import Ranks
 from megatron.model.gpt import GPT
+from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import TensorParallel
@@ -25,32 +26,27 @@ def load_model(
     device: torch.device | None = None,
     tp: TensorParallel | None = None,
     ranks: Ranks | None = None,
+    stage: Stage | None = None,
 ) -> GPT:
-    """Return the model of a checkpoint in fp32 and evaluation mode.
+    """Return the model of a checkpoint, or a stage of it, in fp32 and evaluation mode.
 
     Args:
         checkpoint: A checkpoint of any parallel layout.
         device: Where the model goes. Default: the CPU.
         tp: The tensor-parallel ranks, each of which gets its part. Default: one process alone.
-        ranks: The same ranks, for the error that they raise together. Default: one process alone.
+        ranks: All ranks that load the checkpoint, for the error that they raise together. Default:
+            one process alone.
+        stage: The stage to load. Default: the complete model.
 
     Raises:
         CheckpointError: If the checkpoint is damaged or not complete, or a weight is not finite.
     """
     device = device or torch.device("cpu")
     tp = tp or TensorParallel()
-    config = checkpoint.read_config()
-    # The vocabulary size depends on the tokenizer, which is not needed here. Padding is not stored,
-    # so the first dimension of the embedding is the vocabulary size.
-    vocab_size = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
     # On the meta device, no memory is allocated and no weight is initialised. The weights of the
     # checkpoint replace them all.
     with torch.device("meta"):
-        model = GPT(
-            ModelShape(config.model, vocab_size, compute_padded_vocab_size(vocab_size, 1, tp.size)),
-            tp,
-            RandomStreams(0, device),
-        )
+        model = GPT(read_shape(checkpoint, tp.size), tp, RandomStreams(0, device), stage)
     # `to_empty` makes new parameters, which do not have the attribute `spec`. So it is read first.
     specs = {
         name: parameter.spec  # type: ignore[attr-defined]
@@ -65,6 +61,19 @@ def load_model(
     checkpoint.load_into(shards)
     refuse_not_finite(checkpoint, describe_not_finite(shards), ranks or Ranks())
     return model.eval()
+
+
+def read_shape(checkpoint: Checkpoint, tensor: int = 1) -> ModelShape:
+    """Return the sizes of a checkpoint's model on a number of tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged, or of a version with other fields.
+    """
+    # The vocabulary size depends on the tokenizer, which is not needed here. Padding is not stored,
+    # so the first dimension of the embedding is the vocabulary size.
+    vocab_size = checkpoint.read_index().tensors["weight/embedding.word.weight"]["shape"][0]
+    padded = compute_padded_vocab_size(vocab_size, 1, tensor)
+    return ModelShape(checkpoint.read_config().model, vocab_size, padded)
 
 
 def _locate_shards(

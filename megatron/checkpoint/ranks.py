@@ -4,6 +4,7 @@ A collective must not wait for a file system, because it would time out without 
 rank. So work on files runs in threads, and the ranks agree in short collectives who is done.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import CheckpointError, MegatronError, make_error
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json, gather_json
+from megatron.parallel.roll_call import RollCall, TimeLimit
 
 PATIENCE_SECONDS = 3600.0
 """Seconds that ranks wait for the slowest one's work on files."""
@@ -216,3 +219,26 @@ class Ranks:
             if not finished
         ]
         return busy, float(everyone[0][1])
+
+
+def build_roll_call(
+    ranks: Ranks, timeout_minutes: float
+) -> contextlib.AbstractContextManager[RollCall | None]:
+    """Return a context that names the missing ranks when a collective fails within it.
+
+    The run then ends with a `LostRanksError`. See `RollCall`.
+
+    Args:
+        ranks: All ranks.
+        timeout_minutes: The value of `--distributed-timeout-minutes`.
+    """
+    if ranks.group is None:
+        return contextlib.nullcontext()
+    # PyTorch has no public way to get the store of the default process group.
+    store = dist.distributed_c10d._get_default_store()
+    return RollCall(store, ranks.rank, ranks.names, TimeLimit(timeout_minutes))
+
+
+def build_ranks(mesh: Mesh) -> Ranks:
+    """Return the ranks that write and read checkpoints together."""
+    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)

@@ -1,20 +1,25 @@
-"""Convert checkpoints to and from the format of Hugging Face, and from those of Megatron.
+r"""Convert checkpoints to and from the format of Hugging Face, and from those of other trainers.
 
     python tools/convert_checkpoint.py to-hf --load runs/llama --out exported
     python tools/convert_checkpoint.py from-hf --model exported --out runs/imported
     python tools/convert_checkpoint.py from-megatron-deepspeed --load old/run --out runs/imported
     python tools/convert_checkpoint.py from-megatron-lm --load old/run --out runs/imported
+    python tools/convert_checkpoint.py from-nanogpt --load out --out runs/imported
+    python tools/convert_checkpoint.py from-llm-baselines --load exps/NAME/ckpts/latest \
+        --out runs/imported -- --model llama --n_layer 12
+    python tools/convert_checkpoint.py from-fms-fsdp --load ckpt/checkpoints/step_20000_ckp \
+        --out runs/imported -- --model_variant=llama2_7b
 
 The first two compare the result with transformers, layer by layer, before it gets its name. A model
 of Hugging Face is trained further with
 --config runs/imported/global_step0/config.yaml --load runs/imported --finetune --save runs/new.
-A run of Megatron goes on at its iteration, without --finetune (docs/migrating.md).
+A run of another trainer goes on at its iteration, without --finetune (docs/migrating.md).
 
 Exit code 0 means success. Exit code 2 means that nothing was converted.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,11 +28,14 @@ import tyro
 from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.verification import ensure_undisturbed
+from megatron.commands.double_dash import split_at_double_dash
 from megatron.commands.run_tool import run_tool
 from megatron.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint
 from megatron.convert.from_megatron import MegatronImport, System, import_megatron
+from megatron.convert.from_trainer import Trainer, TrainerImport, import_trainer
 from megatron.convert.importing import import_model
 from megatron.errors import ConfigError
+from megatron.preprocess.flags import TokenizerFlags
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class ToHF:
     compare_model: bool = True
     """Compare the complete model as well, if it fits into the memory. Without it
     (--no-compare-model), the layers are compared one by one, with the memory of one layer."""
+    tokenizer: Annotated[TokenizerFlags, tyro.conf.arg(name="")] = field(
+        default_factory=TokenizerFlags
+    )
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,43 @@ class FromMegatronLM(FromMegatron):
     """Import mp_rank_XX/model_optim_rng.pt or torch_dist, at any TP and PP."""
 
 
+@dataclass(frozen=True)
+class FromTrainer:
+    """Import a checkpoint of another trainer, at its iteration."""
+
+    load: Path
+    """File of the checkpoint, or its folder."""
+    out: Path
+    """Folder of the new checkpoint. It must not exist."""
+    vocab_size: int | None = None
+    """Number of token ids. Default: all rows of the embedding."""
+    weights_only: bool = False
+    """Leave out the optimizer's states."""
+
+
+@dataclass(frozen=True)
+class FromNanoGPT(FromTrainer):
+    """Import ckpt.pt of nanoGPT. Flags after -- replace its settings."""
+
+
+@dataclass(frozen=True)
+class FromLlmBaselines(FromTrainer):
+    """Import main.pt of llm-baselines, of --model base or llama. Its flags follow after --."""
+
+
+@dataclass(frozen=True)
+class FromFms(FromTrainer):
+    """Import step_N_ckp of fms-fsdp, a folder or a .pth file. Its flags follow after --."""
+
+
 Command = (
     Annotated[ToHF, tyro.conf.subcommand("to-hf")]
     | Annotated[FromHF, tyro.conf.subcommand("from-hf")]
     | Annotated[FromMegatronDeepSpeed, tyro.conf.subcommand("from-megatron-deepspeed")]
     | Annotated[FromMegatronLM, tyro.conf.subcommand("from-megatron-lm")]
+    | Annotated[FromNanoGPT, tyro.conf.subcommand("from-nanogpt")]
+    | Annotated[FromLlmBaselines, tyro.conf.subcommand("from-llm-baselines")]
+    | Annotated[FromFms, tyro.conf.subcommand("from-fms-fsdp")]
 )
 
 
@@ -118,6 +161,7 @@ def export(command: ToHF) -> None:
             command.architecture,
             command.max_shard_bytes,
             command.compare_model,
+            command.tokenizer.make_config_if_given(),
         )
         comparison = export_checkpoint(open_checkpoint(root, iteration), command.out, options, say)
     for line in comparison.describe():
@@ -159,15 +203,52 @@ def run_megatron_import(command: FromMegatron) -> None:
     say(f"{command.load} is imported to {command.out}")
 
 
+def run_trainer_import(command: FromTrainer, flags: list[str]) -> None:
+    """Import a checkpoint of nanoGPT, llm-baselines or fms-fsdp.
+
+    Args:
+        command: The command.
+        flags: The flags of the run.
+
+    Raises:
+        MegatronError: See `import_trainer`.
+    """
+    trainer: Trainer = "nanogpt"
+    if isinstance(command, FromLlmBaselines):
+        trainer = "llm-baselines"
+    elif isinstance(command, FromFms):
+        trainer = "fms-fsdp"
+    import_trainer(
+        TrainerImport(
+            command.load,
+            command.out,
+            trainer,
+            tuple(flags),
+            command.vocab_size,
+            command.weights_only,
+        ),
+        say,
+    )
+    say(f"{command.load} is imported to {command.out}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Convert what `argv` names and return the exit code."""
-    command = tyro.cli(Command, args=argv, description=__doc__)
+    words, flags = split_at_double_dash(argv)
+    command = tyro.cli(Command, args=words, description=__doc__)
 
     def work() -> int:
+        if flags is not None and not isinstance(command, FromTrainer):
+            raise ConfigError(
+                f"-- {' '.join(flags)}: flags of a run are for from-nanogpt, from-llm-baselines "
+                "and from-fms-fsdp only."
+            )
         if isinstance(command, ToHF):
             export(command)
         elif isinstance(command, FromMegatron):
             run_megatron_import(command)
+        elif isinstance(command, FromTrainer):
+            run_trainer_import(command, flags or [])
         else:
             run_import(command)
         return 0

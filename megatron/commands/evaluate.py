@@ -3,7 +3,8 @@
     python tools/evaluate.py --load DIR --text-files held_out.txt other.txt
     python tools/evaluate.py --load DIR --tasks hellaswag piqa --num-fewshot 0 --out scores.json
     python tools/evaluate.py --load DIR --tasks my_task --task-folder my_tasks
-    torchrun --nproc-per-node 2 tools/evaluate.py --load DIR --tensor-model-parallel-size 2 ...
+    torchrun --nproc-per-node 4 tools/evaluate.py --load DIR --text-files held_out.txt
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 A checkpoint of any parallel layout can be loaded. Tasks need pip install -e '.[eval]'. The
 harness downloads the data of its own tasks. Tasks in --task-folder may have their data in local
@@ -21,15 +22,16 @@ from typing import Any, Literal
 
 import tyro
 
-from megatron.checkpoint.folder import locate_checkpoint
 from megatron.commands.generate import GenerateArguments, load
-from megatron.commands.run_tool import run_tool
+from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
-from megatron.generate.load import join_tensor_parallel_ranks
-from megatron.model.gpt import GPT
+from megatron.generate.load import choose_checkpoint, join_ranks
+from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
+from megatron.preprocess.flags import TokenizerPath
 from megatron.scoring.likelihood import Scorer, TextLoss
+from megatron.scoring.tasks import find_tasks, select_metrics
 from megatron.tokenizer import Tokenizer
 
 
@@ -62,19 +64,25 @@ class EvaluateArguments:
     device: Literal["cpu", "cuda"] | None = None
     """Default: cuda if there is a GPU."""
     tensor_model_parallel_size: int = 1
-    """Processes that divide the model. torchrun starts them."""
+    """Processes that divide each layer. torchrun starts them."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of layers, each on its own processes. torchrun starts them."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that the processes wait for one that does not answer."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: str | None = None
-    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+    tokenizer_name_or_path: TokenizerPath = None
+    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 @dataclass
 class Evaluation:
     """The results of a checkpoint."""
 
+    iteration: int
+    """Iteration of the checkpoint."""
     texts: dict[str, TextLoss] = field(default_factory=dict)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task -> metric -> value."""
@@ -124,16 +132,19 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
     for flag, value in (
         ("--batch-size", arguments.batch_size),
         ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size),
         ("--limit", 1 if arguments.limit is None else arguments.limit),
     ):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1.")
-    if arguments.task_folder is not None and not arguments.task_folder.is_dir():
-        raise ConfigError(f"--task-folder {arguments.task_folder} is not a folder.")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {arguments.num_fewshot} must be at least 0.")
+    _check_outputs(arguments)
     texts = {}
     for path in arguments.text_files:
         try:
-            texts[path] = path.read_text(encoding="utf-8")
+            # Text mode would change the ends of lines, and so the number of bytes.
+            texts[path] = path.read_bytes().decode()
         except OSError as error:
             raise ConfigError(f"--text-files {path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
@@ -143,42 +154,34 @@ def check_arguments(arguments: EvaluateArguments) -> dict[Path, str]:
     return texts
 
 
-def find_tasks(arguments: EvaluateArguments) -> Any:
-    """Return the harness's manager of tasks, which knows all tasks of the command line.
+def _check_outputs(arguments: EvaluateArguments) -> None:
+    """Check where the results go, before hours are spent on them.
 
     Raises:
-        ConfigError: The harness is not installed, or a task does not exist.
+        ConfigError: A file could not be written there.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            "--tasks needs lm-evaluation-harness: pip install -e '.[eval]'"
-        ) from error
-    folder = None if arguments.task_folder is None else str(arguments.task_folder)
-    manager = TaskManager(include_path=folder)
-    unknown = [task for task in arguments.tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise ConfigError(
-            f"--tasks {' '.join(unknown)}: lm-evaluation-harness has no such task; "
-            "lm_eval ls tasks lists them, and --task-folder adds others"
-        )
-    return manager
+    out = arguments.out
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out {out} must be a file in a folder that exists.")
+    events = arguments.tensorboard_dir
+    if events is not None and events.exists() and not events.is_dir():
+        raise ConfigError(f"--tensorboard-dir {events} is not a folder.")
 
 
 def evaluate(
     arguments: EvaluateArguments, mesh: Mesh, texts: dict[Path, str], manager: Any
 ) -> Evaluation:
-    """Compute all results. Under tensor parallelism, all ranks call it.
+    """Compute all results. All ranks that hold the model call it.
 
     Raises:
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
+    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
     model, tokenizer = load(
         GenerateArguments(
-            load=arguments.load,
-            iteration=arguments.iteration,
+            load=str(root),
+            iteration=iteration,
             dtype=arguments.dtype,
             vocab_file=arguments.vocab_file,
             merge_file=arguments.merge_file,
@@ -186,18 +189,23 @@ def evaluate(
         ),
         mesh,
     )
-    found = Evaluation()
+    found = Evaluation(iteration)
     scorer = Scorer(model, arguments.batch_size)
     for path, text in texts.items():
         ids = tokenizer.encode(text)
         found.texts[str(path)] = scorer.measure_text(ids, text, tokenizer.eod)
     if arguments.tasks:
-        run_tasks(arguments, model, tokenizer, manager, found)
+        run_tasks(arguments, mesh, model, tokenizer, manager, found)
     return found
 
 
 def run_tasks(
-    arguments: EvaluateArguments, model: GPT, tokenizer: Tokenizer, manager: Any, found: Evaluation
+    arguments: EvaluateArguments,
+    mesh: Mesh,
+    model: StagedModel,
+    tokenizer: Tokenizer,
+    manager: Any,
+    found: Evaluation,
 ) -> None:
     """Run the tasks of the harness, and add their results to `found`."""
     from lm_eval import simple_evaluate
@@ -205,7 +213,7 @@ def run_tasks(
     from megatron.scoring.harness import CheckpointLM
 
     results = simple_evaluate(
-        model=CheckpointLM(model, tokenizer, arguments.batch_size),
+        model=CheckpointLM(model, tokenizer, arguments.batch_size, quiet=mesh.rank > 0),
         tasks=list(arguments.tasks),
         task_manager=manager,
         num_fewshot=arguments.num_fewshot,
@@ -213,14 +221,10 @@ def run_tasks(
         log_samples=True,
         confirm_run_unsafe_code=False,
     )
-    assert results is not None, "each rank evaluates all items"
-    for task, metrics in results["results"].items():
-        found.tasks[task] = {
-            name.removesuffix(",none"): value
-            for name, value in metrics.items()
-            # The harness names a metric and its filter. Other entries describe the task.
-            if "," in name and isinstance(value, int | float)
-        }
+    # The harness returns the results to the first process of each host only. Rank 0 is one of them.
+    if results is None:
+        return
+    found.tasks = select_metrics(results["results"])
     found.items = {
         task: [
             {name: item[name] for name in ("doc_id", "target", "filtered_resps")} for item in items
@@ -230,7 +234,7 @@ def run_tasks(
 
 
 def write_results(
-    arguments: EvaluateArguments, found: Evaluation, iteration: int, say: Callable[[str], None]
+    arguments: EvaluateArguments, found: Evaluation, say: Callable[[str], None]
 ) -> None:
     """Print the table of results, and write the files.
 
@@ -243,34 +247,48 @@ def write_results(
     for name, measure, value in rows:
         say(f"{name:<{name_width}}  {measure:<{measure_width}}  {value:.6g}")
     if arguments.out is not None:
-        record = {"load": arguments.load, "iteration": iteration, **found.to_json()}
+        record = {"load": arguments.load, "iteration": found.iteration, **found.to_json()}
         replace_file(arguments.out, json.dumps(record, indent=1, default=str) + "\n")
     if arguments.tensorboard_dir is not None:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(arguments.tensorboard_dir)) as writer:
             for name, measure, value in rows:
-                writer.add_scalar(f"eval/{name}/{measure}", value, iteration)
+                writer.add_scalar(f"eval/{name}/{measure}", value, found.iteration)
+
+
+def run(arguments: EvaluateArguments) -> None:
+    """Evaluate what the command line asks for.
+
+    Raises:
+        MegatronError: An argument, the checkpoint or the tokenizer is at fault.
+        OSError: A file of the results cannot be written.
+    """
+    texts = check_arguments(arguments)
+    manager = None
+    if arguments.tasks:
+        # A wrong name of a task is found before the model is loaded.
+        manager = find_tasks(
+            arguments.tasks,
+            arguments.task_folder,
+            names_flag="--tasks",
+            folder_flag="--task-folder",
+        )
+    with join_ranks(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.device,
+        arguments.distributed_timeout_minutes,
+    ) as mesh:
+        found = evaluate(arguments, mesh, texts, manager)
+        if mesh.rank == 0:
+            write_results(arguments, found, print)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate what `argv` names and return the exit code."""
     arguments = tyro.cli(EvaluateArguments, args=argv, description=__doc__)
-
-    def work() -> int:
-        texts = check_arguments(arguments)
-        # A wrong name of a task is found before the model is loaded.
-        manager = find_tasks(arguments) if arguments.tasks else None
-        _, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
-        with join_tensor_parallel_ranks(
-            arguments.tensor_model_parallel_size, arguments.device
-        ) as mesh:
-            found = evaluate(arguments, mesh, texts, manager)
-            if mesh.rank == 0:
-                write_results(arguments, found, iteration, print)
-        return 0
-
-    return run_tool(work)
+    return run_on_ranks(lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python tools/generate.py --load DIR --prompt "Once upon a time"
     python tools/generate.py --load DIR --prompt-file prompts.txt --json > texts.jsonl
     python tools/generate.py --load DIR --interactive
-    torchrun --nproc-per-node 2 tools/generate.py --load DIR --tensor-model-parallel-size 2 ...
+    torchrun --nproc-per-node 4 tools/generate.py --load DIR --prompt "Once upon a time"
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The last form divides a model that does not fit on one device. A checkpoint of any parallel layout
 can be loaded in each form.
@@ -11,17 +12,18 @@ can be loaded in each form.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
-from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
+from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.ranks import Work, build_ranks
 from megatron.checkpoint.verification import ensure_undisturbed
-from megatron.commands.run_tool import run_tool
+from megatron.commands.run_on_ranks import run_on_ranks
 from megatron.errors import ConfigError
 from megatron.generate.generation import (
     CONTEXT_LENGTH,
@@ -32,19 +34,24 @@ from megatron.generate.generation import (
 )
 from megatron.generate.load import (
     DTYPES,
-    join_tensor_parallel_ranks,
+    choose_checkpoint,
+    join_ranks,
     load_part,
     store_for_single_prompts,
 )
+from megatron.generate.prompts import check_text, prepare_input, read_line, read_prompts
 from megatron.generate.sampling import SamplingOptions
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.preprocess.flags import TokenizerPath
+from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
 from megatron.training.resume import check_tokenizer
 from megatron.training.state import TrainState
 
 _BETWEEN_TEXTS = "---"
+_ROUND_SECONDS = 0.2
+"""Seconds between two messages to the other ranks while rank 0 waits for a line."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,17 @@ class GenerateArguments:
     device: Literal["cpu", "cuda"] | None = None
     """Default: cuda if there is a GPU."""
     tensor_model_parallel_size: int = 1
-    """Processes that divide the model. torchrun starts them."""
+    """Processes that divide each layer. torchrun starts them."""
     pipeline_model_parallel_size: int = 1
-    """Only 1 is possible. Use tensor parallelism for a model that does not fit on one device."""
+    """Stages of layers, each on its own processes. torchrun starts them."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that the processes wait for one that does not answer."""
     vocab_file: str | None = None
     """Vocabulary file, if the run's has moved."""
     merge_file: str | None = None
     """Merges file, if the run's has moved."""
-    tokenizer_name_or_path: str | None = None
-    """Folder of a Hugging Face tokenizer, if the run's has moved."""
+    tokenizer_name_or_path: TokenizerPath = None
+    """Folder of a Hugging Face tokenizer or file tokenizer.model, if the run's has moved."""
 
 
 def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
@@ -120,15 +129,10 @@ def check_arguments(arguments: GenerateArguments) -> GenerationOptions:
         ("--max-new-tokens", arguments.max_new_tokens, 0),
         ("--batch-size", arguments.batch_size, 1),
         ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size, 1),
+        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size, 1),
     ):
         if value < least:
             raise ConfigError(f"{flag} {value} must be at least {least}.")
-    if arguments.pipeline_model_parallel_size != 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {arguments.pipeline_model_parallel_size} is not "
-            "possible in text generation; use --tensor-model-parallel-size. A checkpoint of any "
-            "layout can be loaded."
-        )
     if "" in arguments.stop:
         raise ConfigError("--stop '' is empty; it would end each text before it starts")
     return GenerationOptions(arguments.max_new_tokens, sampling, arguments.stop)
@@ -154,8 +158,10 @@ class TextGenerator:
         """Print the continuation of each prompt.
 
         Raises:
-            ConfigError: A prompt is empty or too long. Nothing was generated.
+            ConfigError: A prompt is empty, too long or not valid text. Nothing was generated.
         """
+        for number, text in enumerate(prompts, 1):
+            check_text(text, self._name_prompt(number))
         ids = self._tokenizer.encode_batch(list(prompts))
         for number, prompt in enumerate(ids, 1):
             check_prompt(prompt, self._model, self._name_prompt(number))
@@ -174,12 +180,15 @@ class TextGenerator:
         store_for_single_prompts(self._model)
 
     def answer_lines(self) -> None:
-        """Continue each line of standard input, until its end."""
+        """Continue each line of standard input, until its end.
+
+        Raises:
+            ConfigError: Rank 0 has no standard input.
+        """
+        if self._prints:
+            prepare_input()
         while True:
-            line = None
-            if self._prints:
-                line = read_line()
-            line = broadcast_json(line, self._mesh.control)
+            line = self._receive_line()
             if line is None:
                 return
             if not line:
@@ -189,6 +198,26 @@ class TextGenerator:
                 self.continue_prompts([line])
             except ConfigError as error:
                 self._print_error(str(error))
+
+    def _receive_line(self) -> str | None:
+        """Return the next line of rank 0's standard input, or None after the last one.
+
+        A person may type after minutes. So the other ranks do not wait in one collective, which
+        would time out.
+        """
+        reading = None
+        if self._prints:
+            reading = Work(read_line, in_thread=self._mesh.grid.world_size > 1)
+        while True:
+            outcome = None
+            if reading is not None:
+                reading.wait(_ROUND_SECONDS)
+                outcome = [reading.done, reading.result]
+                if reading.error is not None:
+                    raise reading.error
+            done, line = broadcast_json(outcome, self._mesh.control)
+            if done:
+                return line
 
     def _name_prompt(self, number: int) -> str:
         if self._arguments.prompt_file is not None:
@@ -238,14 +267,14 @@ class TextGenerator:
             print(f"{kind}: {message}", file=sys.stderr, flush=True)
 
 
-def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
+def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[StagedModel, Tokenizer]:
     """Return this rank's part of the model, and the tokenizer.
 
     Raises:
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    root, iteration = locate_checkpoint(Path(arguments.load), arguments.iteration)
+    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
     # The run may be active and remove this checkpoint while it is loaded.
     with ensure_undisturbed(find_stored_folder(root, iteration)):
         checkpoint = open_checkpoint(root, iteration)
@@ -257,6 +286,12 @@ def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
         if getattr(arguments, name)
     }
     tokenizer_config = replace(config.tokenizer, **files)
+    # The other ranks read what rank 0 has downloaded.
+    ranks = build_ranks(mesh)
+    ranks.call_on_rank_0(
+        lambda: fetch_missing_tokenizer(tokenizer_config, needs_text=True),
+        "looking for the tokenizer",
+    )
     tokenizer = build_tokenizer(tokenizer_config)
     # Other ids than those of the training would give a meaningless text without an error.
     check_tokenizer(
@@ -265,54 +300,17 @@ def load(arguments: GenerateArguments, mesh: Mesh) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file. Empty lines are left out.
+def collect_prompts(arguments: GenerateArguments) -> list[str]:
+    """Return the prompts of the command line, none if they are typed.
 
     Raises:
-        ConfigError: The file has no prompt, is not UTF-8, or has a line of another form.
-        OSError: It cannot be read.
+        ConfigError: See `read_prompts`.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error}") from error
-    if path.suffix == ".jsonl":
-        prompts = list(_parse_objects(path, lines))
-    else:
-        prompts = [line.rstrip("\r") for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompt-file {path} has no prompt; give one a line")
-    return prompts
-
-
-def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
-    """Yield the prompts of a .jsonl file.
-
-    Raises:
-        ConfigError: A line has another form.
-    """
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            prompt = None
-        if not isinstance(prompt, str):
-            raise ConfigError(
-                f'--prompt-file {path}: line {number} must have the form {{"prompt": "a text"}}'
-            )
-        yield prompt
-
-
-def read_line() -> str | None:
-    """Return a line of standard input without its end, or None after the last one."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        return None
-    return line.rstrip("\r\n")
+    if arguments.prompt is not None:
+        return [arguments.prompt]
+    if arguments.prompt_file is not None:
+        return read_prompts(arguments.prompt_file)
+    return []
 
 
 def run(arguments: GenerateArguments) -> None:
@@ -320,16 +318,19 @@ def run(arguments: GenerateArguments) -> None:
 
     Raises:
         MegatronError: An argument, the checkpoint or the tokenizer is at fault.
-        OSError: The file with the prompts cannot be read.
     """
     options = check_arguments(arguments)
-    prompts: list[str] = []
-    if arguments.prompt is not None:
-        prompts = [arguments.prompt]
-    if arguments.prompt_file is not None:
-        prompts = read_prompts(arguments.prompt_file)
-    together = min(max(len(prompts), 1), arguments.batch_size)
-    with join_tensor_parallel_ranks(arguments.tensor_model_parallel_size, arguments.device) as mesh:
+    with join_ranks(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.device,
+        arguments.distributed_timeout_minutes,
+    ) as mesh:
+        # A file could differ between hosts, so rank 0 reads it for all.
+        prompts = build_ranks(mesh).call_on_rank_0(
+            lambda: collect_prompts(arguments), "reading the prompts"
+        )
+        together = min(max(len(prompts), 1), arguments.batch_size)
         generator = TextGenerator(arguments, options, mesh)
         if together == 1:
             generator.prepare_single_prompts()
@@ -342,12 +343,7 @@ def run(arguments: GenerateArguments) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the continuations that `argv` asks for and return the exit code."""
     arguments = tyro.cli(GenerateArguments, args=argv, description=__doc__)
-
-    def work() -> int:
-        run(arguments)
-        return 0
-
-    return run_tool(work)
+    return run_on_ranks(lambda: run(arguments))
 
 
 if __name__ == "__main__":

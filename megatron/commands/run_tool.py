@@ -9,6 +9,18 @@ from collections.abc import Callable
 from megatron.errors import MegatronError, describe_os_error
 
 
+def prepare_output() -> None:
+    """Make standard output accept each character, and exist.
+
+    A file name or a text may have characters that the encoding lacks. They are printed as escapes.
+    """
+    # It is None if the file descriptor is closed. What is printed is then lost.
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_tool(work: Callable[[], int]) -> int:
     """Do the work of a tool and return its exit code.
 
@@ -19,9 +31,7 @@ def run_tool(work: Callable[[], int]) -> int:
     Args:
         work: The function that does the work and returns the exit code.
     """
-    # A file name or a text may have characters that the terminal's encoding lacks.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    prepare_output()
     try:
         code = work()
         # Otherwise an error in writing the last lines would appear only at the interpreter's exit.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron.config.interval import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from megatron.config.interval import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,20 @@ class BatchConfig:
     """Batches of one evaluation. 0 turns evaluation off."""
     eval_interval: int = 1000
     """Iterations between evaluations."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness that are evaluated during training. Only tasks that score
+    given texts. tools/evaluate.py evaluates all kinds from a checkpoint."""
+    eval_tasks_interval: Annotated[int | None, AT_LEAST_ONE] = None
+    """Iterations between evaluations of --eval-tasks. They also run at the end of training."""
+    eval_tasks_folder: str | None = None
+    """Folder with further tasks as YAML files."""
+    eval_tasks_num_fewshot: Annotated[int | None, NOT_NEGATIVE] = None
+    """Examples in each prompt of --eval-tasks. Default: that of the task."""
+    eval_tasks_limit: Annotated[int | None, AT_LEAST_ONE] = None
+    """Evaluate only the first items of each of --eval-tasks. Default: all."""
     eval_only: bool = False
     """Load a checkpoint, evaluate the first --eval-iters batches of every validation and test set,
-    and exit. It needs no learning-rate schedule."""
+    and --eval-tasks, and exit. It needs no learning-rate schedule."""
     exit_interval: int | None = None
     """Save and exit at iterations divisible by this."""
     exit_duration_in_mins: Annotated[float | None, POSITIVE] = None

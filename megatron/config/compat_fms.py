@@ -32,7 +32,7 @@ _SPECULATOR = "no speculators are trained here"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _TRACE = ("--profile-iterations", "4-6", "--profile-dir", "profile_traces")
 _STEPS = "iterations count from the start of the run; fms-fsdp counts from each launch"
-_OWN_CHECKPOINTS = "checkpoints of fms-fsdp are not read"
+_OWN_CHECKPOINTS = "import checkpoints of fms-fsdp with tools/convert_checkpoint.py from-fms-fsdp"
 _NO_NODES = (
     "sharded over all data-parallel ranks, without groups within a node; the numbers are the same"
 )

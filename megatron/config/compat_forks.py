@@ -52,7 +52,7 @@ _LLM_JP = (
     ),
     refuse_flag(
         "--tokenizer-type",
-        "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF",
+        "Llama 3 has a tokenizer.json: use --tokenizer-type PretrainedFromHF with its folder",
         arity=1,
         only=("Llama3Tokenizer",),
     ),

@@ -14,10 +14,7 @@ from megatron.config.compat_row import (
     rename_flag,
 )
 
-_DATA = (
-    "--data-path names the data: prepare them with tools/preprocess_data.py from the text of this "
-    "data set"
-)
+_DATA = "--data-path names the data: convert train.bin of this data set with tools/import_tokens.py"
 _TRACKER = "metrics go to TensorBoard (--tensorboard-dir) and to metrics.jsonl"
 _OTHER_OPTIMIZER = "it is for another optimizer than adamw and ademamix"
 _AVERAGES = "weights are not averaged over steps"
@@ -40,12 +37,10 @@ LLM_BASELINES: tuple[Row, ...] = (
     ),
     rename_flag(
         "--model",
-        "--no-add-bias-linear",
-        "--no-bias-gelu-fusion",
-        "--no-weight-decay-on-embeddings",
+        *("--no-add-bias-linear", "--no-norm-bias"),
+        *("--no-bias-gelu-fusion", "--no-weight-decay-on-embeddings"),
         arity=1,
         only=("base",),
-        reason="its norms have biases here",
     ),
     refuse_flag("--model", _MUP, arity=1, only=("mup_gpt", "mup_llama")),
     refuse_flag("--model", "use --model base or --model llama", arity=1),
@@ -61,8 +56,10 @@ LLM_BASELINES: tuple[Row, ...] = (
         "--untie-embeddings-and-output-weights",
         reason="the output matrix has weight decay here, and none there",
     ),
-    rename_flag("--bias", "--add-bias-linear", arity=1, only=("True", "true")),
-    rename_flag("--bias", "--no-add-bias-linear", arity=1, only=("False", "false")),
+    rename_flag("--bias", "--add-bias-linear", "--norm-bias", arity=1, only=("True", "true")),
+    rename_flag(
+        "--bias", "--no-add-bias-linear", "--no-norm-bias", arity=1, only=("False", "false")
+    ),
     *(
         rename_flag(
             "--dropout", "--hidden-dropout", p, "--attention-dropout", p, arity=1, only=(p,)
@@ -245,7 +242,11 @@ LLM_BASELINES: tuple[Row, ...] = (
     rename_flag("--save-checkpoint-freq", "--save-interval", arity=1),
     ignore_flag("--latest-ckpt-interval", "--save-interval sets when checkpoints are saved", 1),
     rename_flag(
-        "--resume-from", "--load", arity=1, reason="checkpoints of llm-baselines are not read"
+        "--resume-from",
+        "--load",
+        arity=1,
+        reason="import checkpoints of llm-baselines with tools/convert_checkpoint.py "
+        "from-llm-baselines",
     ),
     refuse_flag("--resume-from-swa", _AVERAGES, arity=1),
     ignore_flag("--auto-resume", "a run resumes if --load names the folder of --save", arity=1),

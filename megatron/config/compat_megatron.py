@@ -47,9 +47,6 @@ _ULYSSES = "--sequence-parallel with --tensor-model-parallel-size shards sequenc
 _ZERO_BUBBLE = (
     "there is no zero-bubble schedule: --num-layers-per-virtual-pipeline-stage shortens idle times"
 )
-_SENTENCEPIECE = (
-    "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
-)
 _ZERO_BUFFERS = "the engine sizes and orders its communication itself"
 _TRACE = (
     "it sets --profile-iterations, and PyTorch's profiler writes the trace, also for nsys; the "
@@ -221,11 +218,13 @@ _BATCHES_AND_DATA = (
         arity=1,
         only=("HuggingFaceTokenizer", "HFTokenizer"),
     ),
-    refuse_flag(
+    rename_flag(
         "--tokenizer-type",
-        _SENTENCEPIECE,
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
         arity=1,
-        only=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+        only=("GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+        reason="ids are those of the text alone, as in today's Megatron-LM",
     ),
     derive_from(
         "--tokenizer-type",

@@ -47,9 +47,12 @@ _SEED = "random numbers are derived from --seed and the position in training"
 _STAGES = "--pp-partition-method divides the layers and the embedding into stages"
 _MASTERS = "master weights, gradients and moments are fp32"
 _LOADER = "data files are mapped into memory and read by --num-workers threads"
-_VOCABULARY = (
-    "convert the tokenizer to Hugging Face's format and use --tokenizer-type PretrainedFromHF"
+_PUBLISHED_VOCABULARY = (
+    "use --tokenizer-type PretrainedFromHF with the folder of a published model that has the same "
+    "tokenizer as tokenizer.json"
 )
+_OTHER_DATA = "it is for chats or images, and only texts are trained on"
+_PLAIN_SENTENCEPIECE = "the pieces and ids are those of tokenizer.model alone"
 _SPLITS = "name the data sets in --data-path, or use --train-weighted-split-paths-path"
 _TIKTOKEN = "it is for TikTokenizer, which is not supported"
 
@@ -313,15 +316,22 @@ _DATA = (
     ignore_flag("--multiple-validation-sets", "named validation sets are evaluated separately"),
     refuse_flag("--full-validation", "every evaluation has --eval-iters batches: use that flag"),
     *refuse_flags(_SPLITS, "--data-args-path --per-split-data-args-path", arity=1),
+    refuse_flag("--tokenizer-type", _PUBLISHED_VOCABULARY, arity=1, only=("TikTokenizer",)),
     refuse_flag(
         "--tokenizer-type",
-        _VOCABULARY,
+        _OTHER_DATA,
         arity=1,
-        only=("TikTokenizer", "MultimodalTokenizer", "SFTTokenizer", "NullMultimodalTokenizer"),
+        only=("MultimodalTokenizer", "SFTTokenizer", "NullMultimodalTokenizer"),
     ),
     ignore_flag("--tiktoken-*", _TIKTOKEN, arity="*"),
     *ignore_flags("the tokenizer's own files are read", "--tokenizer-metadata", arity=1),
     ignore_flag("--legacy-tokenizer", "the tokenizer's own files are read"),
+    ignore_flag("--tokenizer-hf-no-use-fast", "the tokenizer's own files are read"),
+    ignore_flag(
+        "--tokenizer-hf-no-include-special-tokens", "no special token is added around a text"
+    ),
+    refuse_flag("--tokenizer-sentencepiece-legacy", _PLAIN_SENTENCEPIECE),
+    refuse_flag("--tokenizer-special-tokens", _PLAIN_SENTENCEPIECE, arity="*"),
     refuse_flag("--yaml-cfg", "use --config with a YAML file of this trainer", arity=1),
 )
 

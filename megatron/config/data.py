@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from megatron.config.interval import WORKERS, Range
 
+TokenizerType = Literal["GPT2BPETokenizer", "PretrainedFromHF", "SentencePieceTokenizer"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -89,15 +91,17 @@ class DataConfig:
 class TokenizerConfig:
     """Settings of the tokenizer and of the size of the vocabulary."""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "PretrainedFromHF"] = "GPT2BPETokenizer"
+    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """GPT2BPETokenizer: from --vocab-file and --merge-file. PretrainedFromHF: any Hugging Face
-    tokenizer from a local folder."""
+    tokenizer, from a folder or the Hub. SentencePieceTokenizer: a tokenizer.model, as of Llama 2.
+    See docs/tokenizers.md."""
     vocab_file: str | None = None
     """vocab.json of GPT2BPETokenizer."""
     merge_file: str | None = None
     """merges.txt of GPT2BPETokenizer."""
     tokenizer_name_or_path: str | None = None
-    """Folder or name of the Hugging Face tokenizer."""
+    """Folder of the Hugging Face tokenizer, its name on the Hub (organization/name), or the file
+    tokenizer.model. --tokenizer-model is another name of this flag."""
     vocab_size: Annotated[int | None, Range("[1, 2147483647]")] = None
     """Number of token ids, if the tokenizer's files are not available: for planning, or for data
     that is tokenised already."""

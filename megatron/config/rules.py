@@ -444,6 +444,27 @@ def check_needed_folders(settings: ConfigWithOrigin) -> Iterator[str]:
             yield f"{settings.describe(dotted)} needs --load, the folder of the checkpoint."
 
 
+def check_eval_tasks(settings: ConfigWithOrigin) -> Iterator[str]:
+    """Check that the flags of tasks in the loop are complete."""
+    batch = settings.config.batch
+    given = {
+        "batch.eval_tasks_interval": batch.eval_tasks_interval is not None,
+        "batch.eval_tasks_folder": batch.eval_tasks_folder is not None,
+        "batch.eval_tasks_num_fewshot": batch.eval_tasks_num_fewshot is not None,
+        "batch.eval_tasks_limit": batch.eval_tasks_limit is not None,
+    }
+    if not batch.eval_tasks:
+        for dotted, wanted in given.items():
+            if wanted:
+                yield f"{settings.describe(dotted)} needs --eval-tasks, the names of the tasks."
+    # --eval-only evaluates the tasks once.
+    elif batch.eval_tasks_interval is None and not batch.eval_only:
+        yield (
+            f"{settings.describe('batch.eval_tasks')} needs --eval-tasks-interval, the iterations "
+            "between two evaluations."
+        )
+
+
 def check_one_kind_of_start(settings: ConfigWithOrigin) -> Iterator[str]:
     """Check that --require-load and --allow-fresh-start are not combined."""
     if settings.config.checkpoint.require_load and settings.config.checkpoint.allow_fresh_start:
@@ -531,7 +552,7 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[str]:
         yield (
             f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "
             "its end-of-document token is needed: give --vocab-file and --merge-file, or "
-            "--tokenizer-type PretrainedFromHF and --tokenizer-name-or-path FOLDER."
+            "--tokenizer-type and --tokenizer-name-or-path."
         )
 
 
@@ -586,6 +607,7 @@ ERRORS: tuple[Rule, ...] = (
     check_phases_are_the_training_data,
     check_streamed_data,
     check_needed_folders,
+    check_eval_tasks,
     check_one_kind_of_start,
     check_deepspeed_optimizers,
     check_curriculum_flags,

@@ -2,7 +2,8 @@
 
 The tensors of the folder run through the layers of `transformers` and through ours, on the same
 input. So an error in a table of names or layouts is found, even if export and import share it. One
-layer is in memory at a time. The complete model is compared if it fits into the memory.
+layer of one side is in memory at a time. The complete model is compared if it fits into the memory.
+If it does not, the embedding and the head are compared without layers, some rows at a time.
 """
 
 import copy
@@ -34,6 +35,10 @@ _INPUT_STD = 0.05
 """Standard deviation of the inputs of a layer."""
 _FEW_IDS = 8
 """Vocabulary of a model of which only a layer is used."""
+PART_NUMBERS = 1 << 24
+"""Numbers of a large tensor that are in memory at a time, where a part is enough."""
+_VOCABULARY = ("embedding.word.weight", "head.weight")
+"""Our tensors with a row for each token id."""
 _SHARE_OF_MEMORY = 0.7
 """Part of the free memory that both complete models may take."""
 
@@ -52,10 +57,14 @@ class TheirModel:
     names: Mapping[str, str]
     """Their name of a tensor -> its name in the files."""
     tensors: TheirTensors
+    rows: tuple[int, int] | None = None
+    """The first row of the vocabulary that belongs to the model, and the one after the last."""
 
     @property
     def vocab_size(self) -> int:
         """Rows of the word embedding."""
+        if self.rows is not None:
+            return self.rows[1] - self.rows[0]
         return next(p.our_shape[0] for p in self.pairs if p.ours == "embedding.word.weight")
 
     @property
@@ -65,7 +74,8 @@ class TheirModel:
 
     def read(self, pair: TensorPair) -> tuple[Tensor, ...]:
         """Return their tensors of a pair, in the dtype of the files."""
-        return tuple(self.tensors.read(self.names[name]) for name in pair.theirs)
+        rows = self.rows if pair.ours in _VOCABULARY else None
+        return tuple(self.tensors.read(self.names[name], rows) for name in pair.theirs)
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,7 @@ def compare_models(
         worst = max(worst, found)
     say(f"{theirs.model.num_layers} layers agree")
     if not complete or 2 * 4 * theirs.parameters > _SHARE_OF_MEMORY * _count_free_bytes():
-        found, _, _ = _compare_logits(theirs, layers=0)
-        _check(found, "the embedding, the last norm and the output matrix together")
+        _compare_ends(theirs)
         return Comparison(worst, None, None, None)
     logits, divergence, same = _compare_logits(theirs, theirs.model.num_layers)
     _check(logits, "the logits of the complete model")
@@ -124,6 +133,19 @@ def compare_models(
             f"only {100 * same:.2f} % of the clear predictions have the same most likely token"
         )
     return Comparison(worst, logits, divergence, same)
+
+
+def _compare_ends(theirs: TheirModel) -> None:
+    """Compare the embedding, the last norm and the output matrix, without layers.
+
+    Raises:
+        CheckpointError: a difference exceeds the bound.
+    """
+    rows = max(1, PART_NUMBERS // theirs.model.hidden_size)
+    for begin in range(0, theirs.vocab_size, rows):
+        part = (begin, min(begin + rows, theirs.vocab_size))
+        found, _, _ = _compare_logits(dataclasses.replace(theirs, rows=part), layers=0)
+        _check(found, "the embedding, the last norm and the output matrix together")
 
 
 def _check(difference: float, what: str) -> None:
@@ -141,8 +163,10 @@ def _compare_layer(theirs: TheirModel, layer: int) -> float:
     config = _select_layers(theirs.config, [layer])
     config.vocab_size = _FEW_IDS
     config.pad_token_id = None
-    made = import_transformers().AutoModel.from_config(config, attn_implementation="eager")
-    made = made.float().eval()
+    made = import_transformers().AutoModel.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    made.eval()
     inside = [pair for pair in theirs.pairs if pair.layer == layer]
     _load_theirs(made, theirs, inside, {layer: 0})
     model = theirs.model
@@ -162,6 +186,8 @@ def _compare_layer(theirs: TheirModel, layer: int) -> float:
     with torch.no_grad():
         made(inputs_embeds=given, use_cache=False)
     handle.remove()
+    # Only one side is in memory at a time.
+    del made, block
     described = ModelShape(model, 0, 0).describe_layer(layer)
     one = dataclasses.replace(
         model,
@@ -196,14 +222,16 @@ def _compare_logits(theirs: TheirModel, layers: int) -> tuple[float, float, floa
     length = min(_LENGTH, theirs.model.seq_length)
     tokens = torch.randint(0, vocab_size, (2, length), generator=generator)
     config = _select_layers(theirs.config, range(layers))
+    config.vocab_size = vocab_size
+    config.pad_token_id = None
     made = import_transformers().AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
+        config, attn_implementation="eager", dtype=torch.float32
     )
-    made = made.float().eval()
+    made.eval()
     _load_theirs(made, theirs, chosen, numbers)
     with torch.no_grad():
         expected = made(tokens, use_cache=False).logits.float()
-    # Only one of both models is in memory at a time.
+    # Only one side is in memory at a time.
     del made
     model = dataclasses.replace(theirs.model, num_layers=layers)
     if layers == 0:

@@ -4,11 +4,11 @@ Invariant: the folder gets its final name only after its tensors were compared w
 and the model with `transformers`. A kill before that leaves a folder that ends in `.unfinished`.
 """
 
-import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import collect_digests
+from megatron.checkpoint.manifest import TensorIndex, collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.data import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.convert.architectures import Architecture, choose_architecture
-from megatron.convert.compare import Comparison, TheirModel, compare_models
+from megatron.convert.compare import PART_NUMBERS, Comparison, TheirModel, compare_models
 from megatron.convert.fields import normalise_model
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import (
@@ -30,10 +30,12 @@ from megatron.convert.their_files import (
     read_config,
     write_tensors,
 )
+from megatron.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.durable import sync_folder
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.shape import ModelShape
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.training.resume import check_tokenizer
+from megatron.training.state import TrainState
 
 UNFINISHED = ".unfinished"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,25 +84,23 @@ def export_checkpoint(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
+        # Before the tensors, which take much longer.
+        ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, say)
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
-                tensor = torch.empty(pair.our_shape, dtype=torch.float32)
-                key = f"weight/{pair.ours}"
-                whole = ((0,) * len(pair.our_shape), pair.our_shape)
-                reader.read_into(tensor, whole, index.tensors[key]["boxes"], key)
-                return _round(tensor, dtype, pair.ours)
+                return _read_rounded(reader, index, pair, dtype)
 
-            sizes = _list_sizes(architecture, config, pairs, dtype)
-            say(f"writing {len(sizes)} tensors of {architecture.class_name} in {dtype}")
+            shapes = _list_shapes(architecture, config, pairs)
+            say(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
             write_tensors(
                 unfinished,
                 _iterate_theirs(architecture, config, pairs, read, dtype),
-                sizes,
+                shapes,
+                dtype,
                 options.shard_bytes,
             )
-            eod = _write_tokenizer(unfinished, options.tokenizer or config.tokenizer, say)
-            _write_config(unfinished, architecture, config, vocab_size, dtype, eod)
+            _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
             say("comparing what was written with the checkpoint and with transformers")
             tensors = TheirTensors(unfinished)
             _compare_tensors(pairs, read, tensors)
@@ -123,6 +123,26 @@ def export_checkpoint(
     return comparison
 
 
+def _export_tokenizer(
+    folder: Path,
+    checkpoint: Checkpoint,
+    given: TokenizerConfig | None,
+    rows: int,
+    say: Callable[[str], None],
+) -> SpecialIds:
+    """Write the tokenizer's files, and return its special ids.
+
+    Raises:
+        ConfigError: The tokenizer is not the one of the training, or see `write_tokenizer`.
+    """
+    config = checkpoint.read_config()
+    if given is not None:
+        config = replace(config, tokenizer=given)
+    for warning in check_tokenizer(config, TrainState.from_json(checkpoint.state)):
+        say(f"warning: {warning}")
+    return write_tokenizer(folder, config.tokenizer, rows, say)
+
+
 def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
     if requested is not None:
         return DTYPES[requested]
@@ -133,15 +153,29 @@ def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
     return torch.float32
 
 
-def _round(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor in the dtype of the files.
+def _read_rounded(
+    reader: TensorReader, index: TensorIndex, pair: TensorPair, dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor of the checkpoint in the dtype of the files.
+
+    It is read in parts, so that the memory is that of the result.
 
     Raises:
-        CheckpointError: a number is too large for it.
+        CheckpointError: a number is too large for the dtype, or the checkpoint is damaged.
     """
-    rounded = tensor.to(dtype)
-    if not torch.isfinite(rounded).all():
-        raise CheckpointError(f"{name} has numbers that {dtype} cannot hold; give --dtype fp32")
+    key = f"weight/{pair.ours}"
+    boxes = index.tensors[key]["boxes"]
+    rounded = torch.empty(pair.our_shape, dtype=dtype)
+    rows = max(1, PART_NUMBERS // math.prod(pair.our_shape[1:]))
+    for begin in range(0, pair.our_shape[0], rows):
+        into = rounded[begin : begin + rows]
+        part = torch.empty(into.shape)
+        reader.read_into(part, ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape)), boxes, key)
+        into.copy_(part)
+        if not torch.isfinite(into).all():
+            raise CheckpointError(
+                f"{pair.ours} has numbers that {dtype} cannot hold; give --dtype fp32"
+            )
     return rounded
 
 
@@ -159,16 +193,16 @@ def _list_constants(
     return found
 
 
-def _list_sizes(
-    architecture: Architecture, config: Config, pairs: Sequence[TensorPair], dtype: torch.dtype
-) -> dict[str, int]:
-    """Return the bytes of each of their tensors, in the order of writing."""
-    sizes = {
-        name: dtype.itemsize * torch.Size(shape).numel()
+def _list_shapes(
+    architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of their tensors, in the order of writing."""
+    shapes: dict[str, tuple[int, ...]] = {
+        name: shape
         for pair in pairs
         for name, shape in zip(pair.theirs, pair.their_shapes, strict=True)
     }
-    return sizes | dict.fromkeys(_list_constants(architecture, config, pairs), dtype.itemsize)
+    return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
 def _iterate_theirs(
@@ -190,50 +224,19 @@ def _write_config(
     config: Config,
     vocab_size: int,
     dtype: torch.dtype,
-    eod: int | None,
+    special_ids: SpecialIds,
 ) -> None:
     """Write config.json and generation_config.json."""
     transformers = import_transformers()
     fields: dict[str, Any] = architecture.write(config.model)
     # The defaults of the class are the ids of its own tokenizer, not of ours.
-    ids = {"bos_token_id": None, "eos_token_id": eod, "pad_token_id": None}
+    ids = special_ids.to_fields()
     config_class = type(transformers.AutoConfig.for_model(architecture.model_type))
     made = config_class(**fields, **ids, vocab_size=vocab_size)
     made.architectures = [architecture.class_name]
     made.dtype = str(dtype).removeprefix("torch.")
     made.save_pretrained(folder)
     transformers.GenerationConfig(**ids).save_pretrained(folder)
-
-
-def _write_tokenizer(
-    folder: Path, config: TokenizerConfig, say: Callable[[str], None]
-) -> int | None:
-    """Write the tokenizer's files, and return the id of the token that ends a document.
-
-    If the tokenizer is not on this machine, print a warning, write nothing and return None.
-    """
-    try:
-        tokenizer = build_tokenizer(config)
-    except ConfigError as error:
-        say(f"warning: the tokenizer is not exported: {error}")
-        return None
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
-        source = None
-        if config.tokenizer_type == "PretrainedFromHF" and config.tokenizer_name_or_path:
-            source = Path(config.tokenizer_name_or_path)
-        # Chat templates and special tokens are in these files.
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        if not (folder / "tokenizer_config.json").exists():
-            eod_token = tokenizer.backend.id_to_token(tokenizer.eod)
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod_token}
-            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    else:
-        tokenizer.backend.save_pretrained(folder)  # type: ignore[attr-defined]
-    return tokenizer.eod
 
 
 def _compare_tensors(
@@ -315,6 +318,9 @@ def _write_card(
 def _sync(folder: Path) -> None:
     """Sync a folder and all files in it. `transformers` and safetensors do not."""
     for path in sorted(folder.iterdir()):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        if path.is_dir():
+            _sync(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
     sync_folder(folder)

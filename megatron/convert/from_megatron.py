@@ -62,7 +62,7 @@ def import_megatron(
     if command.system == "megatron-deepspeed":
         source = open_megatron_deepspeed(command.folder, weights_only=command.weights_only)
     else:
-        source = open_megatron_lm(command.folder)
+        source = open_megatron_lm(command.folder, weights_only=command.weights_only)
     run = source.run
     vocab_size = command.vocab_size or run.vocab_size
     if vocab_size is None:
@@ -76,6 +76,12 @@ def import_megatron(
         say(warning)
     if unused:
         say(f"not used of the saved arguments: {', '.join(unused)}")
+    if loaded.config.model.num_layers > len(source.names):
+        # Each layer would be built, and a wrong number may be too large for that.
+        raise CheckpointError(
+            f"the saved arguments have {loaded.config.model.num_layers} layers, and the checkpoint "
+            f"has {len(source.names)} tensors"
+        )
     shape = ModelShape(loaded.config.model, vocab_size, vocab_size)
     tensors = list_megatron_tensors(shape)
     tied = not loaded.config.model.untie_embeddings_and_output_weights

@@ -4,7 +4,6 @@ Invariant: the checkpoint gets its name when the model was compared with `transf
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +16,23 @@ from megatron.config.cli import dump_yaml
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
-from megatron.convert.architectures import find_architecture
+from megatron.convert.architectures import Architecture, find_architecture
 from megatron.convert.compare import Comparison, TheirModel, compare_models
 from megatron.convert.tensors import TensorPair, pair_tensors
 from megatron.convert.their_files import TheirTensors, match_names, read_config
+from megatron.convert.tokenizer_files import (
+    GENERATION_CONFIG,
+    copy_files,
+    list_tokenizer_files,
+)
 from megatron.convert.writing import TensorToWrite, check_is_new, write_checkpoint
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.model.shape import ModelShape
 from megatron.tokenizer import build_tokenizer, tokenizer_digests
 from megatron.training.state import TrainState
 
 _TOKENIZER = "tokenizer"
 """Folder of the tokenizer's copy."""
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def import_model(
@@ -68,7 +62,7 @@ def import_model(
     their_config = read_config(folder)
     architecture = find_architecture(their_config.model_type)
     fields = their_config.to_dict()
-    model = _set_dropouts(architecture.read(fields, seq_length), fields)
+    model = _read_model(architecture, fields, seq_length)
     pairs = pair_tensors(
         architecture, ModelShape(model, their_config.vocab_size, their_config.vocab_size)
     )
@@ -91,7 +85,10 @@ def import_model(
     copied: list[Path] = []
     if tokenizer.tokenizer_name_or_path is not None:
         # The run goes on with a copy, because the folder may be removed after the import.
-        copied = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        copied = list_tokenizer_files(folder)
+        # It names the ids that end a text, which an export keeps.
+        if (folder / GENERATION_CONFIG).is_file():
+            copied.append(Path(GENERATION_CONFIG))
         tokenizer = replace(tokenizer, tokenizer_name_or_path=str(out.absolute() / _TOKENIZER))
     comparison = compare_models(theirs, say, complete=compare_complete)
     config = Config(model=model, batch=BatchConfig(micro_batch_size=1), tokenizer=tokenizer)
@@ -106,12 +103,36 @@ def import_model(
     )
 
     def copy_tokenizer(root: Path) -> None:
-        (root / _TOKENIZER).mkdir()
-        for path in copied:
-            shutil.copyfile(path, root / _TOKENIZER / path.name)
+        copy_files(folder, copied, root / _TOKENIZER)
 
     write_checkpoint(out, _list_tensors(theirs), contents, copy_tokenizer)
     return comparison
+
+
+def _read_model(
+    architecture: Architecture, fields: Mapping[str, Any], seq_length: int | None
+) -> ModelConfig:
+    """Return our description of a config.json.
+
+    Raises:
+        ConfigError: the model is not supported.
+        CheckpointError: a field is no number, or no possible size.
+    """
+    try:
+        model = _set_dropouts(architecture.read(fields, seq_length), fields)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json has a field of a wrong kind: {error}") from error
+    sizes = {
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "sequence length": model.seq_length,
+        "positions": model.max_position_embeddings or 1,
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"config.json: the {name} {size} must be at least 1")
+    return model
 
 
 def _set_dropouts(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:

@@ -2,20 +2,20 @@
 
 `mp_rank_TT[_PPP]/model_optim_rng.pt` has the weights of one tensor-parallel and pipeline rank. Both
 the older names and those of Megatron core are read. `torch_dist` has whole tensors, usually all
-layers of a kind in one, and the optimizer's states under the same names.
+layers of a kind in one, and the optimizer's states under the same names. The distributed optimizer
+can also store them as buffers of its ranks (`dp_reshardable`), which is refused.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron.convert.distributed_tensors import DistributedTensors
 from megatron.convert.megatron_args import read_saved_run
-from megatron.convert.megatron_names import is_no_weight, rename
+from megatron.convert.megatron_names import is_no_weight, is_parameter, rename
+from megatron.convert.megatron_optimizer import States, read_rank_states
 from megatron.convert.megatron_source import (
     Key,
     MegatronSource,
@@ -23,55 +23,100 @@ from megatron.convert.megatron_source import (
     find_steps,
     flatten_tensors,
 )
-from megatron.convert.unpickle import load_metadata, load_pickle_bytes, load_pickle_file
+from megatron.convert.unpickle import load_pickle_file
 from megatron.errors import CheckpointError
 from megatron.parallel.shard import ADAM_KINDS, Kind
 
 
 class RankFiles:
-    """`mp_rank_TT[_PPP]/model_optim_rng.pt`. The optimizer's states are not read."""
+    """`mp_rank_TT[_PPP]/model_optim_rng.pt`, and `distrib_optim.pt` beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
         """Read the names of all files' tensors.
+
+        Args:
+            folder: The folder.
+            weights_only: Do not read the optimizer's states.
 
         Raises:
             CheckpointError: a file is missing or damaged, or contains what is not allowed.
         """
+        self._folder = folder
         first = _find_rank_file(folder, 0, 0)
         state = load_pickle_file(first)
         self.run = read_saved_run(first, state)
-        self.steps: int | None = None
         self.slices = self.run.tensor_ranks
         check_ranks(folder, "mp_rank_*", self.slices * self.run.pipeline_ranks)
-        self._slices: dict[Key, list[Tensor]] = {}
+        self._slices: dict[Key, list[dict[Kind, Tensor]]] = {}
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
+        self._has_states = not weights_only and state.get("optimizer") is not None
         for rank in range(self.slices):
-            self._read_rank(
-                [
-                    load_pickle_file(_find_rank_file(folder, rank, stage))
-                    for stage in range(self.run.pipeline_ranks)
-                ]
-            )
+            self._read_rank(rank)
+        self.steps: int | None = None
+        if self._has_states:
+            self.steps = find_steps(state["optimizer"])
+            if self.steps is None:
+                raise CheckpointError(
+                    f"{first} does not give the number of the optimizer's steps; give "
+                    "--weights-only to import the weights without its states"
+                )
 
     def read(self, kind: Kind, key: Key) -> list[Tensor]:
-        """Return the slices of a weight. See `MegatronSource`."""
-        return self._slices[key]
+        """Return the slices of a tensor. See `MegatronSource`."""
+        return [tensors[kind] for tensors in self._slices[key]]
 
-    def _read_rank(self, stages: Sequence[Mapping[str, Any]]) -> None:
-        """Collect the tensors of one tensor-parallel rank from all stages."""
+    def _read_rank(self, rank: int) -> None:
+        """Collect the tensors of one tensor-parallel rank from all stages.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        stages = [self._read_file(rank, stage) for stage in range(self.run.pipeline_ranks)]
         before = 0
         # With virtual stages, each file has several parts, which are dealt to the ranks in turn.
-        parts = [name for name in stages[0] if re.fullmatch(r"model\d*", name)]
-        for part in sorted(parts):
+        for part in stages[0]:
             for stage in stages:
-                layers = self._read_part(stage.get(part) or {}, before)
-                before += layers
+                before += self._add_part(stage.get(part) or {}, before)
 
-    def _read_part(self, part: Mapping[str, Any], before: int) -> int:
-        """Collect the tensors of one part, and return its number of layers."""
+    def _read_file(self, rank: int, stage: int) -> dict[str, dict[str, dict[Kind, Tensor]]]:
+        """Return the tensors of one file: part of the model -> name -> kind -> tensor.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its optimizer's states do not fit.
+        """
+        path = _find_rank_file(self._folder, rank, stage)
+        state = load_pickle_file(path)
+        parts = {
+            part: {
+                name: tensor
+                for name, tensor in flatten_tensors(state[part] or {}).items()
+                if is_parameter(name)
+            }
+            for part in sorted(name for name in state if re.fullmatch(r"model\d*", name))
+        }
+        states: States | None = None
+        if self._has_states:
+            # Each part counts its layers from 0.
+            named = {
+                part: {f"{part}/{name}": tensor for name, tensor in weights.items()}
+                for part, weights in parts.items()
+            }
+            states = read_rank_states(path, state.get("optimizer"), named)
+            if states is None:
+                raise CheckpointError(f"{path} has no optimizer's states, and other ranks have")
+        found: dict[str, dict[str, dict[Kind, Tensor]]] = {}
+        for part, weights in parts.items():
+            found[part] = {
+                name: {"weight": tensor} if states is None else states[f"{part}/{name}"]
+                for name, tensor in weights.items()
+            }
+        return found
+
+    def _add_part(self, part: Mapping[str, dict[Kind, Tensor]], before: int) -> int:
+        """Add the tensors of one part, and return its number of layers."""
         highest = -1
-        for name, tensor in flatten_tensors(part).items():
+        for name, tensors in part.items():
             if is_no_weight(name):
                 continue
             key = rename(name)
@@ -83,7 +128,7 @@ class RankFiles:
                 highest = max(highest, layer)
                 layer += before
             self.names[layer, ours] = name
-            self._slices.setdefault((layer, ours), []).append(tensor)
+            self._slices.setdefault((layer, ours), []).append(tensors)
         return highest + 1
 
 
@@ -103,11 +148,13 @@ def _find_rank_file(folder: Path, rank: int, stage: int) -> Path:
     raise CheckpointError(f"{folder} has no {names[-1]}/model_optim_rng.pt")
 
 
-_THEIR_KINDS: dict[Kind, str] = {
-    "weight": "optimizer.state.fp32_param.",
-    "exp_avg": "optimizer.state.exp_avg.",
-    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+_THEIR_KINDS: dict[Kind, tuple[str, ...]] = {
+    # The second name is that of the distributed optimizer, if it is fully reshardable.
+    "weight": ("optimizer.state.fp32_param.", "optimizer.state.param."),
+    "exp_avg": ("optimizer.state.exp_avg.",),
+    "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),
 }
+_BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(.+)")
 
 
 class TorchDist:
@@ -115,28 +162,53 @@ class TorchDist:
 
     slices = 1
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
         """Read the names of the tensors.
 
+        Args:
+            folder: The folder.
+            weights_only: Do not read the optimizer's states.
+
         Raises:
-            CheckpointError: a file is missing or damaged, or contains what is not allowed.
+            CheckpointError: a file is missing or damaged, contains what is not allowed, or has the
+                optimizer's states as buffers.
         """
         common = folder / "common.pt"
         state = load_pickle_file(common)
         self.run = read_saved_run(common, state)
-        metadata = load_metadata(folder / ".metadata")
-        self._storage = metadata.storage_data
         self._folder = folder
-        self._sizes: dict[str, TensorStorageMetadata] = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._tensors = DistributedTensors(folder)
         self.names: dict[Key, str] = {}
         self.unknown: list[str] = []
         self._stacked: set[str] = set()
         """Tensors with all layers."""
-        for name, entry in self._sizes.items():
+        self._name_weights()
+        self.steps: int | None = None
+        self._prefixes: dict[Kind, str] = {}
+        if weights_only:
+            return
+        self._check_sharding(self._tensors.entries)
+        for kind, prefixes in _THEIR_KINDS.items():
+            for prefix in prefixes:
+                if self._has_states(prefix):
+                    self._prefixes[kind] = prefix
+        if all(kind in self._prefixes for kind in ADAM_KINDS):
+            self.steps = find_steps(state.get("optimizer"))
+
+    def read(self, kind: Kind, key: Key) -> list[Tensor]:
+        """Return a tensor. See `MegatronSource`."""
+        layer, _ = key
+        name = self.names[key]
+        stored = name
+        if kind in self._prefixes:
+            stored = self._prefixes[kind] + name
+        if name in self._stacked:
+            return [self._tensors.read(stored, layer)]
+        return [self._tensors.read(stored)]
+
+    def _name_weights(self) -> None:
+        """Find the weights among the tensors."""
+        for name, size in self._tensors.sizes.items():
             if name.startswith(("optimizer.", "chained_", "rng_state", "rerun_state")):
                 continue
             if is_no_weight(name):
@@ -146,109 +218,62 @@ class TorchDist:
                 self.unknown.append(name)
             elif key[0] == -1:
                 self._stacked.add(name)
-                for layer in range(entry.size[0]):
+                for layer in range(size[0]):
                     self.names[layer, key[1]] = name
             else:
                 self.names[key] = name
-        self._kinds = {kind: self._find_states(prefix) for kind, prefix in _THEIR_KINDS.items()}
-        self.steps: int | None = None
-        if all(self._kinds[kind] for kind in ADAM_KINDS):
-            self.steps = find_steps(state.get("optimizer"))
 
-    def read(self, kind: Kind, key: Key) -> list[Tensor]:
-        """Return a tensor. See `MegatronSource`."""
-        layer, _ = key
-        name = self.names[key]
-        stored = name
-        if self._kinds[kind]:
-            stored = _THEIR_KINDS[kind] + name
-        if name in self._stacked:
-            return [self._load(stored, layer)]
-        return [self._load(stored, None)]
-
-    def _load(self, name: str, layer: int | None) -> Tensor:
-        """Read a tensor, or one layer of a tensor that has all of them.
+    def _check_sharding(self, names: Iterable[str]) -> None:
+        """Check that the optimizer's states are stored by parameter.
 
         Raises:
-            CheckpointError: a file is missing or damaged.
+            CheckpointError: they are stored in another way. The message names it.
         """
-        entry = self._sizes[name]
-        begins = [0] * len(entry.size)
-        ends = list(entry.size)
-        if layer is not None:
-            begins[0] = layer
-            ends[0] = layer + 1
-        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        tensor = torch.empty(sizes, dtype=entry.properties.dtype)
-        filled = 0
-        for chunk in entry.chunks:
-            inside = []
-            outside = []
-            for begin, end, offset, size in zip(
-                begins, ends, chunk.offsets, chunk.sizes, strict=True
-            ):
-                low = max(begin, offset)
-                high = max(low, min(end, offset + size))
-                inside.append(slice(low - offset, high - offset))
-                outside.append(slice(low - begin, high - begin))
-            part = tensor[tuple(outside)]
-            if part.numel() == 0:
-                continue
-            part.copy_(self._read_chunk(name, chunk.offsets).reshape(chunk.sizes)[tuple(inside)])
-            filled += part.numel()
-        if filled != tensor.numel():
-            raise CheckpointError(f"{self._folder}: parts of {name} are missing")
-        if layer is None:
-            return tensor
-        return tensor[0]
+        found = None
+        if any(".bucket_idx_" in name for name in names if _BUFFERS.match(name)):
+            found = "as buffers of the distributed optimizer (dp_reshardable)"
+        elif any(name.endswith(".param_state") for name in names if _BUFFERS.match(name)):
+            found = "in one object for each rank (dp_zero_gather_scatter)"
+        elif self._is_flattened():
+            found = "as flattened slices (fully_sharded_model_space)"
+        if found is not None:
+            raise CheckpointError(
+                f"{self._folder} has the optimizer's states {found}, which is not supported; save "
+                "the checkpoint with --dist-ckpt-optim-fully-reshardable, or give --weights-only"
+            )
 
-    def _read_chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        """Read one chunk of a tensor from its file.
+    def _is_flattened(self) -> bool:
+        """Return whether there is a moment whose shape is not that of its weight."""
+        for name, entry in self._tensors.sizes.items():
+            weight = self._tensors.sizes.get(name.removeprefix("optimizer.state.exp_avg."))
+            if name.startswith("optimizer.state.exp_avg.") and weight is not None:
+                return entry != weight
+        return False
 
-        Raises:
-            CheckpointError: the file is missing or damaged.
-        """
-        stored = self._storage.get(MetadataIndex(name, offsets))
-        # A path with a folder in it could read files elsewhere.
-        if stored is None or Path(stored.relative_path).name != stored.relative_path:
-            raise CheckpointError(f"{self._folder / '.metadata'} does not give the file of {name}")
-        if getattr(stored, "transform_descriptors", None):
-            raise CheckpointError(f"{self._folder}: {name} is compressed, which is not supported")
-        path = self._folder / stored.relative_path
-        try:
-            with open(path, "rb") as file:
-                file.seek(stored.offset)
-                data = file.read(stored.length)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        found = load_pickle_bytes(path, data)
-        if not isinstance(found, Tensor):
-            raise CheckpointError(f"{path} has no tensor for {name}")
-        return found
-
-    def _find_states(self, prefix: str) -> bool:
+    def _has_states(self, prefix: str) -> bool:
         """Return whether there is a state of each weight, with its shape."""
         for name in set(self.names.values()):
-            entry = self._sizes.get(prefix + name)
-            if entry is None or entry.size != self._sizes[name].size:
+            entry = self._tensors.sizes.get(prefix + name)
+            if entry is None or entry != self._tensors.sizes[name]:
                 return False
         return True
 
 
-def open_megatron_lm(folder: Path) -> MegatronSource:
+def open_megatron_lm(folder: Path, *, weights_only: bool = False) -> MegatronSource:
     """Open a checkpoint of Megatron-LM.
 
     Args:
         folder: Folder of the checkpoints, or of one iteration.
+        weights_only: Do not read the optimizer's states.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
     folder = _find_iteration(folder)
     if (folder / ".metadata").is_file() and (folder / "common.pt").is_file():
-        return TorchDist(folder)
+        return TorchDist(folder, weights_only=weights_only)
     if list(folder.glob("mp_rank_*")):
-        return RankFiles(folder)
+        return RankFiles(folder, weights_only=weights_only)
     raise CheckpointError(
         f"{folder} has neither mp_rank_*/model_optim_rng.pt nor .metadata and common.pt"
     )

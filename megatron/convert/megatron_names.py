@@ -72,6 +72,11 @@ def is_no_weight(name: str) -> bool:
     return _NO_WEIGHT.fullmatch(name) is not None
 
 
+def is_parameter(name: str) -> bool:
+    """Return whether a tensor of theirs is trained. A copy of a tied embedding is."""
+    return name.endswith("word_embeddings_for_head.weight") or not is_no_weight(name)
+
+
 def rename(name: str) -> tuple[int | None, str] | None:
     """Return number of the layer and our name within it. None if the name is not known.
 

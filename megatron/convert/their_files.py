@@ -5,6 +5,7 @@ such a folder is run.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.convert.architectures import Architecture
@@ -20,6 +20,9 @@ from megatron.errors import CheckpointError, ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of the format."""
+_MOST_LAYERS = 2000
 _SHOWN = 12
 """Number of problems that a message lists."""
 
@@ -36,6 +39,7 @@ class TheirTensors:
         self._folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
+        self._dtypes: dict[str, str] = {}
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -44,12 +48,32 @@ class TheirTensors:
                             f"{folder}: {key} is in {self._files[key]} and in {name}"
                         )
                     self._files[key] = name
-                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
+                    found = file.get_slice(key)
+                    self.shapes[key] = tuple(found.get_shape())
+                    self._dtypes[key] = found.get_dtype()
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in the dtype of its file."""
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return a tensor in the dtype of its file, or its rows from the first to before the last.
+
+        Raises:
+            CheckpointError: the file was removed or damaged since.
+        """
         with self._open(self._files[name]) as file:
-            return file.get_tensor(name)
+            if rows is None:
+                return file.get_tensor(name)
+            begin, end = rows
+            return file.get_slice(name)[begin:end]
+
+    def describe_problem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Return why a tensor cannot be a weight of this shape. None if it can."""
+        if name not in self.shapes:
+            return f"{name} is missing"
+        if self.shapes[name] != shape:
+            return f"{name} has the shape {self.shapes[name]}, and must have {shape}"
+        # Quantised weights, for example, need a scale as well.
+        if self._dtypes[name] not in _DTYPES.values():
+            return f"{name} is {self._dtypes[name]}, and must be {', '.join(_DTYPES.values())}"
+        return None
 
     def _open(self, name: str) -> Any:
         try:
@@ -69,6 +93,8 @@ def _find_files(folder: Path) -> list[str]:
             named = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {error!r}") from error
+        if not all(isinstance(name, str) for name in named):
+            raise CheckpointError(f"{folder / _INDEX} names a file that is not text")
         files = sorted(set(named))
     elif (folder / _SINGLE).is_file():
         files = [_SINGLE]
@@ -100,9 +126,13 @@ def read_config(folder: Path) -> Any:
         ConfigError: `transformers` is not installed.
     """
     path = folder / "config.json"
+    # Opening a pipe would wait permanently.
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} cannot be read: it is not a file")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         needs_code = "auto_map" in fields
+        _check_layers(path, fields)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if needs_code:
@@ -118,6 +148,18 @@ def read_config(folder: Path) -> Any:
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {first}") from error
+
+
+def _check_layers(path: Path, fields: Mapping[str, Any]) -> None:
+    """Check the number of layers, for each of which `transformers` makes entries of a list.
+
+    Raises:
+        CheckpointError: it is not possible.
+    """
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.get(name) if isinstance(fields, Mapping) else None
+        if isinstance(layers, int) and not 1 <= layers <= _MOST_LAYERS:
+            raise CheckpointError(f"{path}: {name} {layers} must be from 1 to {_MOST_LAYERS}")
 
 
 def import_transformers() -> Any:
@@ -154,11 +196,8 @@ def match_names(
     prefix = f"{architecture.base}."
     strip = not any(name in found.shapes for name in expected)
     names = {name: name.removeprefix(prefix) if strip else name for name in expected}
-    problems = [f"{name} is missing" for name in names.values() if name not in found.shapes] + [
-        f"{name} has the shape {found.shapes[name]}, and must have {expected[ours]}"
-        for ours, name in names.items()
-        if name in found.shapes and found.shapes[name] != expected[ours]
-    ]
+    described = [found.describe_problem(name, expected[ours]) for ours, name in names.items()]
+    problems = [problem for problem in described if problem is not None]
     known = set(names.values())
     for name in sorted(found.shapes.keys() - known):
         if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
@@ -194,19 +233,27 @@ def _is_constant(architecture: Architecture, name: str) -> bool:
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], shard_bytes: int
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> None:
     """Write tensors to one or several safetensors files, and their index.
 
+    One tensor is in memory at a time. The library's writer would hold two copies of a file.
+
     Args:
         folder: The folder.
-        tensors: Names and tensors. Each is read when its file is written.
-        sizes: Name -> bytes, in the same order. They decide which file has a tensor.
+        tensors: Names and tensors. Each is read when it is written.
+        shapes: Name -> shape, in the same order.
+        dtype: Dtype of all tensors.
         shard_bytes: Largest size of a file, unless one tensor is larger.
 
     Raises:
         OSError: a file cannot be written.
     """
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
     shards = _divide(sizes, shard_bytes)
     iterator = iter(tensors)
     weight_map: dict[str, str] = {}
@@ -215,27 +262,41 @@ def write_tensors(
             file = _SINGLE
         else:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        taken = _take(iterator, names)
-        try:
-            save_file(taken, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{folder / file} cannot be written: {error}") from error
-        # The library makes files that only the owner can read. The folder has the modes of the
-        # user's mask.
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
+        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, iterator)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _take(iterator: Iterator[tuple[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-    taken = {}
-    for name in names:
-        found, tensor = next(iterator)
-        assert found == name, "the tensors have the order of their sizes"
-        taken[name] = tensor
-    return taken
+def _write_file(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Write the next tensors to a file: length of the header, header in JSON, and the numbers."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + dtype.itemsize * math.prod(shape)
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    # The numbers begin at a multiple of 8 bytes, as the format recommends.
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected, shape in shapes.items():
+            name, tensor = next(tensors)
+            assert name == expected, "the tensors have the order of their shapes"
+            assert tensor.shape == shape, f"{name} has the shape {tensor.shape}"
+            assert tensor.dtype == dtype, f"{name} is {tensor.dtype}"
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:

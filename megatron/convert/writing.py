@@ -22,6 +22,7 @@ from megatron.parallel.shard import Kind, TensorShard
 
 FILE_BYTES = 5 * 10**8
 """Largest size of a tensor file, unless one tensor is larger."""
+_PART_NUMBERS = 1 << 20
 _ITEM = 4
 """Bytes of an fp32 number."""
 
@@ -115,7 +116,9 @@ def _write_file(folder: Path, number: int, tensors: Sequence[TensorToWrite]) -> 
                 f"{each.source} has the shape {tuple(tensor.shape)}, and {each.name} must have "
                 f"{each.shape}"
             )
-        if not torch.isfinite(tensor).all():
+        # In parts, because the test of a whole tensor needs twice its memory.
+        parts = tensor.reshape(-1).split(_PART_NUMBERS)
+        if not all(torch.isfinite(part).all() for part in parts):
             raise CheckpointError(f"{each.source} has numbers that are not finite")
         zeros = (0,) * tensor.dim()
         shards.append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from megatron.data.batches import Microbatch
 from megatron.model.inputs import Inputs
@@ -132,6 +133,18 @@ class Engine(Protocol):
 
     def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
         """Return the mean loss of one global batch without training."""
+        ...
+
+    def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return how likely the labels of each sample are that the loss masks keep.
+
+        All ranks call it with as many microbatches of the same shape, each with a mask.
+
+        Returns:
+            float64[d x m x b, 2] on the CPU, the same on every rank, for m microbatches on each of
+            d data-parallel ranks. The samples of the first data-parallel rank come first. The
+            columns are the log-likelihood in nats, and 1 if each label is the most likely token.
+        """
         ...
 
     def shards(self, *, optimizer: bool) -> list[TensorShard]:

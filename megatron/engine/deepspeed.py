@@ -497,9 +497,7 @@ class DeepSpeedEngine(EngineBase):
             self._engine.step()
         return self._average_over_ranks(total)
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        """Return the mean loss of one global batch. See `Engine.eval_batch`."""
-        inputs = build_inputs(microbatches, 0, self._mesh.device)
+    def _evaluate(self, inputs: list[Inputs]) -> float:
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)

@@ -2,18 +2,23 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron.engine.base import PhaseTimers, StepResult
+from megatron.data.batches import Microbatch
+from megatron.engine.base import PhaseTimers, StepResult, build_inputs
 from megatron.engine.invariants import InvariantChecker
 from megatron.engine.loss_scale import LossScale
 from megatron.engine.parallelize import RankStage, build_stages
 from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.init import initialise
+from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan import Plan
@@ -60,6 +65,10 @@ class EngineBase(ABC):
             plan, mesh, self._execution, use_fsdp=use_fsdp
         )
         self.stages = [stage.model for stage in self._rank_stages]
+
+    @abstractmethod
+    def _evaluate(self, inputs: list[Inputs]) -> float:
+        """Run the forward passes of a global batch, and return its mean loss."""
 
     @abstractmethod
     def shards(self, *, optimizer: bool) -> list[TensorShard]:
@@ -120,6 +129,30 @@ class EngineBase(ABC):
             )
         return StepResult(loss, grad_norm, applied, num_zeros, used_scale, overflow)
 
+    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+        """Return the mean loss of one global batch. See `Engine.eval_batch`."""
+        return self._evaluate(build_inputs(microbatches, 0, self._mesh.device))
+
+    def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return how likely the labels of each sample are. See `Engine.score_batch`."""
+        inputs = [
+            replace(each, likelihoods=SampleLikelihoods())
+            for each in build_inputs(microbatches, 0, self._mesh.device)
+        ]
+        self._evaluate(inputs)
+        samples = sum(len(each.tokens) for each in inputs)
+        grid = self._mesh.grid
+        found = torch.zeros((grid.data, samples, 2), dtype=torch.float64, device=self._mesh.device)
+        # Exactly one rank of each data-parallel replica fills its rows: the first tensor-parallel
+        # rank of the last stage. All others add zeros, so the sum changes no number.
+        if self._mesh.coordinate.tensor == 0 and any(stage.head for stage in self.stages):
+            found[self._mesh.coordinate.data] = torch.cat(
+                [_stack_columns(each.likelihoods) for each in inputs]
+            )
+        if grid.world_size > 1:
+            dist.all_reduce(found)
+        return found.flatten(0, 1).cpu()
+
     def get_scalars(self) -> dict[str, Any]:
         """Return the optimizer's step count and loss scale. See `Engine.get_scalars`."""
         scalars: dict[str, Any] = {"optimizer_step": self._get_step_count()}
@@ -149,3 +182,11 @@ class EngineBase(ABC):
         if repaired:
             self._refresh_model()
         return repaired
+
+
+def _stack_columns(likelihoods: SampleLikelihoods | None) -> Tensor:
+    """Return the likelihoods of a microbatch as float64[b, 2]."""
+    assert likelihoods is not None, "the inputs ask for likelihoods"
+    assert likelihoods.log_likelihood is not None, "the last stage fills them"
+    assert likelihoods.greedy is not None, "the last stage fills both"
+    return torch.stack((likelihoods.log_likelihood, likelihoods.greedy.double()), dim=1)

@@ -32,6 +32,7 @@ from megatron.engine.optimizer import MasterParameter, compute_squared_norm, cou
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.runner import build_runner
 from megatron.model.gpt import WORD_EMBEDDING
+from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind, TensorShard
@@ -179,14 +180,11 @@ class NativeEngine(EngineBase):
                 stage.zero_grad(set_to_none=True)
         return result
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        """Return the mean loss of one global batch. See `Engine.eval_batch`."""
+    def _evaluate(self, inputs: list[Inputs]) -> float:
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
-            loss = self.runner.run(
-                build_inputs(microbatches, 0, self._mesh.device), 1.0, train=False
-            )
+            loss = self.runner.run(inputs, 1.0, train=False)
         return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
 
     def _apply_gradients(

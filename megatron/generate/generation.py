@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.generate.cached_model import CachedModel
 from megatron.generate.sampling import Sampler, SamplingOptions
+from megatron.generate.staged_model import StagedModel
 from megatron.generate.text import IncrementalText
-from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = "end-of-document"
@@ -43,7 +42,7 @@ class Continuation:
     """Why it ended: one of the constants of this module."""
 
 
-def check_prompt(prompt: Sequence[int], model: GPT, name: str) -> None:
+def check_prompt(prompt: Sequence[int], model: StagedModel, name: str) -> None:
     """Check that a prompt has tokens, and that the model can continue it.
 
     Raises:
@@ -60,7 +59,7 @@ def check_prompt(prompt: Sequence[int], model: GPT, name: str) -> None:
 
 
 def generate(
-    model: GPT,
+    model: StagedModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
@@ -68,10 +67,10 @@ def generate(
 ) -> list[Continuation]:
     """Continue each prompt.
 
-    Under tensor parallelism, all ranks call it with the same arguments and get the same result.
+    All ranks that hold the model call it with the same arguments and get the same result.
 
     Args:
-        model: The model in evaluation mode, with all layers.
+        model: The model.
         tokenizer: The tokenizer of the training.
         prompts: The ids of each prompt. `check_prompt` accepts them.
         options: What to generate.
@@ -88,7 +87,7 @@ class _Batch:
 
     def __init__(
         self,
-        model: GPT,
+        model: StagedModel,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         options: GenerationOptions,
@@ -105,7 +104,7 @@ class _Batch:
             for limit in self._limits
         ]
         self._cached = CachedModel(model, prompts, max(self._limits))
-        self._device = next(model.parameters()).device
+        self._device = model.device
         self._sampler = Sampler(options.sampling, prompts, self._device)
         self._texts = [
             IncrementalText(tokenizer.decode, prompt, options.stop_strings) for prompt in prompts
@@ -133,16 +132,19 @@ class _Batch:
                 active = [active[place] for place in remaining]
             logits = self._cached.add_tokens(tokens)
 
-    def _draw(self, logits: Tensor, active: list[int]) -> Tensor:
-        """Return the next token of each active sequence."""
-        texts = [[*self._prompts[row], *self._results[row].ids] for row in active]
-        tokens = self._sampler.draw(logits, active, texts)
-        tp = self._model.tp
-        # Logits that differ in a bit between ranks could give different tokens, and the ranks would
-        # wait for each other forever.
-        if tp.size > 1:
-            dist.broadcast(tokens, group=tp.group, group_src=0)
-        return tokens
+    def _draw(self, logits: Tensor | None, active: list[int]) -> Tensor:
+        """Return the next token of each active sequence, [b].
+
+        Args:
+            logits: [b, v] on the last pipeline rank, which draws for all. None on the others.
+            active: Indices of the sequences.
+        """
+        if logits is None:
+            tokens = torch.empty(len(active), dtype=torch.int64, device=self._device)
+        else:
+            texts = [[*self._prompts[row], *self._results[row].ids] for row in active]
+            tokens = self._sampler.draw(logits, active, texts)
+        return self._model.broadcast_result(tokens)
 
     def _add(self, row: int, token: int) -> bool:
         """Add a token to a sequence and return whether the sequence has ended."""

@@ -17,6 +17,8 @@ from megatron.errors import ConfigError
 
 _BOUND = 2**63
 """Torch stores seeds and sizes in 64 bits, one of them for the sign."""
+_LEAST = 1e-6
+"""Logits that are divided by a smaller number could overflow in fp32."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,17 @@ class SamplingOptions:
             ConfigError: A number is out of range. The message names its flag.
         """
         # NaN fails these comparisons as well.
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature} must be at least 0, and finite.")
+        if not (self.temperature == 0 or _LEAST <= self.temperature < math.inf):
+            raise ConfigError(
+                f"--temperature {self.temperature} must be 0, or at least {_LEAST:g} and finite. 0 "
+                "takes the most likely token."
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p} must be above 0, and at most 1.")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not _LEAST <= self.repetition_penalty <= 1 / _LEAST:
             raise ConfigError(
-                f"--repetition-penalty {self.repetition_penalty} must be above 0, and finite. 1 "
-                "has no effect."
+                f"--repetition-penalty {self.repetition_penalty} must be from {_LEAST:g} to "
+                f"{1 / _LEAST:g}. 1 has no effect."
             )
         for flag, value in (("--top-k", self.top_k), ("--seed", self.seed)):
             if not 0 <= value < _BOUND:
@@ -131,7 +136,15 @@ class Sampler:
             logits: [b, v] in fp32.
             rows: Indices of the sequences.
             texts: The ids of each sequence up to now.
+
+        Raises:
+            ConfigError: A logit is not finite. Any choice would be meaningless.
         """
+        if not bool(logits.isfinite().all()):
+            raise ConfigError(
+                "the model computes logits that are not finite, because a number is too large for "
+                "--dtype; use --dtype fp32, or bf16"
+            )
         logits = filter_logits(logits, self._options, texts)
         # Division by 0 would make every probability NaN.
         if self._options.temperature == 0:

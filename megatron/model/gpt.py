@@ -15,8 +15,13 @@ from megatron.model.block import Block
 from megatron.model.embedding import Embedding
 from megatron.model.execution import Execution
 from megatron.model.goldfish import keep_tokens
-from megatron.model.inputs import Inputs
-from megatron.model.loss import VocabSlice, cross_entropy, find_largest_output_logit
+from megatron.model.inputs import Inputs, SampleLikelihoods
+from megatron.model.loss import (
+    VocabSlice,
+    cross_entropy,
+    find_largest_output_logit,
+    score_labels,
+)
 from megatron.model.norm import build_norm
 from megatron.model.partition import Stage, make_single_stage
 from megatron.model.positions import Positions, PositionTables
@@ -148,6 +153,8 @@ class GPT(nn.Module):
                 kept = keep_tokens(inputs.labels, self._loss.goldfish_k, self._loss.goldfish_h)
                 mask = kept if mask is None else mask * kept
         hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
+        if inputs.likelihoods is not None:
+            return self._fill_likelihoods(inputs.likelihoods, hidden, inputs)
         return cross_entropy(
             hidden,
             self._get_output_weight(),
@@ -157,6 +164,22 @@ class GPT(nn.Module):
             None if mask is None else mask.t(),
             z_loss=z_loss,
         )
+
+    def _fill_likelihoods(
+        self, likelihoods: SampleLikelihoods, hidden: Tensor, inputs: Inputs
+    ) -> Tensor:
+        """Fill the likelihood of each sample, and return the mean loss as `forward` does."""
+        assert inputs.labels is not None, "likelihoods need labels"
+        assert inputs.loss_mask is not None, "likelihoods need a mask"
+        likelihoods.log_likelihood, likelihoods.greedy = score_labels(
+            hidden,
+            self._get_output_weight(),
+            inputs.labels.t(),
+            inputs.loss_mask.t(),
+            self._vocab,
+            self.tp,
+        )
+        return -likelihoods.log_likelihood.sum().float() / inputs.loss_mask.sum().clamp(min=1.0)
 
     def compute_logits(self, tokens: Tensor) -> Tensor:
         """Compute the logits of this rank's real ids. The complete model must be in one stage.

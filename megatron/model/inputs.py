@@ -19,6 +19,19 @@ Document i of a sample is [bounds[i], bounds[i + 1]).
 """
 
 
+@dataclass
+class SampleLikelihoods:
+    """How likely the labels of each sample of a microbatch are.
+
+    The caller puts an empty one into the inputs, and the last stage fills it.
+    """
+
+    log_likelihood: Tensor | None = None
+    """float64[b], in nats. Sum over the positions that count."""
+    greedy: Tensor | None = None
+    """bool[b], whether each label that counts is the most likely token."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A microbatch. It is the same for every stage of a pipeline, and each uses what it needs."""
@@ -35,6 +48,8 @@ class Inputs:
     """If given, attention stays within a document."""
     dropout_key: DropoutKey = START
     """Seeds the dropout of this forward pass."""
+    likelihoods: SampleLikelihoods | None = None
+    """If given, the last stage fills it. The mask must be given as well."""
 
     def to(self, device: torch.device) -> "Inputs":
         """Return the inputs with their tensors on `device`."""
@@ -52,4 +67,5 @@ class Inputs:
             move(self.position_ids),
             self.documents,
             self.dropout_key,
+            self.likelihoods,
         )

@@ -110,6 +110,81 @@ def find_largest_output_logit(hidden: Tensor, weight: Tensor, rows: VocabSlice) 
     return largest
 
 
+def score_labels(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    rows: VocabSlice,
+    tp: TensorParallel,
+) -> tuple[Tensor, Tensor]:
+    """Return how likely the labels of each sample are, without gradients.
+
+    Args:
+        hidden: [s, b, h], after the final norm and `enter_tensor_parallel`.
+        weight: [v/t, h].
+        labels: [s, b], ids of the next tokens.
+        loss_mask: [s, b], not 0 where a position counts.
+        rows: The ids of the rows of `weight`.
+        tp: The tensor-parallel ranks.
+
+    Returns:
+        The log-likelihood of the labels that count, in nats, float64[b]. And whether each of them
+        is the most likely token, bool[b]. Of equally likely tokens, the one with the smallest id is
+        the most likely. Both are the same on all tensor-parallel ranks.
+    """
+    length, samples = labels.shape
+    # A continuation has few tokens, so most positions need no logits.
+    counted = loss_mask.reshape(-1).nonzero().squeeze(1)
+    wanted = labels.reshape(-1)[counted]
+    local = wanted - rows.first
+    here = (local >= 0) & (local < rows.real)
+    local = local.where(here, 0)
+    states = hidden.detach().flatten(0, 1)[counted]
+    used = weight.detach()[: rows.real]
+    log_likelihoods = states.new_zeros(length * samples, dtype=torch.float64)
+    misses = torch.zeros_like(log_likelihoods, dtype=torch.bool)
+    columns = _count_columns(weight, rows, tp)
+    for part in split_rows(len(counted), columns, on_gpu=hidden.is_cuda):
+        logits = F.linear(states[part], used).float()
+        # This must come before `_reduce_in_place`, which overwrites the logits.
+        misses[counted[part]] = _find_most_likely(logits, rows, tp) != wanted[part]
+        top, total, target = _reduce_in_place(logits, local[part], here[part])
+        highest, total, target = _combine(top, total, target, tp)
+        log_likelihoods[counted[part]] = (target - highest - total.log()).double()
+    # A sum over complete columns has a fixed order on every device, so it is repeatable.
+    return (
+        log_likelihoods.view(length, samples).sum(dim=0),
+        ~misses.view(length, samples).any(dim=0),
+    )
+
+
+def _find_most_likely(logits: Tensor, rows: VocabSlice, tp: TensorParallel) -> Tensor:
+    """Return the id of the highest logit over the complete vocabulary, int64[n'].
+
+    Args:
+        logits: [n', v/t], of this rank's real ids.
+        rows: The ids of the logits.
+        tp: The tensor-parallel ranks.
+    """
+    if rows.real == 0:
+        ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        highest = logits.new_full((len(logits),), float("-inf"))
+    else:
+        # Of equal maxima, `argmax` returns the first one, and `max` may return any.
+        ids = logits.argmax(dim=1)
+        highest = logits.gather(1, ids[:, None])[:, 0]
+    ids = ids + rows.first
+    if tp.size == 1:
+        return ids
+    # float64 holds both numbers of each row in one message, without rounding them.
+    mine = torch.stack((highest.double(), ids.double()))
+    everyone = all_gather(mine, tp).view(tp.size, 2, -1)
+    # The first of equal maxima is that of the rank with the smaller ids.
+    best_rank = everyone[:, 0].argmax(dim=0)
+    return everyone[:, 1].gather(0, best_rank[None])[0].long()
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses times the mask.
 
@@ -142,7 +217,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_logits = hidden.new_empty((kept, real))
         grad_hidden = torch.empty_like(hidden[:kept])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in split_rows(n, real, on_gpu=hidden.is_cuda):
+        for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
             top, total, target = _reduce_in_place(logits, local[part], here[part])
             highest, total, target = _combine(top, total, target, tp)
@@ -200,6 +275,17 @@ def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
         step = max(1, limit // (4 * columns))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
+
+
+def _count_columns(weight: Tensor, rows: VocabSlice, tp: TensorParallel) -> int:
+    """Return the columns that decide how many rows a chunk has.
+
+    Ranks exchange messages for each chunk, so all of them must divide the rows equally. The number
+    of real ids differs between ranks if one has padding.
+    """
+    if tp.size == 1:
+        return rows.real
+    return weight.shape[0]
 
 
 def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:

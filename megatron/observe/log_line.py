@@ -7,6 +7,7 @@ is for people at a terminal. The parser reads both forms.
 
 import math
 import re
+from collections.abc import Mapping
 
 from megatron.observe.report import IterationReport
 
@@ -114,6 +115,12 @@ def format_validation_line(iteration: int, lm_loss: float, name: str = "validati
         f" {name} loss at iteration {iteration} | lm loss value: {lm_loss:.6E} | lm loss "
         f"PPL: {compute_perplexity(lm_loss):.6E} |"
     )
+
+
+def format_task_line(iteration: int, task: str, scores: Mapping[str, float]) -> str:
+    """Return the line of one task's scores, by metric."""
+    values = [f"{metric}: {value:.6g} |" for metric, value in scores.items()]
+    return " ".join([f" task {task} at iteration {iteration} |", *values])
 
 
 def compute_perplexity(lm_loss: float) -> float:

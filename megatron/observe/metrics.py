@@ -13,6 +13,7 @@ Example (the second line is shortened):
     {"kind": "train", "iteration": 1, "lm_loss": 9.1, ..., "seconds": 0.8, ..., "time": ...}
     {"kind": "validation", "iteration": 1, "name": "validation", "lm_loss": 9.2,
      "time": "2026-01-31T12:00:00.123+00:00"}
+    {"kind": "task", "iteration": 1, "name": "piqa", "scores": {"acc": 0.5}, "time": ...}
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,13 @@ from typing import Any
 from megatron.observe.report import IterationReport
 from megatron.observe.timers import compute_seconds
 
-_KINDS = ("start", "train", "validation", "filters")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_RESULTS = {
+    "validation": ("validation", "lm_loss"),
+    "task": ("tasks", "scores"),
+    "filters": ("filters", "counts"),
+}
+"""Kind of a line -> the key that the reader collects it under, and the field with its result."""
 
 
 class MetricsFile:
@@ -83,9 +89,15 @@ class MetricsFile:
             {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
         )
 
-    def write_filters(self, iteration: int, name: str, counts: dict[str, int]) -> None:
+    def write_task(self, iteration: int, name: str, scores: Mapping[str, float]) -> None:
+        """Write one evaluation of one task, by metric."""
+        self._append({"kind": "task", "iteration": iteration, "name": name, "scores": dict(scores)})
+
+    def write_filters(self, iteration: int, name: str, counts: Mapping[str, int]) -> None:
         """Write what the filters have left out of one data set since the start of the run."""
-        self._append({"kind": "filters", "iteration": iteration, "name": name, **counts})
+        self._append(
+            {"kind": "filters", "iteration": iteration, "name": name, "counts": dict(counts)}
+        )
 
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""
@@ -159,11 +171,11 @@ class MetricsFile:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the iterations of a run in order, each once.
 
-    An iteration has "validation": {name: loss} only if it was evaluated. It has "filters": {data
-    set: counts} only if it was saved, and with filters of streamed data. Iterations of a lost run
-    are left out. These come after the iteration from which a later launch started. Torn lines are
-    skipped. An evaluation without an iteration of its own (--eval-only) gives an entry with
-    "iteration" and "validation" only.
+    An iteration has "validation": {name: loss} and "tasks": {name: {metric: score}} only if it was
+    evaluated. It has "filters": {data set: counts} only if it was saved, and documents are left out
+    of streamed data. Iterations of a lost run are left out. These come after the iteration from
+    which a later launch started. Torn lines are skipped. An evaluation without an iteration of its
+    own (--eval-only) gives an entry with "iteration" and its results only.
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
@@ -174,19 +186,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             kind = record.pop("kind")
             iteration = record["iteration"]
-            if kind == "validation":
+            if kind in _RESULTS:
                 entry = entries.setdefault(iteration, {"iteration": iteration})
-                entry.setdefault("validation", {})[record["name"]] = record["lm_loss"]
-                continue
-            if kind == "filters":
-                # An iteration that was skipped has no entry.
-                if iteration in entries:
-                    counts = {
-                        key: value
-                        for key, value in record.items()
-                        if key not in ("iteration", "name", "time")
-                    }
-                    entries[iteration].setdefault("filters", {})[record["name"]] = counts
+                group, result = _RESULTS[kind]
+                entry.setdefault(group, {})[record["name"]] = record[result]
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
             if kind == "start":
@@ -205,6 +208,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _encode_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_encode_non_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             return "NaN"
@@ -215,6 +220,8 @@ def _encode_non_finite(value: Any) -> Any:
 def _decode_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode_non_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _decode_non_finite(item) for key, item in value.items()}
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     return value
@@ -227,7 +234,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         # The line is torn, or not text.
         return None
-    if not isinstance(record, dict) or record.get("kind") not in _KINDS:
+    known = ("start", "train", *_RESULTS)
+    if not isinstance(record, dict) or record.get("kind") not in known:
         return None
     record = {key: _decode_non_finite(value) for key, value in record.items()}
     if _has_valid_numbers(record):
@@ -238,10 +246,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _has_valid_numbers(record: dict[str, Any]) -> bool:
     """Return whether a record has what the reader needs. Another program may have written it."""
     numbers = [record.get("lm_loss", 0.0), record.get("learning_rate", 0.0)]
-    if record["kind"] == "validation" and not {"name", "lm_loss"} <= record.keys():
-        return False
-    if record["kind"] == "filters" and "name" not in record:
-        return False
+    if record["kind"] in _RESULTS:
+        _, result = _RESULTS[record["kind"]]
+        if not {"name", result} <= record.keys():
+            return False
     # The loss of a dropped step is None.
     valid = all(number is None or isinstance(number, int | float) for number in numbers)
     return valid and isinstance(record.get("iteration"), int)

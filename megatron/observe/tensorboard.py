@@ -108,6 +108,11 @@ class TensorBoard:
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
 
+    def write_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
+        """Write the scores of a task, by metric, with the tags of `tools/evaluate.py`."""
+        for metric, value in scores.items():
+            self._add(f"eval/{task}/{metric}", value, iteration)
+
     def flush(self) -> None:
         """Write the events in memory to disk."""
         if self._file is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -40,6 +41,23 @@ def gather_json(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
         json.loads(row[: int(length)].numpy().tobytes())
         for row, length in zip(received, lengths, strict=True)
     ]
+
+
+def broadcast_integers(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return rank 0's tensor on every rank of a gloo group of all ranks.
+
+    Args:
+        mine: int32 on the CPU. On the other ranks, only its number of dimensions counts.
+        group: The group, or None for one process.
+    """
+    if group is None:
+        return mine
+    shape = torch.tensor(mine.shape)
+    dist.broadcast(shape, src=0, group=group)
+    if dist.get_rank(group) != 0:
+        mine = torch.empty(shape.tolist(), dtype=torch.int32)
+    dist.broadcast(mine, src=0, group=group)
+    return mine
 
 
 def broadcast_json(mine: Any, group: dist.ProcessGroup | None) -> Any:

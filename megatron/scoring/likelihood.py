@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron.model.gpt import GPT
-from megatron.parallel.collectives import all_gather
+from megatron.errors import ConfigError
+from megatron.generate.staged_model import StagedModel
+from megatron.model.inputs import Inputs, SampleLikelihoods
 
 Continuation = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, at least one, and ids that follow it."""
+
+Row = tuple[Sequence[int], int]
+"""Ids of a context with its continuation, and the number of ids of the continuation."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,20 @@ class TextLoss:
 
 
 class Scorer:
-    """Computes likelihoods with a model. Under tensor parallelism, all ranks call each method."""
+    """Computes likelihoods with a model.
 
-    def __init__(self, model: GPT, batch_size: int) -> None:
-        """Remember the model, which is in evaluation mode and has all layers.
+    All ranks that hold the model call each method together, and get the same results.
+    """
+
+    def __init__(self, model: StagedModel, batch_size: int) -> None:
+        """Remember the model.
 
         Args:
-            model: The model, or this rank's part of it.
+            model: The model.
             batch_size: Sequences that are computed together.
         """
         self._model = model
         self._batch_size = batch_size
-        self._device = next(model.parameters()).device
         self.context = model.shape.config.seq_length
         """Largest number of tokens of an input."""
 
@@ -76,19 +82,28 @@ class Scorer:
         If both are longer than the model's context, the first tokens are left out.
 
         Args:
-            requests: Contexts and continuations. A continuation has 1 to `context` tokens.
-            on_batch: Receives the number of requests that were computed.
+            requests: Contexts and continuations.
+            on_batch: Receives the number of requests that this rank's stage has computed.
+
+        Raises:
+            ConfigError: See `join_continuation`. Nothing was computed.
         """
+        rows = [join_continuation(request, self.context) for request in requests]
         # Sequences of similar length are computed together, so that little is padded. The longest
         # come first, so that a lack of memory shows at the start.
-        order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
-        results: dict[int, Likelihood] = {}
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        # Per request, the log-likelihood and 1 if it is greedy. On a rank without logits they stay
+        # 0 until the end, so that no stage waits for the last one after each batch.
+        found = torch.zeros((len(rows), 2), dtype=torch.float64, device=self._model.device)
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
-            batch = [requests[i] for i in chosen]
-            results |= dict(zip(chosen, self._score_batch(batch), strict=True))
+            scored = self._score_batch([rows[i] for i in chosen])
+            if scored is not None:
+                found[chosen] = scored
             on_batch(len(chosen))
-        return [results[i] for i in range(len(requests))]
+        if requests:
+            self._model.broadcast_result(found)
+        return [Likelihood(value, bool(greedy)) for value, greedy in found.tolist()]
 
     def measure_text(self, tokens: Sequence[int], text: str, first: int) -> TextLoss:
         """Return the loss of a text, in windows of the model's context.
@@ -102,34 +117,61 @@ class Scorer:
         nats = -sum(found.log_likelihood for found in self.score(windows))
         return TextLoss(len(tokens), len(text.encode()), nats)
 
-    def _score_batch(self, batch: Sequence[Continuation]) -> list[Likelihood]:
-        # The last token of a continuation is predicted, and is no input.
-        inputs = [[*context, *following][-(self.context + 1) : -1] for context, following in batch]
-        longest = max(map(len, inputs))
-        # Later tokens do not influence earlier ones, so any padding on the right does.
-        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in inputs])
-        with torch.no_grad():
-            logits = self._compute_logits(padded.to(self._device))
-        found = []
-        for row, (ids, (_, following)) in enumerate(zip(inputs, batch, strict=True)):
-            predicted = logits[row, len(ids) - len(following) : len(ids)].float().log_softmax(-1)
-            wanted = torch.tensor(list(following), device=self._device)
-            each = predicted.gather(-1, wanted[:, None]).squeeze(-1)
-            greedy = bool((predicted.argmax(-1) == wanted).all())
-            found.append(Likelihood(float(each.double().sum()), greedy))
-        return found
+    def _score_batch(self, batch: Sequence[Row]) -> Tensor | None:
+        """Return log-likelihood and greediness of each row, [b, 2] in fp64.
 
-    def _compute_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of all ids, [b, s, v]."""
-        logits = self._model.compute_logits(tokens)
-        tp = self._model.tp
-        if tp.size == 1:
-            return logits
-        # The last ranks may have fewer real ids, and a gather needs equal shapes.
-        shape = self._model.shape
-        padding = shape.padded_vocab_size // tp.size - logits.shape[-1]
-        padded = torch.nn.functional.pad(logits, (0, padding)).movedim(-1, 0)
-        return all_gather(padded.contiguous(), tp)[: shape.vocab_size].movedim(0, -1)
+        It is None on all pipeline ranks but the last.
+        """
+        length = max(1, max(len(ids) for ids, _ in batch) - 1)
+        found = SampleLikelihoods()
+        inputs = replace(make_inputs(batch, length), likelihoods=found)
+        with torch.no_grad():
+            output = self._model.forward(inputs.to(self._model.device))
+        if output is None:
+            return None
+        assert found.log_likelihood is not None, "the last stage fills it"
+        assert found.greedy is not None, "the last stage fills both"
+        return torch.stack([found.log_likelihood.double(), found.greedy.double()], 1)
+
+
+def join_continuation(request: Continuation, context: int) -> Row:
+    """Join a context and a continuation. First tokens that do not fit are left out.
+
+    Args:
+        request: The context and the continuation.
+        context: Largest number of tokens of an input.
+
+    Raises:
+        ConfigError: The continuation alone does not fit.
+    """
+    before, following = request
+    if len(following) > context:
+        raise ConfigError(
+            f"a continuation of {len(following)} tokens does not fit into the model's context of "
+            f"{context} tokens; leave out the task that has it"
+        )
+    # The last token of a continuation is predicted, and is no input.
+    return [*before, *following][-(context + 1) :], len(following)
+
+
+def make_inputs(rows: Sequence[Row], length: int) -> Inputs:
+    """Return a microbatch of these rows, whose mask keeps the continuations.
+
+    Args:
+        rows: A row without ids is a sample in which nothing counts.
+        length: Tokens of each sample. A row has at most one more.
+    """
+    tokens = torch.zeros((len(rows), length), dtype=torch.int64)
+    labels = torch.zeros_like(tokens)
+    mask = torch.zeros((len(rows), length), dtype=torch.float32)
+    for sample, (ids, following) in enumerate(rows):
+        # Later tokens do not influence earlier ones, so any padding on the right does.
+        row = torch.as_tensor(ids, dtype=torch.int64)
+        end = max(len(row) - 1, 0)
+        tokens[sample, :end] = row[:-1]
+        labels[sample, :end] = row[1:]
+        mask[sample, end - following : end] = 1.0
+    return Inputs(tokens, labels, mask)
 
 
 def iterate_windows(

@@ -1,8 +1,8 @@
 """Conversion between text and token ids, and the size of the model's vocabulary.
 
-Invariant: ids are those of Hugging Face `tokenizers` without any special token added around a text.
-A caller that wants an end-of-document token appends `Tokenizer.eod` once. No other code appends
-one.
+Invariant: ids are those of Hugging Face `tokenizers`, or of `sentencepiece`, without any special
+token added around a text. A caller that wants an end-of-document token appends `Tokenizer.eod`
+once. No other code appends one.
 """
 
 from megatron.tokenizer.build import (
@@ -17,21 +17,25 @@ from megatron.tokenizer.files import (
     tokenizer_digests,
     tokenizer_files,
 )
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from megatron.tokenizer.vocabulary import (
     check_same_vocab_size,
     compute_padded_vocab_size,
+    fetch_missing_tokenizer,
     find_vocab_size,
     list_missing_files,
 )
 
 __all__ = [
     "HFTokenizer",
+    "SentencePieceTokenizer",
     "Tokenizer",
     "TransformersTokenizer",
     "build_tokenizer",
     "check_same_vocab_size",
     "compute_digest_of_ids",
     "compute_padded_vocab_size",
+    "fetch_missing_tokenizer",
     "find_vocab_size",
     "list_missing_files",
     "list_special_token_ids",

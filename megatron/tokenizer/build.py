@@ -1,4 +1,4 @@
-"""The tokenizers, built from local files.
+"""The tokenizers, built from their files.
 
 Invariant: the ids of a text stand for this text and nothing else. No special token is added, and
 nothing is truncated or padded, even if the tokenizer's own files ask for that. If two programs each
@@ -14,6 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
+from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
+from megatron.tokenizer.sentencepiece_model import (
+    FILE,
+    SentencePieceTokenizer,
+    read_sentencepiece,
+)
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -108,11 +114,15 @@ class TransformersTokenizer:
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer that the flags name.
 
+    A tokenizer on the Hub is downloaded if it is not on this machine.
+
     Raises:
         ConfigError: it cannot be built. The message names flag and file.
     """
     if config.tokenizer_type == "GPT2BPETokenizer":
         tokenizer: Tokenizer = _build_gpt2(config)
+    elif config.tokenizer_type == "SentencePieceTokenizer":
+        tokenizer = _build_sentencepiece(config)
     else:
         tokenizer = _build_from_hf(config)
     # A smaller --vocab-size would give the model no embedding for some ids. A larger one is
@@ -137,6 +147,8 @@ def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
             for index, token in tokenizer.backend.get_added_tokens_decoder().items()
             if token.special
         }
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        found |= tokenizer.control_symbols.keys()
     elif isinstance(tokenizer, TransformersTokenizer):
         found |= set(tokenizer.backend.all_special_ids)
     return tuple(sorted(found))
@@ -145,19 +157,14 @@ def list_special_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def find_tokenizer_json(name_or_path: str | None) -> Path | None:
     """Return the tokenizer.json that --tokenizer-name-or-path names, or None if there is none.
 
-    Only files on this machine count. Nothing is downloaded.
+    Nothing is downloaded.
     """
-    if name_or_path is None:
-        return None
-    # The flag may name the folder or the file itself.
-    path = Path(name_or_path)
-    if path.is_dir():
-        found = path / "tokenizer.json"
-    else:
-        found = path
-    if found.is_file():
-        return found
-    return None
+    return find_tokenizer_file(name_or_path, "tokenizer.json")
+
+
+def find_sentencepiece_model(name_or_path: str | None) -> Path | None:
+    """Return the tokenizer.model that the flag names, or None if there is none."""
+    return find_tokenizer_file(name_or_path, FILE)
 
 
 def read_vocabulary(vocab_file: str) -> dict[str, int]:
@@ -188,7 +195,15 @@ def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     except Exception as error:
         raise ConfigError(
             f"--tokenizer-name-or-path: {path} cannot be read as a Hugging Face tokenizer: {error}"
+            f"{_hint_at_type(path)}"
         ) from error
+
+
+def _hint_at_type(path: Path) -> str:
+    """Return the end of a message if a file is probably one of SentencePiece."""
+    if path.suffix == ".model":
+        return ". A tokenizer.model needs --tokenizer-type SentencePieceTokenizer."
+    return ""
 
 
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
@@ -243,14 +258,28 @@ def _build_gpt2(config: TokenizerConfig) -> HFTokenizer:
     )
 
 
+def _build_sentencepiece(config: TokenizerConfig) -> SentencePieceTokenizer:
+    """Return the tokenizer of a tokenizer.model."""
+    name = config.tokenizer_name_or_path
+    if name is None:
+        raise ConfigError("SentencePieceTokenizer needs --tokenizer-model FILE.")
+    if find_tokenizer_folder(name) is None:
+        fetch_tokenizer(name)
+    found = find_sentencepiece_model(name)
+    if found is None:
+        raise ConfigError(f"--tokenizer-model {name}: this folder has no {FILE}.")
+    return read_sentencepiece(found)
+
+
 def _build_from_hf(config: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer of --tokenizer-name-or-path."""
     name = config.tokenizer_name_or_path
     if name is None:
         raise ConfigError("PretrainedFromHF needs --tokenizer-name-or-path FOLDER.")
+    folder = fetch_tokenizer(name)
     found = find_tokenizer_json(name)
     if found is None:
-        return _build_from_transformers(name)
+        return _build_from_transformers(name, folder)
     backend = read_tokenizer_json(found)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_token(found.parent)
@@ -272,12 +301,21 @@ def end_token(folder: Path) -> str | None:
     Raises:
         ConfigError: a file is damaged.
     """
+    return read_special_token(folder, "eos_token")
+
+
+def read_special_token(folder: Path, name: str) -> str | None:
+    """Return a special token, such as eos_token or bos_token, that a folder's files name, or None.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
     # The first file that names a token wins. Some folders have only one of the two.
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / file).is_file():
             token = _read_json(
-                str(folder / name), f"--tokenizer-name-or-path: {folder / name}"
-            ).get("eos_token")
+                str(folder / file), f"--tokenizer-name-or-path: {folder / file}"
+            ).get(name)
             if token is not None:
                 # The token is a text, or an object with the token's settings.
                 if isinstance(token, dict):
@@ -286,8 +324,8 @@ def end_token(folder: Path) -> str | None:
     return None
 
 
-def _build_from_transformers(name: str) -> TransformersTokenizer:
-    """Return a tokenizer without tokenizer.json, read by `transformers`."""
+def _build_from_transformers(name: str, folder: Path) -> TransformersTokenizer:
+    """Return the tokenizer of a folder without tokenizer.json, read by `transformers`."""
     try:
         # Import it only here, because the package is optional and slow to import.
         from transformers import AutoTokenizer
@@ -299,7 +337,7 @@ def _build_from_transformers(name: str) -> TransformersTokenizer:
     try:
         # No code of the tokenizer's authors is run, and nothing is downloaded.
         backend = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=True
+            folder, trust_remote_code=False, local_files_only=True
         )
     # The error depends on the damage: OSError, ValueError, ImportError, KeyError and others.
     except Exception as error:
@@ -308,8 +346,8 @@ def _build_from_transformers(name: str) -> TransformersTokenizer:
         else:
             first = type(error).__name__
         raise ConfigError(
-            f"--tokenizer-name-or-path {name} cannot be read: {first.rstrip('.')}. Give a local "
-            "folder that holds a tokenizer; nothing is downloaded."
+            f"--tokenizer-name-or-path {name} cannot be read: {first.rstrip('.')}. Give a folder "
+            "that holds a tokenizer."
         ) from error
     if backend.eos_token_id is None:
         raise ConfigError(

@@ -13,9 +13,16 @@ import xxhash
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
     end_token,
+    find_sentencepiece_model,
     find_tokenizer_json,
     read_tokenizer_json,
     read_vocabulary,
+)
+from megatron.tokenizer.hub import find_tokenizer_folder
+from megatron.tokenizer.sentencepiece_model import (
+    FILE,
+    is_sentencepiece_installed,
+    read_sentencepiece,
 )
 
 _TRANSFORMERS_FILES = (
@@ -37,16 +44,21 @@ def tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
     if config.tokenizer_type == "GPT2BPETokenizer":
         given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
         found = {part: Path(name) for part, name in given.items() if name is not None}
+    elif config.tokenizer_type == "SentencePieceTokenizer":
+        file = find_sentencepiece_model(config.tokenizer_name_or_path)
+        if file is None:
+            found = {}
+        else:
+            found = {FILE: file}
     else:
-        name = config.tokenizer_name_or_path
-        file = find_tokenizer_json(name)
+        file = find_tokenizer_json(config.tokenizer_name_or_path)
+        folder = find_tokenizer_folder(config.tokenizer_name_or_path)
         if file is not None:
             found = {"tokenizer.json": file}
+        elif folder is not None:
+            found = {part: folder / part for part in _TRANSFORMERS_FILES}
         else:
-            if name is not None:
-                found = {part: Path(name) / part for part in _TRANSFORMERS_FILES}
-            else:
-                found = {}
+            found = {}
     return {part: path for part, path in found.items() if path.is_file()}
 
 
@@ -65,7 +77,7 @@ def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
         part: str(xxhash.xxh3_128_hexdigest(path.read_bytes())) for part, path in files.items()
     }
     # Two folders may have the same vocabulary and end documents with different tokens.
-    if files and config.tokenizer_type != "GPT2BPETokenizer":
+    if files and config.tokenizer_type == "PretrainedFromHF":
         # All of these files are in one folder, and the token is named by another file there.
         token = end_token(next(iter(files.values())).parent)
         if token is not None:
@@ -76,7 +88,8 @@ def tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
 def compute_digest_of_ids(config: TokenizerConfig) -> str | None:
     """Return the xxh3_128 of all tokens with their ids, in whatever files they are.
 
-    None if no file is on this machine, or if only `transformers` can read it.
+    None if no file is on this machine, if only `transformers` can read it, or if the package that
+    reads it is not installed.
 
     Raises:
         ConfigError: a file is damaged.
@@ -86,6 +99,10 @@ def compute_digest_of_ids(config: TokenizerConfig) -> str | None:
         ids = read_vocabulary(str(files["--vocab-file"]))
     elif "tokenizer.json" in files:
         ids = read_tokenizer_json(files["tokenizer.json"]).get_vocab(with_added_tokens=True)
+    elif config.tokenizer_type == "SentencePieceTokenizer" and files:
+        if not is_sentencepiece_installed():
+            return None
+        ids = read_sentencepiece(files[FILE]).get_vocab()
     else:
         return None
     return str(xxhash.xxh3_128_hexdigest(json.dumps(sorted(ids.items())).encode()))

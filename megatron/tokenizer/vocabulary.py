@@ -14,13 +14,17 @@ from megatron.config.data import TokenizerConfig
 from megatron.errors import ConfigError
 from megatron.tokenizer.build import (
     build_tokenizer,
+    find_sentencepiece_model,
     find_tokenizer_json,
     read_tokenizer_json,
     read_vocabulary,
 )
+from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_folder, is_hub_name
 
 GPT2_VOCAB_SIZE = 50257
 """Size of GPT-2's vocabulary: 50,000 merges, 256 bytes and the end of a document."""
+
+_NEEDED_FILES = {"PretrainedFromHF": "tokenizer.json", "SentencePieceTokenizer": "tokenizer.model"}
 
 
 def compute_padded_vocab_size(
@@ -89,17 +93,45 @@ def list_missing_files(config: TokenizerConfig) -> list[str]:
             )
         return absent
     name = config.tokenizer_name_or_path
-    # A name without files may be a name on the Hugging Face Hub. If the size is given, no text is
-    # tokenized, and the name alone is enough.
-    is_name = name is None or not name.startswith((".", "/", "~"))
-    if (stated and is_name) or (name is not None and os.path.exists(name)):
+    if find_tokenizer_folder(name) is not None:
         return []
-    if find_tokenizer_json(name) is not None:
+    # A name may be on the Hugging Face Hub. If the size is given, no text is tokenized, and the
+    # name alone is enough.
+    if stated and (name is None or not name.startswith((".", "/", "~"))):
         return []
+    if name is None:
+        return [_describe_lack(config)]
     return [
         f"--tokenizer-name-or-path {name} does not exist on this machine. Correct the path, "
         f"{without}."
     ]
+
+
+def _describe_lack(config: TokenizerConfig) -> str:
+    """Return the error for a type without the path of its files."""
+    return (
+        f"--tokenizer-type {config.tokenizer_type} needs --tokenizer-name-or-path with a "
+        f"{_NEEDED_FILES[config.tokenizer_type]}, or --vocab-size N if no tokenizer is needed."
+    )
+
+
+def fetch_missing_tokenizer(config: TokenizerConfig, *, needs_text: bool) -> None:
+    """Download a tokenizer that is named on the Hub, if it is needed and not on this machine.
+
+    One rank calls it before the others read the tokenizer.
+
+    Args:
+        config: Settings of the tokenizer.
+        needs_text: Whether the tokenizer is needed even if --vocab-size is given.
+
+    Raises:
+        ConfigError: The Hub cannot be reached, or it has no such tokenizer.
+    """
+    name = config.tokenizer_name_or_path
+    if config.tokenizer_type == "GPT2BPETokenizer" or name is None or not is_hub_name(name):
+        return
+    if needs_text or config.vocab_size is None:
+        fetch_tokenizer(name)
 
 
 def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
@@ -134,9 +166,12 @@ def find_vocab_size(config: TokenizerConfig) -> tuple[int, str | None]:
             f"--pad-vocab-size-to {config.pad_vocab_size_to} as the size of its vocabulary, "
             "which is an upper bound."
         )
+    if config.tokenizer_name_or_path is None:
+        raise ConfigError(_describe_lack(config))
     raise ConfigError(
-        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no tokenizer.json on this "
-        "machine, so the size of the vocabulary is unknown; give its folder, or --vocab-size N."
+        f"--tokenizer-name-or-path {config.tokenizer_name_or_path} has no "
+        f"{_NEEDED_FILES[config.tokenizer_type]} on this machine, so the size of the vocabulary is "
+        "unknown; give its folder, or --vocab-size N."
     )
 
 
@@ -152,11 +187,15 @@ def count_token_ids(config: TokenizerConfig) -> int | None:
         if config.vocab_file is not None and Path(config.vocab_file).is_file():
             return 1 + max(read_vocabulary(config.vocab_file).values())
         return None
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        if find_sentencepiece_model(config.tokenizer_name_or_path) is None:
+            return None
+        return build_tokenizer(config).vocab_size
     found = find_tokenizer_json(config.tokenizer_name_or_path)
     if found is not None:
         vocabulary = read_tokenizer_json(found).get_vocab(with_added_tokens=True)
         return 1 + max(vocabulary.values())
-    if config.tokenizer_name_or_path is not None and Path(config.tokenizer_name_or_path).is_dir():
+    if find_tokenizer_folder(config.tokenizer_name_or_path) is not None:
         # Without tokenizer.json only `transformers` can count the ids, which is slower.
         return build_tokenizer(config).vocab_size
     return None

@@ -1,4 +1,4 @@
-"""Evaluation on the next batches of each validation and test set, without a backward pass."""
+"""Evaluation without training: batches of each validation and test set, and --eval-tasks."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ from megatron.data.source import Source
 from megatron.engine.base import Engine
 from megatron.errors import ConfigError
 from megatron.observe.timers import EVALUATE
+from megatron.scoring.in_loop import EngineScorer
 from megatron.training.run import Run
 
 
@@ -26,8 +27,27 @@ def evaluate_test(run: Run) -> None:
         run.reporter.report_validation(run.state, _evaluate(run, run.sources.test), test=True)
 
 
+def evaluate_tasks(run: Run) -> None:
+    """Evaluate the tasks of --eval-tasks, unless this iteration was evaluated already.
+
+    Only the weights are read. No data are consumed, and no counter of the run changes.
+
+    Raises:
+        TrainingError: The scores of a task cannot be computed. Every rank raises it.
+    """
+    tasks = run.tasks
+    if tasks is None or tasks.evaluated_at == run.state.iteration:
+        return
+    with run.timers(EVALUATE):
+        likelihoods = EngineScorer(run.engine, run.plan, run.mesh).score(tasks.requests)
+        scores = tasks.compute_scores(likelihoods, run.reporter.say)
+    for task, values in scores.items():
+        run.reporter.report_task(run.state.iteration, task, values)
+    tasks.evaluated_at = run.state.iteration
+
+
 def evaluate_only(run: Run) -> None:
-    """Evaluate every validation and test set without training.
+    """Evaluate every validation and test set, and the tasks, without training.
 
     The samples are always the first ones of each set. The same checkpoint therefore gives the same
     loss, and the losses of several checkpoints can be compared.
@@ -35,15 +55,17 @@ def evaluate_only(run: Run) -> None:
     Raises:
         ConfigError: There is nothing to evaluate.
     """
-    if run.plan.config.batch.eval_iters == 0 or not (run.sources.valid or run.sources.test):
+    samples = run.plan.config.batch.eval_iters * run.plan.batch_size.final
+    if samples and (run.sources.valid or run.sources.test):
+        run.reporter.say(f"--eval-only: evaluating the first {samples} samples of each set")
+    elif run.tasks is None:
         raise ConfigError(
             "--eval-only has nothing to evaluate: give validation data (--split, "
-            "--valid-weighted-split-paths) and --eval-iters"
+            "--valid-weighted-split-paths) and --eval-iters, or --eval-tasks"
         )
-    samples = run.plan.config.batch.eval_iters * run.plan.batch_size.final
-    run.reporter.say(f"--eval-only: evaluating the first {samples} samples of each set")
     evaluate_validation(run)
     evaluate_test(run)
+    evaluate_tasks(run)
 
 
 def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, float]:

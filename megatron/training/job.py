@@ -22,11 +22,13 @@ from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.cli import LoadedConfig, dump_yaml, load_yaml
 from megatron.config.tree import Config
+from megatron.data.documents import needs_documents
 from megatron.data.phases import PlannedPhase
 from megatron.errors import CheckpointError, ConfigError
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.plan import Plan, resolve
 from megatron.schedule.lr import LRSchedule
+from megatron.tokenizer import fetch_missing_tokenizer
 from megatron.training.refusals import check_plan
 from megatron.training.resume import (
     check_optimizer,
@@ -158,8 +160,8 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     """Resolve the plan for continuing from a checkpoint, or for a run from scratch.
 
     Raises:
-        ConfigError: The configuration is wrong, or it contradicts the checkpoint. The message lists
-            everything that is wrong with the configuration.
+        ConfigError: The configuration is wrong, it contradicts the checkpoint, or the tokenizer
+            cannot be downloaded. The message lists everything that is wrong with the configuration.
         CheckpointError: The checkpoint's state is incomplete, or --load has no checkpoint and the
             run would not save one there.
     """
@@ -173,6 +175,8 @@ def resolve_job(loaded: LoadedConfig, world_size: int, checkpoint: Checkpoint | 
     # that the plan is resolved from. The schedule and the ranges are compared with the plan.
     config, about_steps = read_bare_thresholds(loaded.config, checkpoint)
     config, about_curriculum = choose_curriculum(config, checkpoint)
+    # This is rank 0. The other ranks read the tokenizer later, from the cache of the Hub.
+    fetch_missing_tokenizer(config.tokenizer, needs_text=needs_documents(config.data))
     plan = resolve(
         config,
         world_size,

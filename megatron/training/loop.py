@@ -16,7 +16,7 @@ from megatron.observe.log_line import format_skipped_range_line, format_training
 from megatron.observe.timers import DATA_WAIT, SAVE
 from megatron.plan import Plan
 from megatron.schedule.skip import find_range
-from megatron.training.evaluate import evaluate_test, evaluate_validation
+from megatron.training.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
 from megatron.training.exits import StopReason
 from megatron.training.report import StepRecord
 from megatron.training.run import Run
@@ -66,6 +66,7 @@ def train(run: Run) -> StopReason:
         # the same samples as a run that was never interrupted.
         evaluate_validation(run)
     evaluate_test(run)
+    evaluate_tasks(run)
     if run.exporter is not None:
         run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
@@ -112,6 +113,10 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
             evaluate_validation(run)
             evaluated_at = state.iteration
+        if skipped is None and is_due(
+            plan.config.batch.eval_tasks_interval, before, state.iteration
+        ):
+            evaluate_tasks(run)
         # The decision comes before the save, but does not prevent it. `train` saves the last
         # iteration if it was not due here.
         stop = run.exits.decide(before, state.iteration)

@@ -2,17 +2,18 @@
 
 from contextlib import ExitStack
 
+from megatron.checkpoint.ranks import build_roll_call
 from megatron.config.cli import LoadedConfig
 from megatron.errors import MegatronError
 from megatron.parallel.launcher import read_launcher_world
 from megatron.training.agreement import check_agreement
+from megatron.training.eval_tasks import prepare_tasks
 from megatron.training.evaluate import evaluate_only
 from megatron.training.job import agree_on_job
 from megatron.training.join import join_ranks, make_printer
 from megatron.training.leaving import close_after_error, leave_after_crash, leave_with_error
 from megatron.training.loop import train
 from megatron.training.setup import (
-    build_roll_call,
     build_timers,
     divide_ranks,
     hold_folder_lease,
@@ -54,16 +55,18 @@ def pretrain(loaded: LoadedConfig, closing: ExitStack | None = None) -> None:
     config = loaded.config
     world = read_launcher_world(config.parallel.local_rank)
     ranks = join_ranks(loaded, world)
-    with build_roll_call(config, ranks) as roll_call:
+    with build_roll_call(ranks, config.parallel.distributed_timeout_minutes) as roll_call:
         check_agreement(config, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(loaded, ranks, make_printer(ranks.rank))
+        tasks = prepare_tasks(job.plan, ranks, make_printer(ranks.rank))
         timers = build_timers(world)
         mesh = divide_ranks(job.plan, ranks, world, timers)
         if roll_call is not None:
             roll_call.use_names(mesh.names)
         lease = closing.enter_context(hold_folder_lease(config, mesh))
         run = start_run(loaded, job, mesh, timers, lease)
+        run.tasks = tasks
         closing.callback(run.reporter.close)
         closing.callback(run.sources.close)
         if run.exporter is not None:

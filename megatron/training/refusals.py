@@ -9,7 +9,7 @@ from megatron.config.cli import LoadedConfig, combine_errors
 from megatron.config.rules import check_rules, list_missing_for_training
 from megatron.engine.support import refuse_unsupported
 from megatron.plan import Plan, resolve
-from megatron.tokenizer import list_missing_files
+from megatron.tokenizer import fetch_missing_tokenizer, list_missing_files
 
 _UNKNOWN_VOCABULARY = 1
 """A vocabulary size that breaks no rule, for a plan that is only checked."""
@@ -26,7 +26,7 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
         world_size: Number of processes.
 
     Raises:
-        ConfigError: See `check_plan`.
+        ConfigError: See `check_plan`, or the tokenizer cannot be downloaded.
     """
     config = loaded.config
     # The checkpoint's curriculum may replace the one that is wrong here.
@@ -42,6 +42,9 @@ def check_before_torch(loaded: LoadedConfig, world_size: int) -> None:
         return
     # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
     alone = world_size == 1
+    if alone:
+        # The plan needs the size of the vocabulary.
+        fetch_missing_tokenizer(config.tokenizer, needs_text=False)
     plan = resolve(
         config,
         world_size,
@@ -65,7 +68,9 @@ def check_plan(plan: Plan, *, read_files: bool = True) -> None:
     """
     errors = list(plan.errors)
     if read_files:
-        errors += list_missing_files(plan.config.tokenizer)
+        missing = list_missing_files(plan.config.tokenizer)
+        # A type without its path also leaves the size of the vocabulary unknown.
+        errors += [error for error in missing if error not in errors]
     if errors:
         raise combine_errors(errors)
     refuse_unsupported(plan)

@@ -4,7 +4,7 @@ Only rank 0 reports. The methods do nothing on the other ranks.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
     format_short_training_line,
+    format_task_line,
     format_training_line,
     format_validation_line,
 )
@@ -281,6 +282,14 @@ class Reporter:
                 )
             if self._metrics is not None:
                 self._metrics.write_validation(state.iteration, loss, name)
+
+    def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
+        """Report the scores of one task, by metric."""
+        self.say(format_task_line(iteration, task, scores))
+        if self._tensorboard is not None:
+            self._tensorboard.write_task(iteration, task, scores)
+        if self._metrics is not None:
+            self._metrics.write_task(iteration, task, scores)
 
     def report_filters(self, iteration: int, reports: Sequence[FilterReport]) -> None:
         """Report what was left out of each data set since the start of the run.

@@ -12,6 +12,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
 from megatron.training.data_files import DataFiles
 from megatron.training.divergence import DivergenceWatch
+from megatron.training.eval_tasks import EvalTasks
 from megatron.training.exits import Exits
 from megatron.training.hf_export import HFExporter
 from megatron.training.report import Reporter
@@ -37,6 +38,8 @@ class Run:
     memory_history: MemoryHistory
     exporter: HFExporter | None = None
     """Only on rank 0, with --hf-export-interval."""
+    tasks: EvalTasks | None = None
+    """With --eval-tasks."""
     checked_at: int | None = None
     """The last iteration after which replicas of parameters were found equal.
 

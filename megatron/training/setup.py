@@ -17,7 +17,7 @@ from megatron.checkpoint.folder import list_run_leftovers, mark_started
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks
+from megatron.checkpoint.ranks import PATIENCE_SECONDS, Ranks, build_ranks
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
 from megatron.config.cli import LoadedConfig
@@ -50,7 +50,6 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
-from megatron.parallel.roll_call import RollCall, TimeLimit
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
 from megatron.training.closing import close_within_limit
@@ -100,27 +99,6 @@ def build_timers(world: LaunchedWorld) -> Timers:
     return Timers(choose_device(world.local_rank))
 
 
-def build_roll_call(
-    config: Config, ranks: Ranks
-) -> contextlib.AbstractContextManager[RollCall | None]:
-    """Return a context that names the missing ranks when a collective fails within it.
-
-    The run then ends with a `LostRanksError`. See `RollCall`.
-    """
-    if ranks.group is None:
-        return contextlib.nullcontext()
-    # PyTorch has no public way to get the store of the default process group.
-    store = dist.distributed_c10d._get_default_store()
-    return RollCall(
-        store, ranks.rank, ranks.names, TimeLimit(config.parallel.distributed_timeout_minutes)
-    )
-
-
-def build_ranks(mesh: Mesh) -> Ranks:
-    """Return the ranks that write and read checkpoints together."""
-    return Ranks(mesh.rank, mesh.grid.world_size, mesh.control, mesh.names)
-
-
 @contextlib.contextmanager
 def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     """Make this run the only writer of the folder `--save` within a `with` block.
@@ -164,7 +142,7 @@ def start_run(
     """Start the job, from scratch or from its checkpoint.
 
     If another run has saved meanwhile, this one starts from there. If the checkpoint turns out to
-    be damaged, it starts from the one before it.
+    be damaged, it starts from the one before it. The caller sets `Run.tasks`.
 
     Raises:
         CheckpointError: There is no checkpoint to continue from, or it does not fit.

@@ -237,8 +237,6 @@ REFUSED_CHOICES = {
     | {
         "--tokenizer-type": [
             *_BERT,
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
             "NullTokenizer",
         ],
         "--weight-decay-incr-style": ["linear", "cosine"],
@@ -264,7 +262,6 @@ REFUSED_CHOICES = {
         "--dataloader-type": ["cyclic", "external"],
         "--tokenizer-type": [
             *_BERT,
-            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
             *("TikTokenizer", "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer"),
             "SFTTokenizer",
         ],
@@ -336,10 +333,9 @@ The shape is that of the 7B model.
 
 
 def test_launch_script_of_microsoft():
-    with pytest.raises(
-        ConfigError, match=r"^--tokenizer-type GPTSentencePieceTokenizer .*convert the tokenizer"
-    ):
-        load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
+    loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "GPTSentencePieceTokenizer"])
+    assert loaded.config.tokenizer.tokenizer_type == "SentencePieceTokenizer"
+    assert loaded.config.tokenizer.tokenizer_name_or_path == "llama"
     loaded = load_config([*shlex.split(MICROSOFT_LLAMA), "HFTokenizer"])
     errors, (warning,) = check_rules(loaded.config, loaded.origin)
     assert errors == []

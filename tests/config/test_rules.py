@@ -145,6 +145,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"eval_only": True}, "--eval-only needs --load"),
     ({"require_load": True}, "--require-load needs --load"),
+    ({"eval_tasks": ("piqa",)}, "--eval-tasks piqa needs --eval-tasks-interval"),
+    ({"eval_tasks_interval": 5}, "--eval-tasks-interval 5 needs --eval-tasks, the names"),
+    ({"eval_tasks_folder": "x"}, "--eval-tasks-folder x needs --eval-tasks, the names"),
+    ({"eval_tasks_limit": 5}, "--eval-tasks-limit 5 needs --eval-tasks, the names"),
+    ({"eval_tasks_num_fewshot": 5}, "--eval-tasks-num-fewshot 5 needs --eval-tasks, the names"),
     ({"finetune": True}, "--finetune needs --load"),
     (
         {"require_load": True, "allow_fresh_start": True, "load": "x"},

@@ -461,7 +461,11 @@ def _write_universal(
         for name, tensor in _name_parameters(modules[kind], numbers, 0, tied=False).items():
             target = folder / "zero" / name
             target.mkdir(parents=True, exist_ok=True)
-            torch.save({"param": tensor, "cat_dim": 0}, target / f"{file}.pt")
+            content = {"param": tensor, "cat_dim": 0}
+            if saved.model.glu_activation and "dense_h_to_4h" in name:
+                # ds_to_universal.py joins the first halves of the ranks, and then the second ones.
+                content["param_n_sub_params"] = 2
+            torch.save(content, target / f"{file}.pt")
             torch.save(saved.steps, target / "step.pt")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,10 @@ from megatron.convert import architectures
 from megatron.convert.architectures import (
     ARCHITECTURES,
     choose_architecture,
-    find_architecture,
 )
 from megatron.convert.export import ExportOptions, export_checkpoint
-from megatron.convert.fields import NOT_ARCHITECTURE, Cases
+from megatron.convert.fields import NOT_ARCHITECTURE
 from megatron.convert.importing import import_model
-from megatron.convert.tensors import TensorPair
 from megatron.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")
@@ -69,97 +68,6 @@ def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: P
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def replace_architecture(monkeypatch: pytest.MonkeyPatch, model_type: str, **changes: Any) -> None:
-    """Give an architecture a wrong table, which export and import share."""
-    changed = tuple(
-        dataclasses.replace(each, **changes) if each.model_type == model_type else each
-        for each in ARCHITECTURES
-    )
-    monkeypatch.setattr(architectures, "ARCHITECTURES", changed)
-
-
-def swap(modules: dict[str, str], one: str, other: str) -> dict[str, str]:
-    return modules | {one: modules[other], other: modules[one]}
-
-
-LLAMA = find_architecture("llama")
-MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "queries and values exchanged": (
-        "bloom",
-        "bloom",
-        {"fused": "thirds"},
-    ),
-    "keys and values exchanged": (
-        "llama",
-        "llama",
-        {"qkv": ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")},
-    ),
-    "gate and up exchanged": (
-        "llama",
-        "llama",
-        {"modules": swap(dict(LLAMA.modules), "mlp.gate", "mlp.up")},
-    ),
-    "norms exchanged": (
-        "llama",
-        "llama",
-        {"modules": swap(dict(LLAMA.modules), "input_norm", "post_attention_norm")},
-    ),
-    "GELU of the other form": (
-        "gpt-neox",
-        "gpt_neox",
-        {
-            "pairs": tuple(
-                Cases("hidden_act", (("gelu", {"activation": "gelu", "bias_gelu_fusion": True}),))
-                if getattr(pair, "their_name", "") == "hidden_act"
-                else pair
-                for pair in find_architecture("gpt_neox").pairs
-            )
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_finds_a_mistake_in_a_table(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family, model_type, changes = MISTAKES[mistake]
-    source = save_theirs(family, tmp_path / "source")
-    replace_architecture(monkeypatch, model_type, **changes)
-    with pytest.raises(CheckpointError, match=r"layer 0: transformers and this trainer differ"):
-        import_model(source, tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_the_comparison_finds_a_transposed_matrix_and_a_permuted_rotation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = save_theirs("gpt2", tmp_path / "gpt2")
-    original = TensorPair.to_ours
-
-    def transpose(pair: TensorPair, parts: Any) -> torch.Tensor:
-        tensor = original(pair, parts)
-        if pair.ours.endswith("attention.out.weight"):
-            return tensor.t().contiguous()
-        return tensor
-
-    def permute(pair: TensorPair, parts: Any) -> torch.Tensor:
-        tensor = original(pair, parts)
-        if pair.ours.endswith("attention.qkv.weight"):
-            # Pairs of channels beside each other, as in the first Llama.
-            halves = tensor.view(-1, 2, 4, tensor.shape[-1])
-            return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-        return tensor
-
-    monkeypatch.setattr(TensorPair, "to_ours", transpose)
-    with pytest.raises(CheckpointError, match="layer 0"):
-        import_model(source, tmp_path / "ours")
-    monkeypatch.setattr(TensorPair, "to_ours", permute)
-    source = save_theirs("llama", tmp_path / "llama")
-    with pytest.raises(CheckpointError, match="layer 0"):
-        import_model(source, tmp_path / "ours")
-
-
 def edit_config(source: Path, **fields: Any) -> None:
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -185,6 +93,35 @@ def cut_tensor(tensors: dict[str, torch.Tensor]) -> None:
 
 def spoil_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"][3] = float("nan")
+
+
+def edit_header(source: Path, tensor: str, **fields: Any) -> None:
+    """Change the header of the tensor file, and leave the numbers as they are."""
+    path = source / "model.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header[tensor] |= fields
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+def write_twice(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors, source / "a.safetensors")
+    save_file({"lm_head.weight": tensors["lm_head.weight"]}, source / "b.safetensors")
+    names = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def make_link(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to(source / "config.json")
+
+
+def make_pipe(source: Path) -> None:
+    (source / "config.json").unlink()
+    os.mkfifo(source / "config.json")
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -221,6 +158,46 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
             (s / "model.safetensors").read_bytes()[:2000]
         ),
         "model.safetensors cannot be read",
+    ),
+    "whole numbers as weights": (
+        lambda s: edit_header(s, "model.norm.weight", dtype="I32"),
+        "model.norm.weight is I32, and must be F32",
+    ),
+    "a header with a wrong size": (
+        lambda s: edit_header(s, "model.norm.weight", shape=[10**12], data_offsets=[0, 4 * 10**12]),
+        "model.safetensors cannot be read",
+    ),
+    "a header with overlapping tensors": (
+        lambda s: edit_header(s, "model.norm.weight", data_offsets=[0, 128]),
+        "model.safetensors cannot be read",
+    ),
+    "a header longer than the file": (
+        lambda s: (s / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+        "model.safetensors cannot be read",
+    ),
+    "a tensor in two files": (
+        write_twice,
+        "lm_head.weight is in a.safetensors and in b.safetensors",
+    ),
+    "too many layers": (lambda s: edit_config(s, num_hidden_layers=10**9), "must be from 1 to"),
+    "no layers": (lambda s: edit_config(s, num_hidden_layers=0), "must be from 1 to"),
+    "a negative vocabulary": (lambda s: edit_config(s, vocab_size=-5), "must be at least 1"),
+    "a negative length": (
+        lambda s: edit_config(s, max_position_embeddings=-1),
+        "sequence length -1 must be at least 1",
+    ),
+    "a huge vocabulary": (lambda s: edit_config(s, vocab_size=10**15), "and must have"),
+    "a base that is no number": (
+        lambda s: edit_config(s, rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+        "wrong kind",
+    ),
+    "a pipe instead of config.json": (make_pipe, "it is not a file"),
+    "a link that leads elsewhere": (make_link, "model.safetensors cannot be read"),
+    "an index with a number": (
+        lambda s: (s / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": 3}})
+        ),
+        "names a file that is not text",
     ),
     "a missing file of the index": (
         lambda s: (s / "model.safetensors.index.json").write_text(

@@ -102,6 +102,12 @@ LAYOUTS: dict[str, tuple[str, str, Write, bool]] = {
         lambda root, saved: write_megatron_deepspeed(root, saved, 2, 2, universal=True),
         True,
     ),
+    "universal, gated, TP 2": (
+        "megatron-deepspeed",
+        "glu",
+        lambda root, saved: write_megatron_deepspeed(root, saved, 2, 2, universal=True),
+        True,
+    ),
     "ranks, version 0, TP 2": (
         "megatron-lm",
         "gpt2",
@@ -177,6 +183,21 @@ def test_imported_tensors_are_equal(
     assert {n: checkpoint.state[n] for n in same} == {n: saved.state[n] for n in same}
     before = open_checkpoint(trained(model), 2).read_config()
     assert normalise_model(checkpoint.read_config().model) == normalise_model(before.model)
+
+
+def test_a_universal_checkpoint_with_unknown_halves_is_refused(
+    trained: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = read_saved(open_checkpoint(trained("glu"), 2))
+    folder = write_megatron_deepspeed(tmp_path / "theirs", saved, 2, 1, universal=True)
+    for path in folder.glob("zero/*dense_h_to_4h.weight/*.pt"):
+        if path.name != "step.pt":
+            content = torch.load(path, weights_only=True)
+            del content["param_n_sub_params"]
+            torch.save(content, path)
+    assert run_import("megatron-deepspeed", tmp_path / "theirs", tmp_path / "imported") == 2
+    assert "does not say how the halves of a gated MLP were merged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
 def read_weights(checkpoint: Any) -> dict[tuple[str, str], torch.Tensor]:
@@ -301,6 +322,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other sizes in the arguments": (
         edit("mp_rank_00_model_states.pt", set_args(ffn_hidden_size=64)),
         "must have (64, 32)",
+    ),
+    "too many layers": (
+        edit("mp_rank_00_model_states.pt", set_args(num_layers=10**9)),
+        "1000000000 layers, and the checkpoint",
     ),
     "a part that is not possible here": (
         edit("mp_rank_00_model_states.pt", set_args(num_experts=4)),

@@ -2,8 +2,8 @@
 
 Each launch has new processes that can be killed or stopped, and logs on the disk. A process that
 torchrun starts spends seconds on imports. These are forked from a server that has imported
-everything, so only the process group takes time. Environment, exit codes and
-`megatron.commands.pretrain.main` are as under torchrun.
+everything, so only the process group takes time. Environment, exit codes and the `main` of the
+program are as under torchrun.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ ERROR = 2
 
 
 def _rank(
+    program: str,
     argv: Sequence[str],
     environment: Mapping[str, str],
     log: str,
@@ -66,11 +67,10 @@ def _rank(
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     import torch
 
-    from megatron.commands import pretrain as commands_pretrain
-
+    main = importlib.import_module(program).main
     torch.set_num_threads(1)
     with contextlib.nullcontext() if io_error is None else _failing_once(*io_error):
-        commands_pretrain.main(list(argv))
+        sys.exit(main(list(argv)))
 
 
 def _failing_once(folder: str, call: str) -> contextlib.AbstractContextManager[None]:
@@ -111,6 +111,7 @@ class Launch:
         largest_file: Mapping[int, int] | None = None,
         io_error: tuple[str, str] | None = None,
         delays: Mapping[int, Mapping[str, float]] | None = None,
+        program: str = "megatron.commands.pretrain",
     ) -> None:
         """Start the ranks.
 
@@ -138,6 +139,7 @@ class Launch:
                 **(environment or {}),
             }
             arguments = (
+                program,
                 list(argv),
                 own,
                 str(self._logs[rank]),

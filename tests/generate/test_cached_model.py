@@ -8,6 +8,7 @@ from model.builders import build, some_tokens, tiny_config
 from model.reference_models import FAMILIES
 
 from megatron.generate.cached_model import CachedModel
+from megatron.generate.staged_model import StagedModel
 from megatron.model.gpt import GPT
 
 LENGTH = 24
@@ -40,12 +41,13 @@ def compute_cached(model: GPT, rows: list[int]) -> list[torch.Tensor]:
     The texts are those of `TOKENS`. A text that has all its tokens leaves the batch.
     """
     prompts = [TOKENS[row, : PROMPTS[row]].tolist() for row in rows]
-    cached = CachedModel(model, prompts, LENGTH)
+    cached = CachedModel(StagedModel(model), prompts, LENGTH)
     found: dict[int, list[torch.Tensor]] = {row: [] for row in rows}
     logits = cached.read_prompts()
     used = {row: PROMPTS[row] for row in rows}
     active = rows
     while True:
+        assert logits is not None, "the model is in one stage"
         for row, each in zip(active, logits, strict=True):
             found[row].append(each)
         kept = [place for place, row in enumerate(active) if used[row] < LENGTH]
@@ -84,10 +86,13 @@ def test_a_wrong_position_would_be_found() -> None:
     model = make_model("llama")
     with torch.no_grad():
         complete = model.compute_logits(TOKENS)
-        cached = CachedModel(model, [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()], 4)
+        cached = CachedModel(
+            StagedModel(model), [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()], 4
+        )
         cached.read_prompts()
         cached._positions._empty += 1
         logits = cached.add_tokens(torch.stack([TOKENS[0, 5], TOKENS[1, 9]]))
+    assert logits is not None
     assert (logits[0] - complete[0, 5]).abs().max() > 0.1
 
 

@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+import tyro
 from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
@@ -38,9 +41,16 @@ def call(capsys: pytest.CaptureFixture[str], run: Path, flags: str, *more: str) 
     return captured.out, captured.err
 
 
-def call_on_rank(argv: list[str]) -> int:
-    """Run the command as one of several tensor-parallel ranks."""
-    return generate.main(argv)
+def call_on_rank(argv: list[str], typed: str = "") -> None:
+    """Run the command as one of several ranks. `typed` is rank 0's standard input."""
+    before = sys.stdin
+    # The input of the other ranks must not be read.
+    sys.stdin = io.StringIO(typed if os.environ["RANK"] == "0" else "text of another rank")
+    try:
+        # After an error, `main` would end the process.
+        generate.run(tyro.cli(generate.GenerateArguments, args=argv))
+    finally:
+        sys.stdin = before
 
 
 def test_prompts_of_a_file_are_answered_in_order(
@@ -112,11 +122,83 @@ def test_bf16_and_a_moved_tokenizer(
     assert len(text) > len("The\n")
 
 
-def test_one_of_two_ranks_prints(
-    run: Path, pool: ProcessPool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+def test_one_of_several_ranks_prints(
+    tensor: int,
+    pipeline: int,
+    run: Path,
+    tmp_path: Path,
+    pool: ProcessPool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected, _ = call(capsys, run, GREEDY, "--prompt", PROMPTS[0])
-    argv = ["--load", str(run), "--prompt", PROMPTS[0], *GREEDY.split()]
-    outcomes = pool.run(2, call_on_rank, [*argv, "--tensor-model-parallel-size", "2"])
-    assert [outcome.value for outcome in outcomes] == [0, 0]
-    assert [outcome.output for outcome in outcomes] == [expected, ""]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
+    layout = ["--tensor-model-parallel-size", str(tensor)]
+    layout += ["--pipeline-model-parallel-size", str(pipeline)]
+    sampled = "--temperature 1 --max-new-tokens 6 --stop e --seed 3"
+    # A single streamed text, a batch, and typed prompts, one of which is too long.
+    typed = f"{PROMPTS[0]}\n\n{'word ' * 40}\n{PROMPTS[1]}"
+    for flags, more, lines in (
+        (GREEDY, ["--prompt", PROMPTS[0]], ""),
+        (sampled, ["--prompt-file", str(prompts), "--json"], ""),
+        (sampled, ["--interactive"], typed),
+    ):
+        if lines:
+            answers = [call(capsys, run, flags, "--prompt", each)[0] for each in PROMPTS[:2]]
+            expected = "".join(answers)
+        else:
+            expected, _ = call(capsys, run, flags, *more)
+        argv = ["--load", str(run), *flags.split(), *more, *layout]
+        outcomes = pool.run(tensor * pipeline, call_on_rank, argv, lines)
+        succeed(outcomes)
+        printed = [outcome.output for outcome in outcomes]
+        assert printed[1:] == [""] * (tensor * pipeline - 1)
+        assert printed[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrase"),
+    [
+        (["--prompt", "a", "--interactive"], "several sources"),
+        (["--prompt", "a", "--temperature", "1e-50"], "--temperature 1e-50"),
+        (["--prompt", "a", "--pipeline-model-parallel-size", "0"], "must be at least 1"),
+        (["--prompt", "a", "--tensor-model-parallel-size", "2"], "--nproc-per-node 2"),
+        (["--prompt", "a", "--distributed-timeout-minutes", "0"], "must be above 0"),
+        (["--prompt-file", "{folder}/missing.txt"], "cannot be read"),
+        (["--prompt-file", "{folder}"], "cannot be read"),
+        (["--prompt-file", "{folder}/empty.txt"], "has no prompt"),
+        (["--prompt-file", "{folder}/binary.txt"], "is not UTF-8"),
+        (["--prompt-file", "{folder}/half.jsonl"], "prompt 1 is not UTF-8 text"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["--prompt", "a", "--load", "{folder}/missing"], "does not exist"),
+    ],
+)
+def test_a_wrong_command_is_refused(
+    flags: list[str],
+    phrase: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}')
+    given = [flag.format(folder=tmp_path) for flag in flags]
+    assert generate.main(["--load", str(run), *given]) == 2
+    captured = capsys.readouterr()
+    assert phrase in captured.err
+    assert captured.out == ""
+
+
+def test_bytes_that_are_no_text_do_not_end_a_session(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, _ = call(capsys, run, GREEDY, "--prompt", "The")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\nThe\n")))
+    texts, errors = call(capsys, run, f"{GREEDY} --interactive")
+    assert texts == expected
+    assert "the prompt is not UTF-8 text" in errors
+    monkeypatch.setattr("sys.stdin", None)
+    assert generate.main(["--load", str(run), "--interactive"]) == 2
+    assert "which is closed" in capsys.readouterr().err

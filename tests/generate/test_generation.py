@@ -20,12 +20,12 @@ from megatron.generate.generation import (
     generate,
 )
 from megatron.generate.load import (
-    join_tensor_parallel_ranks,
+    join_ranks,
     load_part,
     store_for_single_prompts,
 )
 from megatron.generate.sampling import SamplingOptions
-from megatron.model.gpt import GPT
+from megatron.generate.staged_model import StagedModel
 
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8], [97, 93, 23, 84, 62, 64, 33, 8, 32], [50, 28]]
 GREEDY = GenerationOptions(50)
@@ -50,13 +50,13 @@ class Words:
         return "".join(f"{each} " for each in ids)
 
 
-def make_model(**changes: object) -> GPT:
-    """Return a model whose predictions are far from uniform."""
+def make_model(**changes: object) -> StagedModel:
+    """Return a model in one stage whose predictions are far from uniform."""
     model = build(tiny_config(seq_length=64, **changes)).eval()
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return StagedModel(model)
 
 
 def list_ids(results: list[Continuation]) -> list[list[int]]:
@@ -82,7 +82,7 @@ def import_family(family: str, folder: Path) -> Any:
 
 def generate_on_rank(folder: str, size: int, options: GenerationOptions) -> list[list[int]]:
     """Return the ids that one of `size` tensor-parallel ranks generates."""
-    with join_tensor_parallel_ranks(size, "cpu") as mesh:
+    with join_ranks(size, 1, "cpu") as mesh:
         model = load_part(open_checkpoint(Path(folder), 0), mesh, torch.float32)
         return list_ids(generate(model, Words(), PROMPTS, options))
 
@@ -135,7 +135,7 @@ def test_storing_by_columns_changes_no_text() -> None:
     model = make_model(num_query_groups=2)
     expected = generate(model, Words(), PROMPTS, GREEDY)
     store_for_single_prompts(model)
-    assert not model.get_blocks()[0].mlp.up.weight.is_contiguous()
+    assert not model.stage.get_blocks()[0].mlp.up.weight.is_contiguous()
     assert generate(model, Words(), PROMPTS, GREEDY) == expected
 
 
@@ -211,9 +211,9 @@ def test_prompts_that_cannot_be_continued_are_refused(prompt: list[int], phrase:
 
 def test_training_goes_on_after_generation() -> None:
     """Tables of positions that generation made must not stop a backward pass."""
-    model = make_model(position_embedding_type="rotary")
-    generate(model, Words(), [[1, 2, 3]], GenerationOptions(3))
-    model.train()
+    generated = make_model(position_embedding_type="rotary")
+    generate(generated, Words(), [[1, 2, 3]], GenerationOptions(3))
+    model = generated.stage.train()
     logits = model.compute_logits(torch.tensor([[1, 2, 3]]))
     logits.sum().backward()
     assert next(model.parameters()).grad is not None

@@ -92,10 +92,13 @@ def test_draws_follow_the_distribution() -> None:
     ("changes", "phrase"),
     [
         ({"temperature": math.nan}, "--temperature nan"),
+        ({"temperature": 1e-50}, "--temperature 1e-50"),
         ({"top_p": 0.0}, "--top-p 0.0"),
         ({"top_p": 1.1}, "--top-p 1.1"),
         ({"top_p": math.nan}, "--top-p nan"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0"),
+        ({"repetition_penalty": 1e-50}, "--repetition-penalty 1e-50"),
+        ({"repetition_penalty": math.inf}, "--repetition-penalty inf"),
         ({"top_k": -1}, "--top-k -1"),
         ({"seed": 2**63}, "--seed 9223372036854775808"),
     ],
@@ -103,3 +106,12 @@ def test_draws_follow_the_distribution() -> None:
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], phrase: str) -> None:
     with pytest.raises(ConfigError, match=phrase):
         SamplingOptions(**changes).check()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    logits = LOGITS.clone()
+    logits[1, 3] = value
+    sampler = Sampler(SamplingOptions(), TEXTS, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--dtype"):
+        sampler.draw(logits, [0, 1, 2], TEXTS)

@@ -1,8 +1,8 @@
 """A local server with the part of the Hub's HTTP API that the official client needs here.
 
-The client creates, compares, uploads, commits, lists and reads. The server keeps every commit's
-tree and counts the requests. It refuses what the real Hub refuses: a parent that is not the head,
-an unknown oid, a bad token. A test can make requests fail, see `Fault`.
+The client creates, compares, uploads, commits, lists, reads and downloads. The server keeps every
+commit's tree and counts the requests. It refuses what the real Hub refuses: a parent that is not
+the head, an unknown oid, a bad token. A test can make requests fail, see `Fault`.
 """
 
 import base64
@@ -120,6 +120,14 @@ class HubServer:
     def fail(self, kind: str, **fault: Any) -> Fault:
         self.faults.append(Fault(kind, **fault))
         return self.faults[-1]
+
+    def add(self, repo: str, files: dict[str, bytes]) -> None:
+        """Commit files to a repository, as somebody else."""
+        branches = self.repositories[repo].branches
+        tree = branches["main"].tree | {
+            path: Stored(content, False) for path, content in files.items()
+        }
+        branches["main"] = _commit("add files", tree, branches["main"])
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """Return the files of a branch, without the file of the repository's first commit."""
@@ -242,7 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         try:
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
         # The client was killed, or its time limit is over.
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
@@ -275,6 +284,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(409, "You already created this model repo")
         self.hub.create(repo, private=request.get("visibility") == "private")
         return {"url": f"{self.hub.url}/{repo}"}
+
+    def validate_card(self, query: dict, body: bytes) -> Any:
+        """Answer for the metadata of a README.md, which the client sends before a commit."""
+        content = json.loads(body)["content"]
+        if not content.startswith("---\n") or "\n---\n" not in content[4:]:
+            return {"warnings": [{"message": "empty or missing yaml metadata"}], "errors": []}
+        return {"warnings": [], "errors": []}
 
     def refs(self, repo: str, query: dict, body: bytes) -> Any:
         branches = self._repository(repo).branches
@@ -413,7 +429,13 @@ class _Handler(BaseHTTPRequestHandler):
         tree = self._revision(repo, revision).tree
         if path not in tree:
             raise _RefusedError(404, "Entry not found", "EntryNotFound")
-        return tree[path].content
+        commit = self._revision(repo, revision).id
+        return tree[path].content, {"ETag": f'"{tree[path].git}"', "X-Repo-Commit": commit}
+
+    def info(self, repo: str, revision: str, query: dict, body: bytes) -> Any:
+        commit = self._revision(repo, revision)
+        listed = [{"rfilename": path} for path in sorted(commit.tree)]
+        return {"id": repo, "modelId": repo, "sha": commit.id, "siblings": listed, "tags": []}
 
     def _may_write(self) -> None:
         if self.hub.readonly:
@@ -431,6 +453,7 @@ def _entry(path: str, stored: Stored) -> dict[str, Any]:
 _REPO = r"([\w.-]+/[\w.-]+)"
 _ROUTES: list[tuple[str, str, str, Callable]] = [
     ("create", "POST", r"/api/repos/create", _Handler.create),
+    ("card", "POST", r"/api/validate-yaml", _Handler.validate_card),
     ("refs", "GET", rf"/api/models/{_REPO}/refs", _Handler.refs),
     ("commits", "GET", rf"/api/models/{_REPO}/commits/([^/]+)", _Handler.commits),
     ("branch", "POST", rf"/api/models/{_REPO}/branch/([^/]+)", _Handler.branch),
@@ -442,6 +465,8 @@ _ROUTES: list[tuple[str, str, str, Callable]] = [
     ("upload", "PUT", rf"/storage/{_REPO}/([0-9a-f]+)", _Handler.upload),
     ("commit", "POST", rf"/api/models/{_REPO}/commit/([^/]+)", _Handler.commit),
     ("resolve", "GET", rf"/{_REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    ("metadata", "HEAD", rf"/{_REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    ("info", "GET", rf"/api/models/{_REPO}/revision/([^/]+)", _Handler.info),
 ]
 
 

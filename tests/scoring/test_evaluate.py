@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from process_pool import ProcessPool, pretrain, succeed
-from tiny_corpus import JSONL, MERGES, VOCAB
+from scoring.local_tasks import read_texts, write_tasks
+from tiny_corpus import GPT2, MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model import load_model
 from megatron.commands import convert_checkpoint, evaluate
+from megatron.errors import ConfigError
+from megatron.generate.staged_model import StagedModel
 from megatron.scoring.likelihood import Scorer, iterate_windows
+from megatron.tokenizer import build_tokenizer
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -35,11 +40,6 @@ def run(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def read_texts(count: int, length: int) -> list[str]:
-    lines = JSONL.read_text(encoding="utf-8").splitlines()[:count]
-    return [json.loads(line)["text"][:length] for line in lines]
-
-
 def test_windows_cover_each_token_once() -> None:
     tokens = list(range(100, 125))
     windows = list(iterate_windows(tokens, 7, 10))
@@ -57,9 +57,9 @@ def test_likelihoods_do_not_depend_on_the_batch(run: Path) -> None:
     for length in (2, 3, 9, 20, 33, 50):
         ids = torch.randint(0, 5000, (length,), generator=generator).tolist()
         requests.append((ids[:1], ids[1:][:32]))
-    together = Scorer(model, 4).score(requests)
+    together = Scorer(StagedModel(model), 4).score(requests)
     for request, found in zip(requests, together, strict=True):
-        (alone,) = Scorer(model, 1).score([request])
+        (alone,) = Scorer(StagedModel(model), 1).score([request])
         assert found.log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-5)
         assert found.greedy == alone.greedy
         context, following = request
@@ -94,55 +94,58 @@ def test_text_files_have_a_loss_and_bits_per_byte(
     assert list(tmp_path.glob("events.out.tfevents*"))
 
 
-def evaluate_in_pool(arguments: list[str]) -> int:
-    return evaluate.main(arguments)
+def evaluate_in_pool(command: list[str]) -> None:
+    # After an error, `main` would end the process.
+    evaluate.run(tyro.cli(evaluate.EvaluateArguments, args=command))
 
 
-def test_tensor_parallel_ranks_give_the_same_numbers(
-    run: Path, pool: ProcessPool, tmp_path: Path
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_several_ranks_give_the_same_numbers(
+    tensor: int, pipeline: int, run: Path, pool: ProcessPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text(read_texts(1, 500)[0], encoding="utf-8")
     alone = evaluate_files(run, [path], tmp_path / "alone.json")
-    out = tmp_path / "two.json"
+    out = tmp_path / "several.json"
     command = ["--load", str(run), "--text-files", str(path), "--out", str(out)]
-    outcomes = pool.run(2, evaluate_in_pool, [*command, "--tensor-model-parallel-size", "2"])
-    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].error
-    two = json.loads(out.read_text())["texts"]
-    assert two[str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
+    evaluate_on_ranks(pool, command, tensor, pipeline)
+    several = json.loads(out.read_text())
+    assert several["iteration"] == 6
+    assert several["texts"][str(path)]["loss"] == pytest.approx(alone[str(path)]["loss"], rel=1e-5)
 
 
-def write_tasks(folder: Path) -> list[str]:
-    """Write three tasks with local data: choices, texts, and generation."""
-    texts = read_texts(6, 90)
-    documents = [
-        {"text": text, "choices": [" the end", " a beginning", text[-20:]], "label": i % 3}
-        for i, text in enumerate(texts)
-    ]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
-    common = (
-        "dataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
-        "test_split: test\nnum_fewshot: 0\n"
-    )
-    (folder / "choose.yaml").write_text(
-        f"task: choose_locally\n{common}output_type: multiple_choice\n"
-        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: label\n'
-        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
-    )
-    (folder / "read.yaml").write_text(
-        f"task: read_locally\n{common}output_type: loglikelihood_rolling\n"
-        'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
-        "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n"
-    )
-    (folder / "write.yaml").write_text(
-        f"task: write_locally\n{common}output_type: generate_until\n"
-        'doc_to_text: "{{text}}"\ndoc_to_target: "{{text}}"\n'
-        'generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 8, do_sample: false}\n'
-        "metric_list: [{metric: exact_match}]\n"
-    )
-    return ["choose_locally", "read_locally", "write_locally"]
+def evaluate_on_ranks(pool: ProcessPool, command: list[str], tensor: int, pipeline: int) -> None:
+    layout = ["--tensor-model-parallel-size", str(tensor)]
+    layout += ["--pipeline-model-parallel-size", str(pipeline)]
+    outcomes = pool.run(tensor * pipeline, evaluate_in_pool, [*command, *layout])
+    succeed(outcomes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2)])
+def test_tasks_give_the_same_answers_on_several_ranks(
+    tensor: int,
+    pipeline: int,
+    run: Path,
+    pool: ProcessPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    tasks = write_tasks(tmp_path)
+    command = ["--load", str(run), "--tasks", *tasks, "--task-folder", str(tmp_path), "--out"]
+    assert evaluate.main([*command, str(tmp_path / "alone.json")]) == 0
+    evaluate_on_ranks(pool, [*command, str(tmp_path / "several.json")], tensor, pipeline)
+    alone = json.loads((tmp_path / "alone.json").read_text())
+    several = json.loads((tmp_path / "several.json").read_text())
+    for task in tasks:
+        assert several["tasks"][task] == pytest.approx(alone["tasks"][task], rel=1e-5)
+        assert len(several["items"][task]) == 6
+        for mine, item in zip(several["items"][task], alone["items"][task], strict=True):
+            assert mine["doc_id"] == item["doc_id"]
+            compare_answers(mine["filtered_resps"], item["filtered_resps"], rel=1e-5)
 
 
 def test_scores_equal_those_of_the_exported_model(
@@ -164,7 +167,7 @@ def test_scores_equal_those_of_the_exported_model(
         model="hf",
         model_args={"pretrained": str(exported), "dtype": "float32", "max_length": 32},
         tasks=tasks,
-        task_manager=TaskManager(include_path=str(tmp_path)),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         device="cpu",
         batch_size=1,
     )
@@ -179,14 +182,76 @@ def test_scores_equal_those_of_the_exported_model(
             compare_answers(mine["filtered_resps"], item["filtered_resps"])
 
 
-def compare_answers(ours: list[Any], theirs: list[Any]) -> None:
+def compare_answers(ours: list[Any], theirs: list[Any], rel: float = 1e-4) -> None:
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
-        if isinstance(other, tuple):
+        if isinstance(other, tuple | list):
             # The likelihood of a choice, and whether it is the most likely text.
-            assert float(mine[0]) == pytest.approx(other[0], rel=1e-4)
+            assert float(mine[0]) == pytest.approx(float(other[0]), rel=rel)
             assert str(mine[1]) == str(other[1])
         elif isinstance(other, float):
-            assert mine == pytest.approx(other, rel=1e-4)
+            assert mine == pytest.approx(other, rel=rel)
         else:
             assert mine == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrase"),
+    [
+        ("", "nothing to evaluate"),
+        ("--text-files {folder}/missing.txt", "cannot be read"),
+        ("--text-files {folder}/empty.txt", "is empty"),
+        ("--text-files {folder}/binary.txt", "is not UTF-8"),
+        ("--text-files {folder}/text.txt --out {folder}/no/out.json", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --out {folder}", "must be a file in a folder"),
+        ("--text-files {folder}/text.txt --tensorboard-dir {folder}/text.txt", "is not a folder"),
+        ("--text-files {folder}/text.txt --num-fewshot -1", "--num-fewshot -1"),
+        ("--text-files {folder}/text.txt --pipeline-model-parallel-size 0", "must be at least 1"),
+        ("--text-files {folder}/text.txt --pipeline-model-parallel-size 2", "--nproc-per-node 2"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_the_checkpoint_is_loaded(
+    flags: str, phrase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    command = ["--load", str(tmp_path / "run"), *flags.format(folder=tmp_path).split()]
+    assert evaluate.main(command) == 2
+    captured = capsys.readouterr()
+    assert phrase in captured.err
+    assert captured.out == ""
+
+
+def test_the_bytes_of_a_text_are_those_of_its_file(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"one\r\ntwo\r\n")
+    assert evaluate_files(run, [path], tmp_path / "out.json")[str(path)]["bytes"] == 10
+
+
+def test_a_continuation_longer_than_the_context_is_refused(run: Path) -> None:
+    scorer = Scorer(StagedModel(load_model(open_checkpoint(run, 6))), 2)
+    with pytest.raises(ConfigError, match="has 33 tokens"):
+        scorer.score([([1], [2]), ([1], [2] * 33)])
+    assert scorer.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "phrase"),
+    [
+        ({"max_gen_toks": -5}, "max_gen_toks must be"),
+        ({"max_gen_toks": "many"}, "many"),
+        ({"do_sample": True, "temperature": -1.0}, "--temperature -1.0"),
+        ({"do_sample": True, "top_p": None}, "NoneType"),
+    ],
+)
+def test_wrong_settings_of_a_task_are_refused(
+    settings: dict[str, Any], phrase: str, run: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    from megatron.scoring.harness import CheckpointLM
+
+    model = StagedModel(load_model(open_checkpoint(run, 6)))
+    lm = CheckpointLM(model, build_tokenizer(GPT2), 1)
+    with pytest.raises(ConfigError, match=phrase):
+        lm._read_settings(settings)

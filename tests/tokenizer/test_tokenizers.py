@@ -149,13 +149,6 @@ def test_missing_transformers_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         build_tokenizer(hf(tmp_path))
 
 
-def test_a_name_is_not_looked_up_on_the_network(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match="no/such-tokenizer cannot be read") as raised:
-        build_tokenizer(hf("no/such-tokenizer"))
-    assert "nothing is downloaded" in str(raised.value)
-
-
 def test_errors_name_flag_and_file(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
@@ -179,6 +172,7 @@ def test_errors_name_flag_and_file(tmp_path: Path) -> None:
             "PretrainedFromHF needs --tokenizer-name-or-path",
         ),
         (hf(broken), "broken.json cannot be read as a Hugging Face tokenizer"),
+        (hf("./nowhere"), r"--tokenizer-name-or-path ./nowhere does not exist"),
     ]
     for config, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -47,7 +47,7 @@ class Filters:
 
     @property
     def active(self) -> bool:
-        """Whether there is any filter."""
+        """Return whether there is any filter."""
         return self != Filters()
 
     def judge(self, window: Sequence[NDArray[np.int64]]) -> list[int]:

@@ -195,7 +195,7 @@ class StreamSource:
 
     @property
     def has_filters(self) -> bool:
-        """Whether documents are left out."""
+        """Return whether documents are left out."""
         return any(dataset.filters.active for dataset in self._datasets)
 
     def describe(self) -> tuple[str, str]:
