@@ -43,7 +43,7 @@ class Filters:
     max_ngram_repetition: float | None = None
     """Documents with a higher `compute_ngram_repetition` are left out."""
     drop_duplicates: bool = False
-    """Of documents with the same tokens in a window, the first one of the file is kept."""
+    """Documents with the same tokens as an earlier one in their window are left out."""
 
     @property
     def active(self) -> bool:
@@ -51,7 +51,11 @@ class Filters:
         return self != Filters()
 
     def judge(self, window: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Return the outcome for each document of a window, in the order of the file."""
+        """Return the outcome for each document of a window.
+
+        Args:
+            window: The documents in the order of the file, each [n].
+        """
         outcomes = [self._judge_alone(ids) for ids in window]
         if not self.drop_duplicates:
             return outcomes
