@@ -150,9 +150,10 @@ def test_one_launch_or_many_give_the_same_counts(dirty: Path):
         assert totals.min() > 0
 
 
+@pytest.mark.parametrize("strip", [(), (5, 6)])
 @pytest.mark.parametrize("filters", CHOICES[1:])
-def test_skipping_goes_where_reading_goes(dirty: Path, filters: Filters):
-    dataset = open_dataset(dirty, "web", Specials(bos=EOS, strip=(5, 6)), 2, filters)
+def test_skipping_goes_where_reading_goes(dirty: Path, filters: Filters, strip: tuple[int, ...]):
+    dataset = open_dataset(dirty, "web", Specials(bos=EOS, strip=strip), 2, filters)
     reader = ShardReader(dataset, 1, Cursor())
     cursors = [reader.cursor]
     samples = []
