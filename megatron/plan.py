@@ -40,7 +40,8 @@ from megatron.schedule.batch_size import (
     parse_step_schedule,
     step_entries,
 )
-from megatron.schedule.curriculum import Curriculum
+from megatron.schedule.clock import parse_duration
+from megatron.schedule.curriculum import FOREVER, Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule, choose_schedule
 from megatron.schedule.position import Progress, Steps
@@ -60,7 +61,7 @@ class Plan:
     If `errors` is not empty, numbers may be placeholders. `parameters` and `stage_parameters` count
     the padded vocabulary, as in published numbers. `stage_parameters` are those of one rank, by
     pipeline rank. `train_iters` and `train_samples` are the end by iterations or samples.
-    --train-tokens may end the run earlier.
+    --train-tokens may end the run earlier. With --train-time (`train_seconds`) both are FOREVER.
     """
 
     config: Config
@@ -81,6 +82,7 @@ class Plan:
     data_phases: tuple[PlannedPhase, ...]
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
+    train_seconds: float | None = None
 
     @property
     def ffn_hidden_size(self) -> int:
@@ -246,12 +248,15 @@ def resolve(
     # sizes would only mislead.
     if grid_fits:
         check_batch_sizes(batch_size, data_parallel_size, consumed_samples, report)
+    train_seconds = report.attempt(lambda: _parse_train_time(config), None)
     train_iters, train_samples = _find_train_end(
         batch_size, iteration, consumed_samples or 0, consumed_tokens, report
     )
     # After the end of training, because the default end of the decay is the end of the run.
     lr_schedule = report.attempt(
-        lambda: _build_lr_schedule(config, batch_size.final, train_iters, train_samples),
+        lambda: _build_lr_schedule(
+            config, batch_size.final, train_iters, train_samples, train_seconds
+        ),
         LRSchedule(0.0, 0.0, "constant", 0, 1),
     )
     skip_ranges = _parse_skip_ranges(train_iters, report)
@@ -294,6 +299,7 @@ def resolve(
         # Several rules may report the same mistake. `dict.fromkeys` removes duplicates in order.
         errors=tuple(dict.fromkeys(report.errors)),
         warnings=tuple(dict.fromkeys(report.warnings)),
+        train_seconds=train_seconds,
     )
 
 
@@ -411,6 +417,18 @@ def build_curriculum(config: Config) -> Curriculum | None:
     )
 
 
+def _parse_train_time(config: Config) -> float | None:
+    """Return the seconds of --train-time, or None without it.
+
+    Raises:
+        ConfigError: It is no time.
+    """
+    # `config.rules` reports an empty text.
+    if not config.batch.train_time:
+        return None
+    return parse_duration(config.batch.train_time)
+
+
 def _find_train_end(
     schedule: BatchSizeSchedule,
     iteration: int,
@@ -420,9 +438,11 @@ def _find_train_end(
 ) -> tuple[int, int]:
     """Return (iterations, samples) of the complete run, or (0, 0) if it has no end.
 
-    Both are counted from the run's current position.
+    Both are counted from the run's current position. If a time ends the run, both are FOREVER.
     """
     batch = report.config.batch
+    if batch.train_time is not None:
+        return FOREVER, FOREVER
     seq_length = report.config.model.seq_length
     if batch.train_samples is None:
         iterations = batch.train_iters or 0
@@ -442,7 +462,11 @@ def _find_train_end(
 
 
 def _build_lr_schedule(
-    config: Config, global_batch_size: int, train_iters: int, train_samples: int
+    config: Config,
+    global_batch_size: int,
+    train_iters: int,
+    train_samples: int,
+    train_seconds: float | None,
 ) -> LRSchedule:
     """Build the learning-rate schedule, which counts in samples.
 
@@ -458,31 +482,30 @@ def _build_lr_schedule(
         return LRSchedule(0.0, 0.0, "constant", 0, 1)
 
     def convert_to_samples(samples: int | None, iterations: int | None) -> int | None:
-        if samples is not None:
-            return samples
-        if iterations is None:
-            return None
-        return iterations * global_batch_size
+        if samples is None and iterations is not None:
+            return iterations * global_batch_size
+        return samples
 
-    # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
-    if batch.train_samples is not None:
-        training = train_samples
-    else:
-        training = train_iters * global_batch_size
     decay = convert_to_samples(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
-    # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
-    if decay is None:
-        decay = max(1, training)
-    # --lr-warmup-samples 0 is the same as leaving it out.
+    # With a decay by time, this number has no meaning and is the same for every launch.
+    if train_seconds is not None:
+        decay = 1
+    elif decay is None:
+        decay = _count_training_samples(config, global_batch_size, train_iters, train_samples)
     warmup: float = (
+        # --lr-warmup-samples 0 is the same as leaving it out.
         convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
     )
-    # A fraction has priority. `config.rules` reports it if a number is given as well.
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
     # The schedule counts samples, so tokens may be a fraction of them.
-    elif optimizer.lr_warmup_tokens is not None:
+    if optimizer.lr_warmup_tokens is not None:
         warmup = optimizer.lr_warmup_tokens / config.model.seq_length
+    wsd_decay = convert_to_samples(optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters)
+    # Without a time, a fraction is one of the decay in samples. `config.rules` reports it if a
+    # number is given as well.
+    if train_seconds is None and optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    if train_seconds is None and optimizer.lr_wsd_decay_fraction is not None:
+        wsd_decay = round(optimizer.lr_wsd_decay_fraction * decay)
     schedule = LRSchedule(
         max_lr=optimizer.lr or 0.0,
         min_lr=optimizer.min_lr if optimizer.lr is not None else 0.0,
@@ -490,16 +513,30 @@ def _build_lr_schedule(
         warmup_steps=warmup,
         decay_steps=decay,
         decay_tokens=optimizer.lr_decay_tokens,
-        wsd_decay_steps=convert_to_samples(
-            optimizer.lr_wsd_decay_samples, optimizer.lr_wsd_decay_iters
-        ),
+        wsd_decay_steps=wsd_decay,
         wsd_decay_style=optimizer.lr_wsd_decay_style,
         warmup_init=optimizer.lr_warmup_init if optimizer.lr is not None else 0.0,
         decoupled_max_lr=optimizer.decoupled_lr,
         decoupled_min_lr=_find_decoupled_minimum(optimizer),
+        train_seconds=train_seconds,
+        warmup_fraction=None if train_seconds is None else optimizer.lr_warmup_fraction,
+        wsd_decay_fraction=None if train_seconds is None else optimizer.lr_wsd_decay_fraction,
     )
     schedule.check_decay_after_warmup()
     return schedule
+
+
+def _count_training_samples(
+    config: Config, global_batch_size: int, train_iters: int, train_samples: int
+) -> int:
+    """Return the samples at which the decay of the learning rate ends by default."""
+    if config.batch.train_samples is not None:
+        training = train_samples
+    else:
+        # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
+        training = train_iters * global_batch_size
+    # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
+    return max(1, training)
 
 
 def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple[PlannedPhase, ...]:

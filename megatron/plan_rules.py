@@ -304,7 +304,7 @@ def check_curriculum(
             ("--train-tokens", config.batch.train_tokens),
             ("--lr-decay-tokens", config.optimizer.lr_decay_tokens),
         )
-        if value is None
+        if value is None and config.batch.train_time is None
     ]
     if missing:
         report.errors.append(f"curriculum learning counts in tokens: give {' and '.join(missing)}.")

@@ -160,6 +160,11 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
         warnings.append(
             f"--at {' '.join(map(str, late))}: training has iterations 1 to {plan.train_iters}."
         )
+    if options.at and plan.train_seconds is not None:
+        warnings.append(
+            "--at: the learning rate of a run by --train-time follows its time, so the rates shown "
+            "are those of its start."
+        )
     at = plan.forecast().predict(options.at)
     refused = list_unsupported(plan)
     if refused:
@@ -189,7 +194,7 @@ def find_training_data(plan: Plan) -> list[DatasetUse]:
     The list is empty if a data set is damaged or not on this machine, or if the length of the run
     is not known.
     """
-    if not plan.train_tokens:
+    if not plan.train_tokens or plan.train_seconds is not None:
         return []
     try:
         return measure_training_data(

@@ -16,6 +16,7 @@ from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
 from megatron.plan import Plan
 from megatron.plural import format_count
+from megatron.schedule.clock import format_duration
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline import PipelineSchedule
 from megatron.schedule.progress import ForecastPoint
@@ -28,7 +29,6 @@ def build_json(
     plan: Plan, at: list[ForecastPoint], warnings: list[str], uses: Sequence[DatasetUse] = ()
 ) -> dict[str, Any]:
     """Return the plan as plain data. Memory is in bytes, and FLOPs are plain counts."""
-    tokens = plan.config.model.seq_length
     shown = ["iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "lr"]
     if plan.lr_schedule.decoupled_max_lr is not None:
         shown.append("decoupled_lr")
@@ -49,9 +49,7 @@ def build_json(
             for size, made in list_first_and_final(plan)
         ],
         "padded_vocab_size": plan.padded_vocab_size,
-        "train_iters": plan.train_iters,
-        "train_samples": plan.train_samples,
-        "train_tokens": plan.config.batch.train_tokens or plan.train_samples * tokens,
+        **build_length_json(plan),
         "training_data": [
             {"prefix": use.prefix, "tokens": use.tokens, "epochs": use.epochs} for use in uses
         ],
@@ -62,6 +60,20 @@ def build_json(
         "errors": list(plan.errors),
         "warnings": warnings,
         "flags_without_effect": split_off_flags_without_effect(warnings)[1],
+    }
+
+
+def build_length_json(plan: Plan) -> dict[str, Any]:
+    """Return the length of the run as plain data. Of a run by time, only the time is known."""
+    if plan.train_seconds is not None:
+        length: dict[str, Any] = dict.fromkeys(("train_iters", "train_samples", "train_tokens"))
+        return {**length, "train_seconds": plan.train_seconds}
+    tokens = plan.train_samples * plan.config.model.seq_length
+    return {
+        "train_iters": plan.train_iters,
+        "train_samples": plan.train_samples,
+        "train_tokens": plan.config.batch.train_tokens or tokens,
+        "train_seconds": None,
     }
 
 
@@ -194,15 +206,19 @@ def _format_training(plan: Plan) -> list[str]:
     if len(sizes) > SHOWN_SIZES:
         # A ramp-up can have hundreds of sizes.
         sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
-    lines = [
-        _format_row("batch (microbatches)", ", ".join(sizes)),
-        _format_row("iterations", f"{plan.train_iters:,}"),
-        _format_row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
-        _format_row(
-            "tokens",
-            f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else ""),
-        ),
-    ]
+    lines = [_format_row("batch (microbatches)", ", ".join(sizes))]
+    if plan.train_seconds is not None:
+        text = f"{format_duration(plan.train_seconds)}: the speed decides on iterations and samples"
+        lines.append(_format_row("time", text))
+    else:
+        lines += [
+            _format_row("iterations", f"{plan.train_iters:,}"),
+            _format_row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
+            _format_row(
+                "tokens",
+                f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else ""),
+            ),
+        ]
     if plan.curriculum is not None:
         lines.append(_format_row("sequence length", str(plan.curriculum)))
     if batch.train_tokens is not None:
@@ -236,15 +252,23 @@ def _format_phases(plan: Plan) -> list[str]:
 
 def _describe_schedule(lr: LRSchedule) -> str:
     warmup = f"warm-up {lr.warmup_steps:,.0f} samples"
+    if lr.warmup_fraction is not None:
+        warmup = f"warm-up in {100 * lr.warmup_fraction:g} % of the time"
     if lr.warmup_init > 0:
         warmup += f" from {lr.warmup_init:g}"
-    if lr.decay_tokens is None:
+    if lr.train_seconds is not None:
+        end = "the end of the time"
+    elif lr.decay_tokens is None:
         end = f"{lr.decay_steps:,} samples"
     else:
         end = f"{lr.decay_tokens:,} tokens"
     text = f"{lr.max_lr:g} to {lr.min_lr:g}, {lr.style}, {warmup}, decay to {end}"
     if lr.style == "WSD":
-        text += f", {lr.wsd_decay_style} over the last {lr.wsd_decay_steps:,}"
+        if lr.wsd_decay_fraction is not None:
+            last = f"{100 * lr.wsd_decay_fraction:g} %"
+        else:
+            last = f"{lr.wsd_decay_steps:,}"
+        text += f", {lr.wsd_decay_style} over the last {last}"
     if lr.decoupled_max_lr is not None:
         text += (
             f"; word embedding and output matrix: {lr.decoupled_max_lr:g} to "
@@ -310,7 +334,7 @@ def _format_flops(plan: Plan) -> list[str]:
         recomputation = f"{_format_layer_share(share)} recomputed"
     else:
         recomputation = "no recomputation"
-    return [
+    lines = [
         _format_row(
             "FLOPs a token",
             f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware",
@@ -319,9 +343,13 @@ def _format_flops(plan: Plan) -> list[str]:
             "FLOPs an iteration",
             f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}",
         ),
-        _format_row(
-            "FLOPs of the run",
-            f"{counts['model_whole_run']:.4e} model (forward and backward, causal attention "
-            "counted as full)",
-        ),
     ]
+    if counts["model_whole_run"] is not None:
+        lines.append(
+            _format_row(
+                "FLOPs of the run",
+                f"{counts['model_whole_run']:.4e} model (forward and backward, causal attention "
+                "counted as full)",
+            )
+        )
+    return lines

@@ -209,7 +209,7 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
         config.data,
         seq_length=config.model.seq_length,
         seed=config.batch.seed,
-        train_samples=plan.train_samples,
+        train_samples=None if plan.train_seconds is not None else plan.train_samples,
         valid_samples=0,
         test_samples=0,
         batch_slice=BatchSlice(1),

@@ -182,9 +182,9 @@ def convert_to_curriculum(
             f"--lr-decay-style {optimizer.lr_decay_style} counts samples, and a curriculum needs a "
             "decay by tokens; use cosine or linear."
         )
-    if plan.train_samples < 1:
+    if plan.train_samples < 1 or plan.train_seconds is not None:
         raise ConfigError(
-            "the old command line gives no end; give --train-samples or --train-iters."
+            "the old command line gives no end in samples; give --train-samples or --train-iters."
         )
     tokens = _choose_first_given(
         options.train_tokens, batch.train_tokens, plan.train_samples * seq_length

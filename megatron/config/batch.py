@@ -28,6 +28,10 @@ class BatchConfig:
     """Samples to train. Give this or --train-iters."""
     train_tokens: int | None = None
     """Stop after this many tokens. Give it together with --train-iters or --train-samples."""
+    train_time: str | None = None
+    """Time to train, as 3h, 90m, 45s, 2d or 2h30m, instead of --train-iters or --train-samples. The
+    last save and the last evaluation are inside it, the start of a launch is not. The learning rate
+    follows the time. A resumed run goes on with what is left of it."""
     skip_train_iteration_range: tuple[str, ...] = ()
     """FIRST-LAST ... (inclusive): drop the batches of these iterations without training on them, to
     skip bad data."""
@@ -49,6 +53,8 @@ class BatchConfig:
     """Examples in each prompt of --eval-tasks. Default: that of the task."""
     eval_tasks_limit: Annotated[int | None, AT_LEAST_ONE] = None
     """Evaluate only the first items of each of --eval-tasks. Default: all."""
+    eval_interval_time: str | None = None
+    """Time between evaluations, as 10m, instead of --eval-interval."""
     eval_only: bool = False
     """Load a checkpoint, evaluate the first --eval-iters batches of every validation and test set,
     and --eval-tasks, and exit. It needs no learning-rate schedule."""

@@ -17,6 +17,8 @@ class CheckpointConfig:
     """Folder that the run resumes from. It is usually the same as --save."""
     save_interval: int | None = None
     """Iterations between saves."""
+    save_interval_time: str | None = None
+    """Time of training between saves, as 30m, besides those of --save-interval."""
     save_at: Annotated[tuple[int, ...], Range("[1, inf)")] = ()
     """Save after these iterations as well, and keep those checkpoints permanently."""
     async_save: bool = False

@@ -40,7 +40,8 @@ class OptimizerConfig:
     lr_decay_tokens: int | None = None
     """End of the decay in tokens (curriculum learning). Warm-up stays in samples."""
     lr_warmup_fraction: Annotated[float | None, Range("[0, 1]")] = None
-    """Warm-up as a fraction of the decay span, 0 to 1."""
+    """Warm-up as a fraction of the decay span, 0 to 1. With --train-time it is a fraction of the
+    time."""
     lr_warmup_iters: Annotated[int, NOT_NEGATIVE] = 0
     """Linear warm-up in iterations."""
     lr_warmup_samples: Annotated[int, NOT_NEGATIVE] = 0
@@ -54,6 +55,9 @@ class OptimizerConfig:
     """Length of WSD's final decay in iterations. With 0 there is none."""
     lr_wsd_decay_samples: Annotated[int | None, NOT_NEGATIVE] = None
     """Length of WSD's final decay in samples. With 0 there is none."""
+    lr_wsd_decay_fraction: Annotated[float | None, Range("[0, 1]")] = None
+    """Length of WSD's final decay as a fraction of the decay span, 0 to 1. With --train-time it is
+    the last part of the time."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of WSD's final decay. minus_sqrt: 1 - sqrt(finished fraction of the decay)."""
     override_lr_scheduler: bool = False

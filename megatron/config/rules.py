@@ -21,6 +21,7 @@ from megatron.config.fields import all_fields
 from megatron.config.layer_choice import choose_layers
 from megatron.config.profiling import check_profile
 from megatron.config.ranges import check_ranges
+from megatron.config.time_rules import check_length_by_time, check_one_wsd_decay, check_times
 from megatron.config.tree import Config
 from megatron.config.warning_rules import WARNINGS
 
@@ -68,17 +69,18 @@ def check_no_empty_text(settings: ConfigWithOrigin) -> Iterator[str]:
 
 
 def check_one_training_length(settings: ConfigWithOrigin) -> Iterator[str]:
-    """Check that exactly one of --train-iters and --train-samples gives the length of training."""
+    """Check that one of --train-iters, --train-samples and --train-time gives the length."""
     batch = settings.config.batch
-    if batch.train_iters is not None and batch.train_samples is not None:
+    lengths = ("batch.train_iters", "batch.train_samples", "batch.train_time")
+    given = [dotted for dotted in lengths if settings[dotted] is not None]
+    for first, second in itertools.pairwise(given):
         yield (
-            f"{settings.describe('batch.train_iters', 'batch.train_samples')} both set the length "
-            "of training; give one of them."
+            f"{settings.describe(first, second)} both set the length of training; give one of them."
         )
-    if batch.train_iters is None and batch.train_samples is None and not batch.eval_only:
+    if not given and not batch.eval_only:
         yield (
             "the length of training is not given: use --train-iters or --train-samples "
-            "(or --eval-only)."
+            "(or --train-time, or --eval-only)."
         )
 
 
@@ -587,6 +589,9 @@ ERRORS: tuple[Rule, ...] = (
     check_no_empty_text,
     check_ranges,
     check_one_training_length,
+    check_times,
+    check_length_by_time,
+    check_one_wsd_decay,
     check_one_unit_of_progress,
     check_one_warmup,
     check_lr_is_given,

@@ -63,7 +63,7 @@ def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[s
 def warn_wsd_without_its_style(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn about settings of WSD's final decay without --lr-decay-style WSD."""
     if settings.config.optimizer.lr_decay_style != "WSD":
-        for name in ("iters", "samples", "style"):
+        for name in ("iters", "samples", "fraction", "style"):
             dotted = f"optimizer.lr_wsd_decay_{name}"
             if settings.is_changed(dotted):
                 yield f"{settings.describe(dotted)} has no effect without --lr-decay-style WSD."
@@ -224,11 +224,9 @@ def warn_deepspeed_config_without_deepspeed(settings: ConfigWithOrigin) -> Itera
 def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
     """Warn if nothing is saved, if only the end is saved, or if a save cannot be resumed."""
     checkpoint = settings.config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield (
-            f"{settings.describe('checkpoint.save_interval')} has no effect without --save: "
-            "nothing is saved."
-        )
+    for dotted in ("checkpoint.save_interval", "checkpoint.save_interval_time"):
+        if settings[dotted] is not None and checkpoint.save is None:
+            yield (f"{settings.describe(dotted)} has no effect without --save: nothing is saved.")
     if (
         # The same command resumes only if it loads what it saves. Then it would ask for a state
         # that was not saved.
@@ -244,6 +242,7 @@ def warn_save_without_interval(settings: ConfigWithOrigin) -> Iterator[str]:
     if (
         checkpoint.save is not None
         and checkpoint.save_interval is None
+        and checkpoint.save_interval_time is None
         and not settings.config.batch.eval_only
     ):
         yield (

@@ -47,8 +47,8 @@ def build_sources(
     *,
     seq_length: int,
     seed: int,
-    train_samples: int,
-    valid_samples: int,
+    train_samples: int | None,
+    valid_samples: int | None,
     test_samples: int,
     batch_slice: BatchSlice,
     phases: Sequence[PlannedPhase] = (),
@@ -64,8 +64,9 @@ def build_sources(
         data: The data section of the configuration.
         seq_length: Tokens of a sample, without the last label.
         seed: Seed of the data order.
-        train_samples: Samples that training will read. 0 opens no training data.
-        valid_samples: Samples that all validations together will read.
+        train_samples: Samples that training will read. 0 opens no training data. None if the number
+            is not known in advance.
+        valid_samples: Samples that all validations together will read, or None likewise.
         test_samples: Samples that the test will read.
         batch_slice: The part of each batch that this rank reads.
         phases: The phases of --data-phases. Without them, one mixture is read from start to end.
@@ -80,14 +81,16 @@ def build_sources(
     """
     registry = DatasetRegistry(data.data_cache_path, say=say, wait_seconds=wait_seconds)
     if data.mock_data:
-        counts = (train_samples, valid_samples, test_samples)
+        # Synthetic data never end. Only whether a set is read matters.
+        known = (train_samples, valid_samples, test_samples)
+        counts = [1 if count is None else count for count in known]
         return _build_mock_sources(data, seed, seq_length, counts, batch_slice, registry)
     if data.dataset_format is not None:
         streamed = build_stream_sources(
             data,
             seq_length=seq_length,
             seed=seed,
-            wanted=(train_samples > 0, valid_samples > 0, test_samples > 0),
+            wanted=(train_samples != 0, valid_samples != 0, test_samples > 0),
             batch_slice=batch_slice,
             tools=stream_tools or StreamTools(),
             say=registry.notes.append,
@@ -102,7 +105,7 @@ def build_sources(
     opener = _Opener(registry, seq_length, batch_slice)
     train = None
     # A run that only evaluates needs no training data.
-    if train_samples > 0:
+    if train_samples is None or train_samples > 0:
         wanted = _list_train_mixtures(data, seed, train_samples, phases)
         train = GPTTrainSource(
             wanted[0][0].name,
@@ -115,7 +118,7 @@ def build_sources(
     for which, num_samples in (("valid", valid_samples), ("test", test_samples)):
         sources: dict[str, Source] = {}
         mixtures: tuple[NamedMixture, ...] = ()
-        if num_samples > 0:
+        if num_samples is None or num_samples > 0:
             mixtures = _list_evaluation_mixtures(data, which, phases)  # type: ignore[arg-type]
         for mixture in mixtures:
             requested = opener.open(mixture, seed, num_samples)
@@ -137,7 +140,7 @@ class _Opener:
     batch_slice: BatchSlice
 
     def open(
-        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int = 0
+        self, mixture: NamedMixture, seed: int, num_samples: int | None, start_sample: int = 0
     ) -> RequestedData | None:
         """Open a mixture. The result is None if its split has no documents.
 
@@ -156,7 +159,7 @@ class _Opener:
         return requested
 
     def open_train(
-        self, mixture: NamedMixture, seed: int, num_samples: int, start_sample: int
+        self, mixture: NamedMixture, seed: int, num_samples: int | None, start_sample: int
     ) -> RequestedData:
         """Open a mixture for training.
 
@@ -173,11 +176,11 @@ class _Opener:
 
 
 def _list_train_mixtures(
-    data: DataConfig, seed: int, train_samples: int, phases: Sequence[PlannedPhase]
-) -> list[tuple[NamedMixture, int, int, int]]:
+    data: DataConfig, seed: int, train_samples: int | None, phases: Sequence[PlannedPhase]
+) -> list[tuple[NamedMixture, int, int | None, int]]:
     """Return mixture, seed, end and start of the present phase and of each later one.
 
-    End and start are in samples of the run.
+    End and start are in samples of the run. The last end is None if it is not known in advance.
 
     Raises:
         ConfigError: no training data are given, or a value cannot be parsed.
@@ -192,7 +195,11 @@ def _list_train_mixtures(
     # The data of phases that are over may have been removed.
     present = max(0, sum(planned.started for planned in phases) - 1)
     # A phase after the last sample is not read. The plan warns about it.
-    ahead = [planned for planned in phases[present:] if planned.start_sample < train_samples]
+    ahead = [
+        planned
+        for planned in phases[present:]
+        if train_samples is None or planned.start_sample < train_samples
+    ]
     ahead = ahead or [phases[present]]
     ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
     return [
@@ -227,7 +234,7 @@ def _build_mock_sources(
     data: DataConfig,
     seed: int,
     seq_length: int,
-    counts: tuple[int, int, int],
+    counts: Sequence[int],
     batch_slice: BatchSlice,
     registry: DatasetRegistry,
 ) -> Sources:

@@ -5,6 +5,8 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
 
 - Nothing changed: the segments are kept. They keep the index that was made for their number of
   samples.
+- The number of samples is not known (--train-time): each segment is a pass over the data, and a
+  further one is added when it is needed. The order does not depend on the speed of the run.
 - More samples are requested than they cover: a further segment starts where they end. Each data set
   continues at its next sample. When it is exhausted, it starts again with a new index.
 - Another seed: the samples that are not consumed are shuffled again with it.
@@ -89,6 +91,18 @@ class RequestedData:
     """Number of samples of the run up to the end of the phase."""
     start_sample: int = 0
     """Number of samples of the run before the phase."""
+    endless: bool = False
+    """Whether the number of samples is not known in advance.
+
+    `num_samples` is then the end of the first pass, which has as many samples as the data sets.
+    """
+
+    def count_missing(self, start: int) -> int:
+        """Return the number of samples of a segment that begins at `start`."""
+        if self.endless:
+            return self.num_samples - self.start_sample
+        # A segment needs at least one sample, even if all requested ones are consumed.
+        return max(1, self.num_samples - start)
 
     def can_continue(self, segment: Segment) -> bool:
         """Return whether a segment has the same mixture, seed and sequence length."""
@@ -177,7 +191,7 @@ def open_mixture(
     mixture: NamedMixture,
     seed: int,
     seq_length: int,
-    num_samples: int,
+    num_samples: int | None,
     registry: DatasetRegistry,
     start_sample: int = 0,
 ) -> RequestedData | None:
@@ -187,7 +201,7 @@ def open_mixture(
         mixture: The data sets with their weights.
         seed: Seed of the data order.
         seq_length: Tokens of a sample, without the last label.
-        num_samples: See `RequestedData`.
+        num_samples: See `RequestedData`. None if it is not known in advance.
         registry: Opens the data sets.
         start_sample: See `RequestedData`.
 
@@ -198,14 +212,15 @@ def open_mixture(
         DataError: a data set has documents, but too few tokens for one sample.
     """
     found = []
+    samples = 0
     for part in mixture.parts:
         data = registry.open(part.prefix)
         first, last = part.select_documents(len(data))
         # A split of a few percent may contain no document of a small data set.
         if first < last:
-            check_large_enough(
-                part.prefix, (first, last), count_tokens(data, (first, last)), seq_length
-            )
+            tokens = count_tokens(data, (first, last))
+            check_large_enough(part.prefix, (first, last), tokens, seq_length)
+            samples += (tokens - 1) // seq_length
             found.append((part, (first, last), data.compute_fingerprint()))
         else:
             registry.notes.append(
@@ -220,7 +235,10 @@ def open_mixture(
         SegmentDataset(part.prefix, weight, documents, fingerprint, {})
         for (part, documents, fingerprint), weight in zip(found, weights, strict=True)
     )
-    return RequestedData(parts, seed, seq_length, num_samples, start_sample)
+    endless = num_samples is None
+    if num_samples is None:
+        num_samples = start_sample + samples
+    return RequestedData(parts, seed, seq_length, num_samples, start_sample, endless)
 
 
 def make_first_segment(requested: RequestedData) -> Segment:
@@ -300,14 +318,29 @@ class History:
         history = self
         notes = []
         while history.end < requested.num_samples:
-            end = history.end
-            segment, description = history._make_next_segment(end, requested)
-            history = History([*history.segments, segment], self._registry)
-            notes.append(
-                f"data order: {requested.num_samples} samples are requested, {end} are covered; "
-                f"from sample {end} on {description}"
-            )
+            history, note = history._append_segment(requested)
+            notes.append(note)
         return history, notes
+
+    def extend_endless(self, requested: RequestedData, needed: int) -> tuple["History", list[str]]:
+        """Add passes over endless data until `needed` samples are covered. See `extend`."""
+        history = self
+        notes = []
+        while history.end < needed:
+            history, note = history._append_segment(requested)
+            notes.append(note)
+        return history, notes
+
+    def _append_segment(self, requested: RequestedData) -> tuple["History", str]:
+        """Return the history with another segment at its end, and a message about it."""
+        end = self.end
+        segment, description = self._make_next_segment(end, requested)
+        if requested.endless:
+            why = f"the data were read up to sample {end}"
+        else:
+            why = f"{requested.num_samples} samples are requested, {end} are covered"
+        note = f"data order: {why}; from sample {end} on {description}"
+        return History([*self.segments, segment], self._registry), note
 
     @classmethod
     def start(
@@ -351,7 +384,9 @@ class History:
             history = History([*kept, segment], self._registry)
         # An index made for another number of samples has another order. The recorded one is kept,
         # since samples that were consumed must keep their positions.
-        elif last.start_sample + last.num_samples != requested.num_samples:
+        elif (
+            last.start_sample + last.num_samples != requested.num_samples and not requested.endless
+        ):
             notes.append(
                 f"data order: made for {last.start_sample + last.num_samples} samples, now "
                 f"{requested.num_samples} are requested; it is kept for the {past.end} samples "
@@ -437,8 +472,7 @@ class History:
 
     def _make_next_segment(self, start: int, requested: RequestedData) -> tuple[Segment, str]:
         """Return the segment that begins at `start`, and its description in words."""
-        # A segment needs at least one sample, even if all requested ones are consumed.
-        missing = max(1, requested.num_samples - start)
+        missing = requested.count_missing(start)
         counts = blend.compute_samples_per_dataset(
             missing, [part.weight for part in requested.parts]
         )

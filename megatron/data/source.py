@@ -261,6 +261,24 @@ class _Source(abc.ABC):
 class GPTTrainSource(_Source):
     """Source of training samples. Each sample is read once, in the order of the segments."""
 
+    def must_extend(self, batch_size: int) -> bool:
+        """Return whether endless data must be extended before the next batch."""
+        return self._phases[-1].endless and self._consumed + batch_size > self.history.end
+
+    def extend(self, batch_size: int) -> None:
+        """Add passes over endless data, so that the next batch is covered.
+
+        All ranks add the same ones, because they follow from the order so far.
+
+        Raises:
+            DataError: an index cannot be built.
+        """
+        self._history = self._keep_notes(
+            self.history.extend_endless(self._phases[-1], self._consumed + batch_size)
+        )
+        self._prepared = False
+        self.prepare()
+
     def _resume(self, recorded: History) -> tuple[History, list[str]]:
         number = sum(phase.start_sample <= self._consumed for phase in self._phases)
         return recorded.resume(self._consumed, self._phases[number - 1 :])
@@ -311,6 +329,13 @@ class MockSource(_Source):
         if batch_slice.vocab_size is None:
             raise ConfigError("--mock-data has no documents, so there is no text to show.")
         self._vocab_size = batch_slice.vocab_size
+
+    def must_extend(self, batch_size: int) -> bool:
+        """Return False. Synthetic data never end."""
+        return False
+
+    def extend(self, batch_size: int) -> None:
+        """Do nothing. Synthetic data never end."""
 
     def prepare(self) -> None:
         """Do nothing. There is no index."""
@@ -397,11 +422,27 @@ class Source(Protocol):
         ...
 
 
+class TrainSource(Source, Protocol):
+    """What the training loop needs of the source of training samples."""
+
+    def must_extend(self, batch_size: int) -> bool:
+        """Return whether endless data must be extended before the next batch."""
+        ...
+
+    def extend(self, batch_size: int) -> None:
+        """Add passes over endless data, so that the next batch is covered.
+
+        Raises:
+            DataError: an index cannot be built.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Sources:
     """All sources of a run. `train` is None if no training samples are requested."""
 
-    train: Source | None
+    train: TrainSource | None
     valid: dict[str, Source]
     test: dict[str, Source]
     registry: DatasetRegistry

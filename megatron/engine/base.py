@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.data.batches import Microbatch
 from megatron.model.inputs import Inputs
+from megatron.model.tally import Tally
 from megatron.parallel.rng import DropoutKey
 from megatron.parallel.shard import TensorShard
 
@@ -131,8 +132,13 @@ class Engine(Protocol):
         """
         ...
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
-        """Return the mean loss of one global batch without training."""
+    def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
+        """Return the mean loss of one global batch without training.
+
+        Args:
+            microbatches: This rank's microbatches, in order.
+            tally: Receives the sums over this rank's predictions.
+        """
         ...
 
     def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:

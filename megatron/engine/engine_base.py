@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.init import initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
+from megatron.model.tally import Tally
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan import Plan
@@ -110,6 +112,17 @@ class EngineBase(ABC):
             )
         self._refresh_model()
 
+    @contextmanager
+    def _use_tally(self, tally: Tally | None) -> Iterator[None]:
+        """Let this rank's stages add what they evaluate to `tally`."""
+        for stage in self.stages:
+            stage.tally = tally
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.tally = None
+
     def _get_scale(self) -> float:
         """Return the factor on the loss of the next step, which is 1 without fp16."""
         if self._loss_scale is None:
@@ -129,9 +142,10 @@ class EngineBase(ABC):
             )
         return StepResult(loss, grad_norm, applied, num_zeros, used_scale, overflow)
 
-    def eval_batch(self, microbatches: Sequence[Microbatch]) -> float:
+    def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch. See `Engine.eval_batch`."""
-        return self._evaluate(build_inputs(microbatches, 0, self._mesh.device))
+        with self._use_tally(tally):
+            return self._evaluate(build_inputs(microbatches, 0, self._mesh.device))
 
     def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return how likely the labels of each sample are. See `Engine.score_batch`."""

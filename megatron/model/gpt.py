@@ -26,6 +26,7 @@ from megatron.model.norm import build_norm
 from megatron.model.partition import Stage, make_single_stage
 from megatron.model.positions import Positions, PositionTables
 from megatron.model.shape import ModelShape
+from megatron.model.tally import Tally
 from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
 from megatron.parallel.mesh import TensorParallel
@@ -127,6 +128,8 @@ class GPT(nn.Module):
         # The padding is at the end of the vocabulary. The last ranks may hold padding only.
         rows = split_evenly(shape.padded_vocab_size, tp)
         first = tp.rank * rows
+        self.tally: Tally | None = None
+        """Receives the sums of an evaluation, if there is a head. An engine sets it."""
         self._vocab = VocabSlice(first, min(max(shape.vocab_size - first, 0), rows))
 
     def forward(self, x: Tensor | None, inputs: Inputs) -> Tensor:
@@ -163,6 +166,7 @@ class GPT(nn.Module):
             self.tp,
             None if mask is None else mask.t(),
             z_loss=z_loss,
+            tally=None if self.training else self.tally,
         )
 
     def _fill_likelihoods(

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.model.tally import Tally
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 
@@ -54,6 +55,7 @@ def cross_entropy(
     loss_mask: Tensor | None = None,
     *,
     z_loss: float = 0.0,
+    tally: Tally | None = None,
 ) -> Tensor:
     """Return the mean loss of a microbatch over the positions that `loss_mask` keeps.
 
@@ -68,6 +70,8 @@ def cross_entropy(
         tp: The tensor-parallel ranks.
         loss_mask: [s, b], 1 where a position counts. None means that all positions count.
         z_loss: Coefficient of the z-loss. 0 turns it off.
+        tally: Receives the sums of an evaluation. It needs the most likely token, so the logits
+            are read once more. It must be None if gradients are computed.
 
     Returns:
         A scalar in fp32, the same on all tensor-parallel ranks.
@@ -78,7 +82,15 @@ def cross_entropy(
     else:
         mask = loss_mask.reshape(-1).float()
     total = _LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), weight, labels.reshape(-1), mask, rows, tp, z_loss, keep_gradients
+        hidden.flatten(0, 1),
+        weight,
+        labels.reshape(-1),
+        mask,
+        rows,
+        tp,
+        z_loss,
+        keep_gradients,
+        tally,
     )
     # The lower limit of the count avoids 0 / 0 for a microbatch whose positions are all masked. Its
     # loss is then 0, and so is its gradient.
@@ -148,41 +160,17 @@ def score_labels(
     for part in split_rows(len(counted), columns, on_gpu=hidden.is_cuda):
         logits = F.linear(states[part], used).float()
         # This must come before `_reduce_in_place`, which overwrites the logits.
-        misses[counted[part]] = _find_most_likely(logits, rows, tp) != wanted[part]
+        hit = _find_hits(logits, local[part], here[part])
         top, total, target = _reduce_in_place(logits, local[part], here[part])
-        highest, total, target = _combine(top, total, target, tp)
+        highest, total, target, most_likely = _combine(top, total, target, tp, hit)
+        assert most_likely is not None, "it was given"
+        misses[counted[part]] = most_likely == 0
         log_likelihoods[counted[part]] = (target - highest - total.log()).double()
     # A sum over complete columns has a fixed order on every device, so it is repeatable.
     return (
         log_likelihoods.view(length, samples).sum(dim=0),
         ~misses.view(length, samples).any(dim=0),
     )
-
-
-def _find_most_likely(logits: Tensor, rows: VocabSlice, tp: TensorParallel) -> Tensor:
-    """Return the id of the highest logit over the complete vocabulary, int64[n'].
-
-    Args:
-        logits: [n', v/t], of this rank's real ids.
-        rows: The ids of the logits.
-        tp: The tensor-parallel ranks.
-    """
-    if rows.real == 0:
-        ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        highest = logits.new_full((len(logits),), float("-inf"))
-    else:
-        # Of equal maxima, `argmax` returns the first one, and `max` may return any.
-        ids = logits.argmax(dim=1)
-        highest = logits.gather(1, ids[:, None])[:, 0]
-    ids = ids + rows.first
-    if tp.size == 1:
-        return ids
-    # float64 holds both numbers of each row in one message, without rounding them.
-    mine = torch.stack((highest.double(), ids.double()))
-    everyone = all_gather(mine, tp).view(tp.size, 2, -1)
-    # The first of equal maxima is that of the rank with the smaller ids.
-    best_rank = everyone[:, 0].argmax(dim=0)
-    return everyone[:, 1].gather(0, best_rank[None])[0].long()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -202,6 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tp: TensorParallel,
         z_loss: float,
         keep_gradients: bool,
+        tally: Tally | None,
     ) -> Tensor:
         n = hidden.shape[0]
         real = rows.real
@@ -219,9 +208,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in split_rows(n, _count_columns(weight, rows, tp), on_gpu=hidden.is_cuda):
             logits = F.linear(hidden[part], used).float()  # [n', v/t]
+            hit = None if tally is None else _find_hits(logits, local[part], here[part])
             top, total, target = _reduce_in_place(logits, local[part], here[part])
-            highest, total, target = _combine(top, total, target, tp)
+            highest, total, target, hit = _combine(top, total, target, tp, hit)
             losses = total.log() - (target - highest)
+            if tally is not None and hit is not None:
+                tally.add(losses, hit, None if mask is None else mask[part])
             if z_loss:
                 log_z = highest + total.log()
                 losses += z_loss * log_z.square()
@@ -252,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The factor holds 1 / count, and in fp16 also the loss scale. It is applied only here. A
         # division by the count alone, in `forward`, would let small fp16 gradients underflow.
         factor = grads[0]
-        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None
+        return grad_hidden * factor, grad_weight * factor, None, None, None, None, None, None, None
 
 
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
@@ -286,6 +278,17 @@ def _count_columns(weight: Tensor, rows: VocabSlice, tp: TensorParallel) -> int:
     if tp.size == 1:
         return rows.real
     return weight.shape[0]
+
+
+def _find_hits(logits: Tensor, local: Tensor, here: Tensor) -> Tensor:
+    """Return 1 where the target has the highest logit of this rank, else 0, [n'] in fp32.
+
+    Of equal logits the one with the lowest id counts. The arguments are those of
+    `_reduce_in_place`, before it.
+    """
+    if logits.shape[1] == 0:
+        return logits.new_zeros(logits.shape[0])
+    return ((logits.argmax(dim=1) == local) & here).float()
 
 
 def _reduce_in_place(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +331,8 @@ def _combine(
     total: Tensor,
     target: Tensor,
     tp: TensorParallel,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Combine the results of the ranks, each for its part of the vocabulary.
 
     Args:
@@ -336,16 +340,24 @@ def _combine(
         total: [n'], this rank's sum of exp(logit - top).
         target: [n'], the target's logit on the rank that has it, 0 on the others.
         tp: The tensor-parallel ranks.
+        hit: [n'], what `_find_hits` returned, if it is wanted.
 
     Returns:
-        The highest logit, the sum of exp(logit - highest) and the target's logit, over the complete
-        vocabulary. Each is [n'].
+        The highest logit, the sum of exp(logit - highest), the target's logit, and whether the
+        target has the highest logit, over the complete vocabulary. Each is [n'].
     """
     if tp.size == 1:
-        return top, total, target
-    # One message instead of three. Its size is small, so latency dominates.
-    everyone = all_gather(torch.stack((top, total, target)), tp).view(tp.size, 3, -1)
-    tops, totals, targets = everyone.unbind(dim=1)
+        return top, total, target, hit
+    parts = [top, total, target]
+    if hit is not None:
+        parts.append(hit)
+    # One message instead of three or four. Its size is small, so latency dominates.
+    everyone = all_gather(torch.stack(parts), tp).view(tp.size, len(parts), -1)
+    tops, totals, targets, *hits = everyone.unbind(dim=1)
+    if hits:
+        # The first rank of those with the highest logit has the lowest id.
+        hit = hits[0].gather(0, tops.argmax(dim=0, keepdim=True))[0]
     highest = tops.amax(dim=0)
     # Only one rank has a target logit other than 0, so the sum selects it.
-    return highest, (totals * torch.exp(tops - highest)).sum(dim=0), targets.sum(dim=0)
+    total = (totals * torch.exp(tops - highest)).sum(dim=0)
+    return highest, total, targets.sum(dim=0), hit

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from megatron.observe.report import IterationReport
+from megatron.observe.report import EvaluationResult, IterationReport
 
 # Label in the log line -> key of the parsed dictionary, which is a field of the report.
 _FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -121,6 +121,14 @@ def format_task_line(iteration: int, task: str, scores: Mapping[str, float]) -> 
     """Return the line of one task's scores, by metric."""
     values = [f"{metric}: {value:.6g} |" for metric, value in scores.items()]
     return " ".join([f" task {task} at iteration {iteration} |", *values])
+
+
+def format_measures_line(iteration: int, result: EvaluationResult, name: str = "validation") -> str:
+    """Return the line after that of an evaluation, with the measures that Megatron lacks."""
+    line = f" {name} measures at iteration {iteration} |"
+    if result.bits_per_byte is not None:
+        line += f" bits per byte: {result.bits_per_byte:.6E} |"
+    return f"{line} next-token accuracy: {result.accuracy:.6E} |"
 
 
 def compute_perplexity(lm_loss: float) -> float:

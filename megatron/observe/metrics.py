@@ -83,11 +83,25 @@ class MetricsFile:
         record["compute_seconds"] = compute_seconds(phases)
         self._append(record)
 
-    def write_validation(self, iteration: int, lm_loss: float, name: str = "validation") -> None:
-        """Write one evaluation of one validation or test set."""
-        self._append(
-            {"kind": "validation", "iteration": iteration, "name": name, "lm_loss": lm_loss}
-        )
+    def write_validation(
+        self,
+        iteration: int,
+        lm_loss: float,
+        name: str = "validation",
+        *,
+        accuracy: float | None = None,
+        bits_per_byte: float | None = None,
+    ) -> None:
+        """Write one evaluation of one validation or test set. What is None is left out."""
+        record = {
+            "kind": "validation",
+            "iteration": iteration,
+            "name": name,
+            "lm_loss": lm_loss,
+            "accuracy": accuracy,
+            "bits_per_byte": bits_per_byte,
+        }
+        self._append({key: value for key, value in record.items() if value is not None})
 
     def write_task(self, iteration: int, name: str, scores: Mapping[str, float]) -> None:
         """Write one evaluation of one task, by metric."""

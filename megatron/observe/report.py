@@ -79,3 +79,18 @@ class IterationReport:
             consumed_tokens=self.consumed_tokens,
             gigaflops_without_embeddings=self.gigaflops_without_embeddings,
         )
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one evaluation of one validation or test set gives."""
+
+    loss: float
+    """Mean over the positions, in nats."""
+    accuracy: float
+    """Part of the positions whose most likely token is the next one."""
+    bits_per_byte: float | None
+    """Loss in bits for each byte of text, which does not depend on the tokenizer.
+
+    It is None if the bytes of the tokens are not known.
+    """

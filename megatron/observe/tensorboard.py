@@ -98,7 +98,15 @@ class TensorBoard:
         values["params-norm/params-norm"] = report.params_norm
         return values
 
-    def write_validation(self, at: Axes, lm_loss: float, name: str | None = None) -> None:
+    def write_validation(
+        self,
+        at: Axes,
+        lm_loss: float,
+        name: str | None = None,
+        *,
+        accuracy: float | None = None,
+        bits_per_byte: float | None = None,
+    ) -> None:
         """Write one evaluation. `name` is the set's, if there are several."""
         if name is not None:
             tag = f"lm-loss-validation/{name}/lm loss validation"
@@ -107,6 +115,10 @@ class TensorBoard:
         self._add_with_axes(at, tag, lm_loss, gigaflops=True)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add_with_axes(at, f"{tag} ppl", compute_perplexity(lm_loss), gigaflops=True)
+        folder, _, _ = tag.rpartition("/")
+        for measure, value in (("next-token accuracy", accuracy), ("bits per byte", bits_per_byte)):
+            if value is not None:
+                self._add(f"{folder}/{measure}", value, at.iteration)
 
     def write_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
         """Write the scores of a task, by metric, with the tags of `tools/evaluate.py`."""

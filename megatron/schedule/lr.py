@@ -31,6 +31,9 @@ FIELD_NAMES = {
     "decay_tokens": "--lr-decay-tokens",
     "wsd_decay_steps": "WSD decay in samples (--lr-wsd-decay-samples or -iters)",
     "wsd_decay_style": "--lr-wsd-decay-style",
+    "train_seconds": "--train-time in seconds",
+    "warmup_fraction": "warm-up as a part of --train-time (--lr-warmup-fraction)",
+    "wsd_decay_fraction": "WSD decay as a part of --train-time (--lr-wsd-decay-fraction)",
     "warmup_init": "--lr-warmup-init",
     "decoupled_max_lr": "--decoupled-lr",
     "decoupled_min_lr": "--decoupled-min-lr",
@@ -53,6 +56,10 @@ class LRSchedule:
     `decoupled_max_lr` and `decoupled_min_lr` are the peak and the minimum of the word embedding and
     the output matrix. They are None if these have the rate of all other parameters.
 
+    With `train_seconds` the decay ends at this time of training, and `decay_steps` has no meaning.
+    `warmup_fraction` and `wsd_decay_fraction` are parts of this time. Without `warmup_fraction` the
+    warm-up is still in samples.
+
     Raises:
         ConfigError: the numbers do not give a valid schedule.
     """
@@ -69,6 +76,9 @@ class LRSchedule:
     warmup_init: float = 0.0
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
+    train_seconds: float | None = None
+    warmup_fraction: float | None = None
+    wsd_decay_fraction: float | None = None
 
     def __post_init__(self) -> None:
         """Check that the numbers give a valid schedule.
@@ -103,8 +113,12 @@ class LRSchedule:
                 f"the learning rate's decay ends at {self.decay_steps} samples; it must end at 1 "
                 "or later."
             )
-        # With a decay in tokens the two have different units and cannot be compared here.
-        elif self.decay_tokens is None and self.warmup_steps >= self.decay_steps:
+        # A decay in tokens or by time has another unit and cannot be compared here.
+        elif (
+            self.decay_tokens is None
+            and self.train_seconds is None
+            and self.warmup_steps >= self.decay_steps
+        ):
             problems.append(
                 f"the learning rate's warm-up of {self.warmup_steps} samples must be shorter than "
                 f"its decay, which ends at {self.decay_steps} samples (an iteration counts as the "
@@ -112,6 +126,11 @@ class LRSchedule:
             )
         if self.decay_tokens is not None and self.decay_tokens < 1:
             problems.append(f"--lr-decay-tokens {self.decay_tokens} must be at least 1.")
+        if self.train_seconds is not None and (self.warmup_fraction or 0.0) >= 1:
+            problems.append(
+                f"--lr-warmup-fraction {self.warmup_fraction} must be below 1, because the decay "
+                "ends with --train-time."
+            )
         return problems
 
     def _find_decoupled_problems(self) -> list[str]:
@@ -135,17 +154,33 @@ class LRSchedule:
         """Return a message for each setting that WSD cannot use."""
         if self.style != "WSD":
             return []
+        if self.train_seconds is not None:
+            return self._find_timed_wsd_problems()
         if self.decay_tokens is not None:
             return ["--lr-decay-style WSD counts samples; leave out --lr-decay-tokens."]
         if self.wsd_decay_steps is None:
             return [
                 "--lr-decay-style WSD needs the length of its final decay: "
-                "--lr-wsd-decay-samples or -iters."
+                "--lr-wsd-decay-samples, -iters or -fraction."
             ]
         if not 0 <= self.wsd_decay_steps <= self.decay_steps:
             return [
                 f"WSD's final decay of {self.wsd_decay_steps} samples (--lr-wsd-decay-samples or "
                 f"-iters) must be at least 0 and at most {self.decay_steps}, the end of the decay."
+            ]
+        return []
+
+    def _find_timed_wsd_problems(self) -> list[str]:
+        """Return a message for each setting that WSD by time cannot use."""
+        if self.wsd_decay_fraction is None:
+            return [
+                "--lr-decay-style WSD with --train-time needs the length of its final decay: "
+                "--lr-wsd-decay-fraction."
+            ]
+        if self.wsd_decay_fraction + (self.warmup_fraction or 0.0) > 1:
+            return [
+                f"--lr-wsd-decay-fraction {self.wsd_decay_fraction} and --lr-warmup-fraction "
+                f"{self.warmup_fraction} must not exceed 1 together."
             ]
         return []
 
@@ -170,7 +205,13 @@ class LRSchedule:
             )
 
     def get_decoupled_lr(
-        self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0
+        self,
+        lr_samples: int,
+        lr_tokens: int = 0,
+        warmup_tokens: int = 0,
+        *,
+        seconds: float = 0.0,
+        warmup_seconds: float = 0.0,
     ) -> float | None:
         """Return the rate of the word embedding and the output matrix. See `get_lr`.
 
@@ -185,9 +226,19 @@ class LRSchedule:
             decoupled_max_lr=None,
             decoupled_min_lr=None,
         )
-        return decoupled.get_lr(lr_samples, lr_tokens, warmup_tokens)
+        return decoupled.get_lr(
+            lr_samples, lr_tokens, warmup_tokens, seconds=seconds, warmup_seconds=warmup_seconds
+        )
 
-    def get_lr(self, lr_samples: int, lr_tokens: int = 0, warmup_tokens: int = 0) -> float:
+    def get_lr(
+        self,
+        lr_samples: int,
+        lr_tokens: int = 0,
+        warmup_tokens: int = 0,
+        *,
+        seconds: float = 0.0,
+        warmup_seconds: float = 0.0,
+    ) -> float:
         """Return the rate of a state by the samples and tokens of all steps applied so far.
 
         Args:
@@ -195,14 +246,24 @@ class LRSchedule:
             lr_tokens: Tokens of all applied steps.
             warmup_tokens: Tokens at the end of warm-up (`compute_warmup_tokens`). It is used only
                 with `decay_tokens`.
+            seconds: Position in `train_seconds`. It is used only with `train_seconds`.
+            warmup_seconds: `seconds` at the end of a warm-up in samples.
         """
-        # Warm-up counts samples, even if the decay counts tokens.
-        if self.warmup_steps > 0 and lr_samples <= self.warmup_steps:
+        if self.train_seconds is not None and seconds >= self.train_seconds:
+            # The time may be up before a warm-up in samples is.
+            return self.max_lr if self.style == "constant" else self.min_lr
+        warmed, warmup = self._measure_warmup(lr_samples, seconds)
+        if warmup > 0 and warmed <= warmup:
             rise = self.max_lr - self.warmup_init
-            return self.warmup_init + rise * lr_samples / self.warmup_steps
+            return self.warmup_init + rise * warmed / warmup
         if self.style == "constant":
             return self.max_lr
-        if self.decay_tokens is None:
+        end: float
+        if self.train_seconds is not None:
+            done = seconds
+            start = warmup_seconds if self.warmup_fraction is None else warmup
+            end = self.train_seconds
+        elif self.decay_tokens is None:
             done = float(lr_samples)
             start = float(self.warmup_steps)
             end = self.decay_steps
@@ -215,36 +276,68 @@ class LRSchedule:
         if done > end or start >= end:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(self.min_lr, self._compute_inverse_square_root(lr_samples))
-        if self.style == "WSD":
-            coefficient = self._compute_wsd_coefficient(lr_samples)
-        elif self.style == "linear":
-            coefficient = 1.0 - (done - start) / (end - start)
-        elif self.style == "half-cosine":
-            coefficient = 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
-        else:
-            coefficient = 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
+            return max(self.min_lr, self._compute_inverse_square_root(warmed, warmup))
+        coefficient = self._compute_coefficient(done, start, end)
         return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
-    def _compute_inverse_square_root(self, lr_samples: int) -> float:
-        """Return the rate that falls with the root of the samples, from the peak after warm-up.
+    def _measure_warmup(self, lr_samples: int, seconds: float) -> tuple[float, float]:
+        """Return the progress of the warm-up and its length, in samples or in seconds."""
+        if self.train_seconds is not None and self.warmup_fraction is not None:
+            return seconds, self.warmup_fraction * self.train_seconds
+        # Warm-up counts samples, even if the decay counts tokens or follows the time.
+        return float(lr_samples), float(self.warmup_steps)
+
+    def _compute_coefficient(self, done: float, start: float, end: float) -> float:
+        """Return the fraction of (max_lr - min_lr) that is left after the warm-up.
+
+        Args:
+            done: Progress in samples, tokens or seconds.
+            start: Progress at the end of the warm-up.
+            end: Progress at the end of the decay.
+        """
+        if self.style == "WSD":
+            return self._compute_wsd_coefficient(done)
+        if self.style == "linear":
+            return 1.0 - (done - start) / (end - start)
+        if self.style == "half-cosine":
+            return 1.0 - math.sin(math.pi / 2 * (done - start) / (end - start))
+        return 0.5 * (math.cos(math.pi * (done - start) / (end - start)) + 1.0)
+
+    def _compute_inverse_square_root(self, warmed: float, warmup: float) -> float:
+        """Return the rate that falls with the root of the progress, from the peak after warm-up.
 
         As in Megatron-LM, it counts samples even if the decay ends at a number of tokens, and a run
-        without warm-up has its peak at the first sample.
-        """
-        peak_at = max(self.warmup_steps, 1)
-        return self.max_lr * math.sqrt(peak_at) / math.sqrt(max(lr_samples, 1))
+        without warm-up has its peak at the first sample. It counts seconds only if the warm-up
+        does.
 
-    def _compute_wsd_coefficient(self, lr_samples: int) -> float:
+        Args:
+            warmed: Progress in the unit of the warm-up.
+            warmup: Length of the warm-up.
+        """
+        peak_at = warmup
+        if self.warmup_fraction is None or warmup == 0:
+            peak_at = max(warmup, 1)
+            warmed = max(warmed, 1)
+        return self.max_lr * math.sqrt(peak_at) / math.sqrt(warmed)
+
+    def _compute_wsd_coefficient(self, done: float) -> float:
         """Return the fraction of (max_lr - min_lr) that is left.
 
         It is 1 until the final decay and 0 at its end.
+
+        Args:
+            done: Samples of all applied steps, or seconds with `train_seconds`.
         """
-        assert self.wsd_decay_steps is not None, "checked at construction"
-        into_decay = lr_samples - (self.decay_steps - self.wsd_decay_steps)
+        end: float = self.decay_steps
+        length: float | None = self.wsd_decay_steps
+        if self.train_seconds is not None and self.wsd_decay_fraction is not None:
+            end = self.train_seconds
+            length = self.wsd_decay_fraction * self.train_seconds
+        assert length is not None, "checked at construction"
+        into_decay = done - (end - length)
         if into_decay <= 0:
             return 1.0
-        ratio = into_decay / self.wsd_decay_steps
+        ratio = into_decay / length
         # Each shape falls from 1 at ratio 0 to 0 at ratio 1.
         shapes = {
             "linear": 1.0 - ratio,
@@ -254,6 +347,10 @@ class LRSchedule:
         }
         return shapes[self.wsd_decay_style]
 
+    def is_warm(self, lr_samples: int) -> bool:
+        """Return whether a warm-up in samples is over. False without one."""
+        return 0 < self.warmup_steps <= lr_samples
+
     def compute_warmup_tokens(self, lr_samples: int, lr_tokens: int, warmup_tokens: int) -> int:
         """Return the state's `warmup_tokens` after a step brought it to (lr_samples, lr_tokens).
 
@@ -261,7 +358,7 @@ class LRSchedule:
         past the end of warm-up. Warm-up rarely ends exactly at the edge of a batch. A test for
         equality would miss its end, and the decay would then count from token 0.
         """
-        if self.warmup_steps == 0 or lr_samples < self.warmup_steps:
+        if not self.is_warm(lr_samples):
             return 0
         # Once it is set it stays, so that later steps do not move the start of the decay.
         return warmup_tokens or lr_tokens

@@ -1,21 +1,33 @@
 """Evaluation without training: batches of each validation and test set, and --eval-tasks."""
 
+import math
 from collections.abc import Mapping
 
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.ranks import build_ranks
+from megatron.data.batches import Microbatch
 from megatron.data.source import Source
-from megatron.engine.base import Engine
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MegatronError
+from megatron.model.tally import Tally
+from megatron.observe.report import EvaluationResult
 from megatron.observe.timers import EVALUATE
+from megatron.parallel.mesh import Mesh
 from megatron.scoring.in_loop import EngineScorer
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.token_bytes import count_token_bytes
 from megatron.training.run import Run
 
 
 def evaluate_validation(run: Run) -> None:
-    """Evaluate every validation set and report the losses under the current iteration."""
+    """Evaluate every validation set and report the results under the current iteration."""
     batch = run.plan.config.batch
     if not run.sources.valid or batch.eval_iters == 0:
         return
-    run.reporter.report_validation(run.state, _evaluate(run, run.sources.valid))
+    with run.clock.measure_evaluation():
+        results = _evaluate(run, run.sources.valid)
+    run.reporter.report_validation(run.state, results)
     # Evaluation uses the final batch size even during ramp-up, so that each evaluation covers the
     # same number of samples.
     run.state.consumed_valid_samples += batch.eval_iters * run.plan.batch_size.final
@@ -68,23 +80,103 @@ def evaluate_only(run: Run) -> None:
     evaluate_tasks(run)
 
 
-def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, float]:
+def _evaluate(run: Run, sources: Mapping[str, Source]) -> dict[str, EvaluationResult]:
     iterations = run.plan.config.batch.eval_iters
     batch_size = run.plan.batch_size.final
+    if run.token_bytes is None:
+        run.token_bytes = _find_token_bytes(run)
     with run.timers(EVALUATE):
         return {
-            name: compute_mean_loss(run.engine, source, iterations, batch_size)
+            name: _evaluate_set(run, source, iterations, batch_size, run.token_bytes)
             for name, source in sources.items()
         }
 
 
-def compute_mean_loss(engine: Engine, source: Source, iterations: int, batch_size: int) -> float:
-    """Return the mean loss over the next `iterations` batches of `batch_size` samples.
+def _evaluate_set(
+    run: Run,
+    source: Source,
+    iterations: int,
+    batch_size: int,
+    token_bytes: torch.Tensor,
+) -> EvaluationResult:
+    """Return the results over the next `iterations` batches of `batch_size` samples.
 
     The samples always have the full sequence length, also during curriculum learning. Losses of
     different iterations can be compared only for this reason.
+
+    Args:
+        run: The run.
+        source: The samples.
+        iterations: Number of batches.
+        batch_size: Samples of each batch.
+        token_bytes: Bytes of each id, int64 [v], or nothing if they are not known.
     """
-    return (
-        sum(engine.eval_batch(source.read_batch(batch_size)) for _ in range(iterations))
-        / iterations
+    tally = Tally()
+    losses = 0.0
+    text_bytes = 0
+    for _ in range(iterations):
+        microbatches = source.read_batch(batch_size)
+        losses += run.engine.eval_batch(microbatches, tally)
+        if len(token_bytes):
+            text_bytes += sum(_count_bytes(each, token_bytes) for each in microbatches)
+    nats, correct, positions, counted = _sum_over_ranks(run.mesh, tally, text_bytes)
+    return EvaluationResult(
+        losses / iterations,
+        # All positions may be masked.
+        accuracy=correct / max(positions, 1.0),
+        bits_per_byte=nats / math.log(2) / counted if counted else None,
     )
+
+
+def _count_bytes(microbatch: Microbatch, token_bytes: torch.Tensor) -> int:
+    """Return the bytes of the predicted tokens of a microbatch that count in the loss."""
+    found = token_bytes[microbatch.labels]
+    if microbatch.loss_mask is not None:
+        found = found * (microbatch.loss_mask != 0)
+    return int(found.sum())
+
+
+def _sum_over_ranks(mesh: Mesh, tally: Tally, text_bytes: int) -> list[float]:
+    """Return nats, correct and counted positions, and bytes, summed over the global batches."""
+    numbers = torch.zeros(4, dtype=torch.float64)
+    # Tensor-parallel ranks have the same sums. Ranks without the last stage have none.
+    if mesh.coordinate.tensor == 0:
+        numbers[:3] = torch.stack([tally.nats, tally.correct, tally.positions]).cpu()
+    # All ranks of a pipeline read the same samples.
+    if mesh.coordinate.tensor == 0 and mesh.coordinate.pipeline == 0:
+        numbers[3] = text_bytes
+    if mesh.control is not None:
+        dist.all_reduce(numbers, group=mesh.control)
+    return numbers.tolist()
+
+
+def _find_token_bytes(run: Run) -> torch.Tensor:
+    """Return the bytes of each id, int64 [v], or an empty tensor with a message that says why.
+
+    All ranks call it together. Only rank 0 needs the tokenizer.
+    """
+    config = run.plan.config
+    found: list[str] = []
+
+    def find() -> list[int]:
+        if config.data.mock_data:
+            found.append("--mock-data has no text")
+            return []
+        # A run on tokenised data needs no tokenizer, so its absence must not end the run.
+        try:
+            counts = count_token_bytes(build_tokenizer(config.tokenizer))
+        except (MegatronError, OSError) as error:
+            found.append(str(error).splitlines()[0])
+            return []
+        if counts is None:
+            found.append("the tokenizer does not show which bytes its tokens stand for")
+            return []
+        # Ids of a larger --vocab-size are in no text.
+        return counts + [0] * (run.plan.vocab_size - len(counts))
+
+    counts = build_ranks(run.mesh).call_on_rank_0(
+        find, "counting the bytes of each token", run.reporter.say
+    )
+    for reason in found:
+        run.reporter.say(f"bits per byte are left out of the evaluation: {reason}")
+    return torch.tensor(counts, dtype=torch.int64)

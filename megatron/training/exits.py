@@ -5,11 +5,12 @@ can therefore not disagree. A signal counts on whichever rank receives it.
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -110,10 +111,20 @@ class Exits:
         with contextlib.suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
-    def decide(self, before: int, after: int) -> StopReason:
+    def decide(
+        self, before: int, after: int, numbers: Sequence[float] = ()
+    ) -> tuple[StopReason, list[float]]:
         """Return the reason to stop after a step or jump from iteration `before` to `after`.
 
         All ranks call it together and get the same answer.
+
+        Args:
+            before: The iteration before the step.
+            after: The iteration after it.
+            numbers: Decisions of rank 0, as many on each rank. They travel in the same message.
+
+        Returns:
+            The reason, and rank 0's `numbers`.
         """
         if self._signal:
             mine = StopReason.SIGNAL
@@ -122,12 +133,16 @@ class Exits:
         if self._mesh.rank == 0:
             mine = max(mine, self._rank_zero_reason(before, after))
         if self._mesh.grid.world_size == 1:
-            return StopReason(mine)
+            return StopReason(mine), list(numbers)
+        if self._mesh.rank != 0:
+            # The maximum is then rank 0's number, bit for bit.
+            numbers = [-math.inf] * len(numbers)
         # The tensor is on the CPU and the control group uses gloo. The decision therefore does not
         # wait for work that is queued on the device.
-        agreed = torch.tensor([int(mine)])
+        agreed = torch.tensor([float(mine), *numbers], dtype=torch.float64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        return StopReason(int(agreed.item()))
+        reason, *decided = agreed.tolist()
+        return StopReason(int(reason)), decided
 
     def _rank_zero_reason(self, before: int, after: int) -> StopReason:
         """Return the reason that rank 0 alone can see: kill switch, duration or interval."""

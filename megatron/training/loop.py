@@ -5,6 +5,7 @@ It reads from top to bottom. Every action of an iteration is visible here.
 
 import time
 
+from megatron.checkpoint.ranks import build_ranks
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.code_version import get_code_version
 from megatron.config.yaml_file import dump_yaml
@@ -18,6 +19,7 @@ from megatron.plan import Plan
 from megatron.schedule.skip import find_range
 from megatron.training.evaluate import evaluate_tasks, evaluate_test, evaluate_validation
 from megatron.training.exits import StopReason
+from megatron.training.forecast import report_end, report_forecast
 from megatron.training.report import StepRecord
 from megatron.training.run import Run
 from megatron.training.state import TrainState
@@ -70,6 +72,7 @@ def train(run: Run) -> StopReason:
     if run.exporter is not None:
         run.exporter.finish()
     run.reporter.say(f"{format_training_complete_line()} at iteration {state.iteration}")
+    report_end(run)
     return stop
 
 
@@ -88,13 +91,12 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
     state = run.state
     stop = StopReason.NONE
     evaluated_at = -1
-    # `started` is moved back by the time of earlier launches. `elapsed_seconds`, which is set
-    # below, then counts all launches of the run.
-    started = time.monotonic() - state.elapsed_seconds
+    run.clock.start()
     run.reporter.start(state.iteration)
     while stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         announce_phase(run)
+        extend_data(run)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
@@ -103,27 +105,62 @@ def train_until_stop(run: Run) -> tuple[StopReason, int]:
         else:
             with run.profiler.record(before + 1), run.memory_history.record(before + 1):
                 train_iteration(run)
-        state.elapsed_seconds = time.monotonic() - started
+        run.clock.finish_step()
+        state.elapsed_seconds = run.clock.read()
         check_nan_iterations(plan, state)
         # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
         if skipped is None and is_due(
             plan.config.parallel.check_invariants_interval, before, state.iteration
         ):
             check_invariants(run)
-        if skipped is None and is_due(plan.config.batch.eval_interval, before, state.iteration):
+        if skipped is None and (
+            is_due(run.clock.eval_interval, before, state.iteration) or run.clock.upcoming.evaluate
+        ):
             evaluate_validation(run)
             evaluated_at = state.iteration
         if skipped is None and is_due(
             plan.config.batch.eval_tasks_interval, before, state.iteration
         ):
             evaluate_tasks(run)
-        # The decision comes before the save, but does not prevent it. `train` saves the last
-        # iteration if it was not due here.
-        stop = run.exits.decide(before, state.iteration)
+        # A reason to stop does not prevent the save. `train` saves the last iteration if it was
+        # not due here.
         save_when_due(run, before)
+        # The decision comes last, because the time of evaluation and save counts in the decision
+        # about the next step.
+        stop = decide(run, before)
         if run.exporter is not None:
             run.exporter.poll()
     return stop, evaluated_at
+
+
+def decide(run: Run, before: int) -> StopReason:
+    """Agree with all ranks on the reason to stop, and on rank 0's decision about the next step."""
+    iteration = run.state.iteration
+    save_is_due = run.saver is not None and run.saver.is_due(iteration, iteration + 1)
+    eval_is_due = is_due(run.clock.eval_interval, iteration, iteration + 1)
+    proposed = run.clock.propose(eval_is_due=eval_is_due, save_is_due=save_is_due)
+    stop, decided = run.exits.decide(before, iteration, proposed)
+    run.clock.accept(decided)
+    return stop
+
+
+def extend_data(run: Run) -> None:
+    """Extend the order of the training data if a run by time reaches its end.
+
+    Raises:
+        DataError: An index cannot be built.
+    """
+    state = run.state
+    train = run.sources.train
+    batch_size = run.plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+    if train is None or not train.must_extend(batch_size):
+        return
+    # Building an index takes long. The ranks wait for each other outside of other collectives.
+    build_ranks(run.mesh).work(
+        lambda: train.extend(batch_size), "building the next data index", run.reporter.say
+    )
+    for note in run.sources.take_notes():
+        run.reporter.say(note)
 
 
 def announce_phase(run: Run) -> None:
@@ -135,10 +172,12 @@ def announce_phase(run: Run) -> None:
 
 
 def is_finished(plan: Plan, state: TrainState) -> bool:
-    """Return whether the run is at its end, by iterations, samples or tokens.
+    """Return whether the run is at its end, by iterations, samples, tokens or time.
 
     Whichever comes first ends the run. The plan has converted samples to iterations already.
     """
+    if plan.train_seconds is not None:
+        return state.used_train_time >= plan.train_seconds
     tokens = plan.config.batch.train_tokens
     return state.iteration >= plan.train_iters or (
         tokens is not None and state.consumed_tokens >= tokens
@@ -168,7 +207,7 @@ def train_iteration(run: Run) -> None:
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
     # These are the rates that the step uses. The reported rates, below, are those after the step,
-    # as in Megatron.
+    # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     result = run.engine.train_batch(
         microbatches,
@@ -185,6 +224,9 @@ def train_iteration(run: Run) -> None:
         params_norm = run.engine.compute_parameter_norm()
     else:
         params_norm = None
+    seconds = time.perf_counter() - start
+    run.clock.costs.record_step(seconds, batch_size * seq_length)
+    report_forecast(run)
     run.reporter.report_step(
         state,
         StepRecord(
@@ -193,9 +235,10 @@ def train_iteration(run: Run) -> None:
             seq_length=seq_length,
             learning_rate=state.compute_learning_rate(plan.lr_schedule),
             decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             phase_seconds=timers.take(),
             params_norm=params_norm,
+            train_iters=run.clock.estimate_iterations(),
         ),
     )
     if result.applied:
@@ -310,11 +353,13 @@ def save_when_due(run: Run, before: int) -> None:
     # iteration, also when no save is due.
     saver.poll()
     saver.record_iterations(before, run.state.iteration)
-    if saver.is_due(before, run.state.iteration):
+    if saver.is_due(before, run.state.iteration) or run.clock.upcoming.save:
         begin_save(run, saver)
         if not run.plan.config.checkpoint.async_save:
             with run.timers(SAVE):
                 saver.complete()
+    if not saver.in_flight:
+        run.clock.end_save()
 
 
 def save_at_end(run: Run) -> None:
@@ -377,6 +422,7 @@ def begin_save(run: Run, saver: Saver) -> None:
     state.data = run.sources.state()
     report_filters(run)
     state.data_digests = run.data_files.record()
+    state.elapsed_seconds = run.clock.begin_save()
     with_optimizer = plan.config.checkpoint.save_optim
     contents = CheckpointContents(
         state.iteration,

@@ -13,6 +13,7 @@ from megatron.engine.base import StepResult
 from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
 from megatron.observe.log_line import (
+    format_measures_line,
     format_short_training_line,
     format_task_line,
     format_training_line,
@@ -20,7 +21,7 @@ from megatron.observe.log_line import (
 )
 from megatron.observe.metrics import MetricsFile
 from megatron.observe.progress import ProgressBar
-from megatron.observe.report import Axes, IterationReport
+from megatron.observe.report import Axes, EvaluationResult, IterationReport
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import compute_throughput, find_peak_tflops
 from megatron.parallel.mesh import Mesh
@@ -82,6 +83,8 @@ class StepRecord:
     phase_seconds: dict[str, float]
     """Seconds of each phase of the iteration."""
     params_norm: float | None
+    train_iters: int
+    """Iterations of the complete run. With --train-time it is an estimate."""
 
 
 class Reporter:
@@ -105,6 +108,8 @@ class Reporter:
         self._pipeline_schedule: str | None = None
         # Data sets of which the filters leave out more than half.
         self._mostly_left_out: set[str] = set()
+        self.evaluated: dict[str, tuple[int, EvaluationResult]] = {}
+        """Name of a validation or test set -> iteration and result of its last evaluation."""
         # A file or a pipe gets the line that scripts parse.
         log_format = plan.config.logging.log_format
         if log_format is None and sys.stdout.isatty():
@@ -122,9 +127,9 @@ class Reporter:
         no files of reports, and a launch has one TensorBoard file.
         """
         logging = self._plan.config.logging
-        self._bar = ProgressBar(
-            total=self._plan.train_iters, show=logging.show_progress and self._is_rank_zero
-        )
+        # A bar needs a number of iterations. A run by time has none.
+        show = logging.show_progress and self._is_rank_zero and self._plan.train_seconds is None
+        self._bar = ProgressBar(total=self._plan.train_iters, show=show)
         # Other ranks must not open the files. Two writers would corrupt them.
         if self._is_rank_zero:
             self._tensorboard = TensorBoard(logging, say=self.say)
@@ -235,7 +240,7 @@ class Reporter:
         )
         return IterationReport(
             iteration=state.iteration,
-            train_iters=self._plan.train_iters,
+            train_iters=step.train_iters,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             global_batch_size=step.batch_size,
@@ -262,9 +267,9 @@ class Reporter:
         )
 
     def report_validation(
-        self, state: TrainState, losses: dict[str, float], *, test: bool = False
+        self, state: TrainState, results: dict[str, EvaluationResult], *, test: bool = False
     ) -> None:
-        """Report the losses of one evaluation, by name of the set.
+        """Report the results of one evaluation, by name of the set.
 
         In TensorBoard a single validation set needs no name. A test set always has its own.
         """
@@ -274,14 +279,26 @@ class Reporter:
             consumed_tokens=state.consumed_tokens,
             gigaflops_without_embeddings=state.gigaflops_without_embeddings,
         )
-        for name, loss in losses.items():
-            self.say(format_validation_line(state.iteration, loss, name))
+        for name, result in results.items():
+            self.evaluated[name] = state.iteration, result
+            self.say(format_validation_line(state.iteration, result.loss, name))
+            self.say(format_measures_line(state.iteration, result, name))
             if self._tensorboard is not None:
                 self._tensorboard.write_validation(
-                    at, loss, name if test or len(losses) > 1 else None
+                    at,
+                    result.loss,
+                    name if test or len(results) > 1 else None,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
                 )
             if self._metrics is not None:
-                self._metrics.write_validation(state.iteration, loss, name)
+                self._metrics.write_validation(
+                    state.iteration,
+                    result.loss,
+                    name,
+                    accuracy=result.accuracy,
+                    bits_per_byte=result.bits_per_byte,
+                )
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
         """Report the scores of one task, by metric."""

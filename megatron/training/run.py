@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.checkpoint.save import Saver
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
@@ -10,6 +12,7 @@ from megatron.observe.profiler import Profiler
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan import Plan
+from megatron.training.clock import RunClock
 from megatron.training.data_files import DataFiles
 from megatron.training.divergence import DivergenceWatch
 from megatron.training.eval_tasks import EvalTasks
@@ -32,6 +35,7 @@ class Run:
     reporter: Reporter
     timers: Timers
     exits: Exits
+    clock: RunClock
     saver: Saver | None
     """None if nothing is saved."""
     profiler: Profiler
@@ -46,3 +50,5 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+    token_bytes: torch.Tensor | None = None
+    """Bytes of each id, int64 [v], or nothing if they are not known. None before an evaluation."""

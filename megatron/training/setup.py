@@ -52,6 +52,7 @@ from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.rendezvous import choose_device
 from megatron.plan import Plan
 from megatron.tokenizer import build_tokenizer
+from megatron.training.clock import RunClock
 from megatron.training.closing import close_within_limit
 from megatron.training.data_files import DataFiles, check_small_files, open_same
 from megatron.training.exits import Exits
@@ -298,9 +299,10 @@ def build_run(
     # Digests of small files are known by now. A changed file must be found before the first step.
     data_files.check()
     reporter.open()
-    # With --eval-only there are no training data.
+    # With --eval-only there are no training data. With --train-time the number of tokens is not
+    # known yet. `report_forecast` reports it.
     uses = []
-    if sources.train is not None:
+    if sources.train is not None and plan.train_seconds is None:
         uses = measure_training_data(
             config.data,
             plan.train_tokens,
@@ -346,6 +348,7 @@ def build_run(
         reporter,
         timers,
         exits,
+        RunClock(plan, state, sets=(len(sources.valid), len(sources.test))),
         saver,
         *build_profilers(config, mesh.rank, reporter.say),
         exporter=exporter,
@@ -414,13 +417,18 @@ def open_data(
     config = plan.config
     batch = plan.config.batch
     # --eval-only reads no training data, and the first samples of the other sets.
-    train_samples = 0 if batch.eval_only else plan.train_samples
+    train_samples: int | None = 0 if batch.eval_only else plan.train_samples
+    valid_samples: int | None
     valid_samples, test_samples = count_evaluation_samples(
         0 if batch.eval_only else plan.train_iters,
         batch.eval_interval,
         batch.eval_iters,
         plan.batch_size.final,
     )
+    # The order of a run by time must not depend on its speed.
+    if plan.train_seconds is not None and not batch.eval_only:
+        train_samples = None
+        valid_samples = None if valid_samples else 0
 
     ranks = build_ranks(mesh)
 

@@ -11,7 +11,15 @@ from megatron.checkpoint.manifest import APPLIED_STEPS
 from megatron.errors import CheckpointError
 from megatron.schedule.lr import LRSchedule
 
-_ADDED_LATER = {APPLIED_STEPS, "data_digests", "tokenizer"}
+_ADDED_LATER = {
+    APPLIED_STEPS,
+    "data_digests",
+    "tokenizer",
+    "lr_seconds",
+    "warmup_seconds",
+    "used_train_time",
+    "costs",
+}
 """Fields that older checkpoints lack. A resume from one reports what cannot be compared."""
 
 
@@ -36,7 +44,15 @@ class TrainState:
     applied_steps: int = 0
     """Steps that changed the weights. It is 0 after a checkpoint of format 2, which lacks it."""
     elapsed_seconds: float = 0.0
-    """Time in training over all launches, in seconds."""
+    """Time in training over all launches, in seconds. It is rank 0's in a checkpoint."""
+    lr_seconds: float = 0.0
+    """With --train-time, position of the learning rate in the time of the run."""
+    warmup_seconds: float = 0.0
+    """`lr_seconds` at the end of a warm-up in samples, for decay by time."""
+    used_train_time: float = 0.0
+    """The --train-time in seconds that is used up. A longer one continues the run."""
+    costs: dict[str, float] = field(default_factory=dict)
+    """What steps, evaluations and saves took. See `CostMeter`."""
     gigaflops_without_embeddings: float = 0.0
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     skip_ranges: list[list[int]] = field(default_factory=list)
@@ -66,17 +82,31 @@ class TrainState:
         self.warmup_tokens = schedule.compute_warmup_tokens(
             self.lr_samples, self.lr_tokens, self.warmup_tokens
         )
+        if schedule.is_warm(self.lr_samples) and not self.warmup_seconds:
+            self.warmup_seconds = self.lr_seconds
 
     def compute_learning_rate(self, schedule: LRSchedule) -> float:
         """Return the learning rate that the next step will use."""
-        return schedule.get_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+        return schedule.get_lr(
+            self.lr_samples,
+            self.lr_tokens,
+            self.warmup_tokens,
+            seconds=self.lr_seconds,
+            warmup_seconds=self.warmup_seconds,
+        )
 
     def compute_decoupled_learning_rate(self, schedule: LRSchedule) -> float | None:
         """Return the rate of the word embedding and the output matrix, or None if it is the same.
 
         See `compute_learning_rate`.
         """
-        return schedule.get_decoupled_lr(self.lr_samples, self.lr_tokens, self.warmup_tokens)
+        return schedule.get_decoupled_lr(
+            self.lr_samples,
+            self.lr_tokens,
+            self.warmup_tokens,
+            seconds=self.lr_seconds,
+            warmup_seconds=self.warmup_seconds,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dictionary for the checkpoint."""

@@ -29,6 +29,29 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({"train_samples": 5}, "--train-iters 10 and --train-samples 5 both set the length"),
     ({"train_iters": None}, "use --train-iters or --train-samples"),
+    ({"train_time": "3h"}, "--train-iters 10 and --train-time 3h both set the length"),
+    ({"train_iters": None, "train_time": "3"}, "--train-time 3: '3' must be a time above 0"),
+    ({"eval_interval_time": "0s"}, "--eval-interval-time 0s: '0s' must be a time above 0"),
+    (
+        {"train_iters": None, "train_time": "3h", "train_tokens": 5},
+        "--train-tokens 5 cannot be combined with --train-time 3h; the time ends the run",
+    ),
+    (
+        {"train_iters": None, "train_time": "3h", "lr_decay_samples": 5},
+        "--lr-decay-samples 5 cannot be combined with --train-time 3h; the learning rate follows",
+    ),
+    (
+        {"train_iters": None, "train_time": "3h", "lr_wsd_decay_iters": 5},
+        "--lr-wsd-decay-iters 5 cannot be combined with --train-time 3h; give --lr-wsd-decay-fr",
+    ),
+    (
+        {"train_iters": None, "train_time": "3h", "lr_warmup_iters": 5, "lr_warmup_samples": 5},
+        "--lr-warmup-iters 5 and --lr-warmup-samples 5 both set the length of the warm-up",
+    ),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr_wsd_decay_fraction": 0.1},
+        "--lr-wsd-decay-fraction 0.1 and --lr-wsd-decay-iters 5 both set the length",
+    ),
     (
         {"lr_decay_samples": 5},
         "--lr-decay-samples 5 cannot be combined with --train-iters 10; use --lr-decay-iters.",
@@ -405,6 +428,7 @@ def test_settings_without_effect_are_warnings(changes: dict[str, object], messag
         {},
         {"eval_only": True, "train_iters": None, "lr": None, "load": "x"},
         {"train_iters": None, "train_samples": 9, "lr_decay_samples": 5, "lr_warmup_samples": 1},
+        {"train_iters": None, "train_time": "2h30m", "lr_warmup_samples": 5},
         {"num_attention_heads": 5, "kv_channels": 16},
         {"position_embedding_type": "rotary", "rotary_percent": 0.25},
         {"data_path": ("a",)},

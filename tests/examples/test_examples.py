@@ -59,3 +59,20 @@ def test_example_trains(script: str, layout: str, data: Path, tmp_path: Path) ->
     printed = run_example(script, tmp_path, "--train-iters", "2", **give_data(data))
     assert layout in printed
     assert "training is complete at iteration 2" in printed
+
+
+def test_hackathon_prints_a_report(data: Path, tmp_path: Path) -> None:
+    """The example with a small model and a short time. Its flags at the end have priority."""
+    small = (
+        "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 "
+        "--seq-length 64 --micro-batch-size 2 --global-batch-size 4 --eval-iters 1 "
+        "--vocab-size 1024 --train-time 5s --eval-interval-time 3s"
+    )
+    environment = give_data(data)
+    texts = str(data / "data" / "stdlib.jsonl")
+    printed = run_example("hackathon/train.sh", tmp_path, texts, *small.split(), **environment)
+    report = printed[printed.index("report of the run:") :]
+    assert "2.000000E-04 at the end" in report
+    for measure in ("tokens/s", "perplexity", "bits per byte", "next-token accuracy"):
+        assert measure in report
+    assert (tmp_path / "log.txt").read_text().endswith(report)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -311,3 +312,79 @@ def test_prolonged_constant_rate_has_no_difference() -> None:
     assert list_schedule_differences(short, long) == []
     linear = dataclasses.replace(long, style="linear")
     assert len(list_schedule_differences(short, linear)) == 2
+
+
+BY_TIME: dict[str, Any] = {"max_lr": 1.0, "min_lr": 0.1, "decay_steps": 1, "train_seconds": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("style", "middle"),
+    [
+        ("linear", 0.55),
+        ("cosine", 0.55),
+        ("half-cosine", 0.1 + 0.9 * (1 - math.sqrt(0.5))),
+        ("WSD", 1.0),
+        ("inverse-square-root", math.sqrt(100 / 550)),
+    ],
+)
+def test_styles_by_time(style, middle):
+    """Warm-up in the first 10 % of 1000 s. The counters of samples have no influence."""
+    schedule = LRSchedule(
+        **BY_TIME, style=style, warmup_steps=0, warmup_fraction=0.1, wsd_decay_fraction=0.2
+    )
+    rates = [schedule.get_lr(10**6, 10**9, seconds=s) for s in (0.0, 50.0, 100.0, 550.0)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, middle])
+    assert schedule.get_lr(5, seconds=1000.0) == 0.1
+    assert schedule.get_lr(5, seconds=999.99) == pytest.approx(
+        math.sqrt(0.1) if style == "inverse-square-root" else 0.1, abs=1e-3
+    )
+
+
+def test_a_constant_rate_by_time_stays_constant():
+    schedule = LRSchedule(**BY_TIME, style="constant", warmup_steps=0, warmup_fraction=0.1)
+    assert [schedule.get_lr(0, seconds=s) for s in (50.0, 100.0, 1000.0)] == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_by_time(shape):
+    schedule = LRSchedule(
+        **BY_TIME, style="WSD", warmup_steps=0, wsd_decay_fraction=0.2, wsd_decay_style=shape
+    )
+    by_samples = LRSchedule(1.0, 0.1, "WSD", 0, 1000, None, 200, shape)
+    for done in (0, 799, 800, 801, 900, 1000):
+        assert schedule.get_lr(0, seconds=float(done)) == by_samples.get_lr(done)
+
+
+def test_a_warm_up_in_samples_is_followed_by_a_decay_in_time():
+    schedule = LRSchedule(**BY_TIME, style="linear", warmup_steps=100)
+    assert schedule.get_lr(50, seconds=7.0) == 0.5
+    assert not schedule.is_warm(99)
+    assert schedule.is_warm(100)
+    # The warm-up ended after 200 s, so the decay is halfway after 600 s.
+    assert schedule.get_lr(101, seconds=600.0, warmup_seconds=200.0) == pytest.approx(0.55)
+    # The time is up before the warm-up is.
+    assert schedule.get_lr(50, seconds=1000.0) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"style": "linear", "warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0 must be below 1"),
+        ({"style": "WSD"}, "needs the length of its final decay: --lr-wsd-decay-fraction"),
+        (
+            {"style": "WSD", "warmup_fraction": 0.5, "wsd_decay_fraction": 0.6},
+            "must not exceed 1 together",
+        ),
+    ],
+)
+def test_wrong_schedules_by_time(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        LRSchedule(**BY_TIME, warmup_steps=0, **changes)
+
+
+def test_another_time_is_another_schedule():
+    here = LRSchedule(**BY_TIME, style="linear", warmup_steps=0)
+    there = dataclasses.replace(here, train_seconds=500.0)
+    assert list_schedule_differences(here, there) == [
+        "--train-time in seconds: 1000.0 here, 500.0 in the checkpoint"
+    ]

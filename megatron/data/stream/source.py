@@ -213,6 +213,13 @@ class StreamSource:
     def prepare(self) -> None:
         """Do nothing. The row groups were listed when the data sets were opened."""
 
+    def must_extend(self, batch_size: int) -> bool:
+        """Return false, because streamed data never end."""
+        return False
+
+    def extend(self, batch_size: int) -> None:
+        """Do nothing, because streamed data never end."""
+
     def read_batch(self, batch_size: int, seq_length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the next global batch. See `Source.read_batch`.
 
