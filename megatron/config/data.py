@@ -57,6 +57,15 @@ class DataConfig:
     strip_tokens: str | None = None
     """With --dataset-format: ids that are removed from the start and the end of each document
     before others are added, as in 0,1."""
+    max_document_tokens: Annotated[int | None, Range("[1, 2147483647]")] = None
+    """With --dataset-format: leave longer documents out of training. Special tokens that are added
+    do not count."""
+    max_ngram_repetition: Annotated[float | None, Range("[0, 1]")] = None
+    """With --dataset-format: leave a document out of training if a larger share of its tokens is
+    part of a repeated sequence of 10 tokens. Typical values are 0.1 to 0.3."""
+    drop_duplicates: bool = False
+    """With --dataset-format: leave a document out of training if it has the same tokens as another
+    one in its window of 256 rows."""
     data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the data set. mmap (.bin/.idx) is the only one."""
     mock_data: bool = False

@@ -369,7 +369,16 @@ def check_phases_are_the_training_data(settings: ConfigWithOrigin) -> Iterator[s
             )
 
 
-_STREAM_FLAGS = ("datasets", "weights", "bos_token", "eos_token", "strip_tokens")
+_STREAM_FLAGS = (
+    "datasets",
+    "weights",
+    "bos_token",
+    "eos_token",
+    "strip_tokens",
+    "max_document_tokens",
+    "max_ngram_repetition",
+    "drop_duplicates",
+)
 
 
 def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
@@ -377,7 +386,9 @@ def check_streamed_data(settings: ConfigWithOrigin) -> Iterator[str]:
     data = settings.config.data
     if data.dataset_format is None:
         for name in _STREAM_FLAGS:
-            if settings[f"data.{name}"] is not None:
+            value = settings[f"data.{name}"]
+            # 0 is a token id, so `value` alone would be wrong.
+            if value is not None and value is not False:
                 yield (
                     f"{settings.describe(f'data.{name}')} needs --dataset-format parquet, arrow or "
                     "jsonl."

@@ -30,7 +30,11 @@ from megatron.observe.report import IterationReport
 from megatron.observe.timers import compute_seconds
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_EVALUATIONS = {"validation": ("validation", "lm_loss"), "task": ("tasks", "scores")}
+_RESULTS = {
+    "validation": ("validation", "lm_loss"),
+    "task": ("tasks", "scores"),
+    "filters": ("filters", "counts"),
+}
 """Kind of a line -> the key that the reader collects it under, and the field with its result."""
 
 
@@ -102,6 +106,12 @@ class MetricsFile:
     def write_task(self, iteration: int, name: str, scores: Mapping[str, float]) -> None:
         """Write one evaluation of one task, by metric."""
         self._append({"kind": "task", "iteration": iteration, "name": name, "scores": dict(scores)})
+
+    def write_filters(self, iteration: int, name: str, counts: Mapping[str, int]) -> None:
+        """Write what the filters have left out of one data set since the start of the run."""
+        self._append(
+            {"kind": "filters", "iteration": iteration, "name": name, "counts": dict(counts)}
+        )
 
     def close(self) -> None:
         """Close the file. A network file system may report a failed write only at this point."""
@@ -176,9 +186,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read the iterations of a run in order, each once.
 
     An iteration has "validation": {name: loss} and "tasks": {name: {metric: score}} only if it was
-    evaluated. Iterations of a lost run are left out. These come after the iteration from which a
-    later launch started. Torn lines are skipped. An evaluation without an iteration of its own
-    (--eval-only) gives an entry with "iteration" and its results only.
+    evaluated. It has "filters": {data set: counts} only if it was saved, and documents are left out
+    of streamed data. Iterations of a lost run are left out. These come after the iteration from
+    which a later launch started. Torn lines are skipped. An evaluation without an iteration of its
+    own (--eval-only) gives an entry with "iteration" and its results only.
     """
     entries: dict[int, dict[str, Any]] = {}
     last = 0
@@ -189,9 +200,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             kind = record.pop("kind")
             iteration = record["iteration"]
-            if kind in _EVALUATIONS:
+            if kind in _RESULTS:
                 entry = entries.setdefault(iteration, {"iteration": iteration})
-                group, result = _EVALUATIONS[kind]
+                group, result = _RESULTS[kind]
                 entry.setdefault(group, {})[record["name"]] = record[result]
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
@@ -237,7 +248,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         # The line is torn, or not text.
         return None
-    known = ("start", "train", *_EVALUATIONS)
+    known = ("start", "train", *_RESULTS)
     if not isinstance(record, dict) or record.get("kind") not in known:
         return None
     record = {key: _decode_non_finite(value) for key, value in record.items()}
@@ -249,8 +260,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _has_valid_numbers(record: dict[str, Any]) -> bool:
     """Return whether a record has what the reader needs. Another program may have written it."""
     numbers = [record.get("lm_loss", 0.0), record.get("learning_rate", 0.0)]
-    if record["kind"] in _EVALUATIONS:
-        _, result = _EVALUATIONS[record["kind"]]
+    if record["kind"] in _RESULTS:
+        _, result = _RESULTS[record["kind"]]
         if not {"name", result} <= record.keys():
             return False
     # The loss of a dropped step is None.

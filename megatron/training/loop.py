@@ -9,6 +9,7 @@ from megatron.checkpoint.ranks import build_ranks
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.code_version import get_code_version
 from megatron.config.yaml_file import dump_yaml
+from megatron.data.stream.source import StreamSource
 from megatron.engine.base import StepResult
 from megatron.errors import TrainingError
 from megatron.model.flops import count_forward_flops_per_token
@@ -376,6 +377,11 @@ def save_at_end(run: Run) -> None:
     if saver is None:
         # Without a save, this is the only place where a changed data file would be noticed.
         run.data_files.check()
+        train = run.sources.train
+        if isinstance(train, StreamSource) and train.has_filters:
+            # The ranks gather what was left out together with their positions.
+            train.state()
+            report_filters(run)
         return
     saver.mark_end_of_run()
     # A save in flight may already be the one of the last iteration. If it fails, the loop below
@@ -388,6 +394,13 @@ def save_at_end(run: Run) -> None:
             saver.complete()
         if saver.saved_iteration != run.state.iteration:
             time.sleep(_PAUSE_SECONDS)
+
+
+def report_filters(run: Run) -> None:
+    """Report what the filters of streamed data had left out at the last `Sources.state`."""
+    if isinstance(run.sources.train, StreamSource):
+        reports = run.sources.train.take_filter_reports()
+        run.reporter.report_filters(run.state.iteration, reports)
 
 
 def begin_save(run: Run, saver: Saver) -> None:
@@ -407,6 +420,7 @@ def begin_save(run: Run, saver: Saver) -> None:
     # Weights that were trained on files that changed must not become a checkpoint.
     run.data_files.check()
     state.data = run.sources.state()
+    report_filters(run)
     state.data_digests = run.data_files.record()
     state.elapsed_seconds = run.clock.begin_save()
     with_optimizer = plan.config.checkpoint.save_optim

@@ -4,10 +4,11 @@ Only rank 0 reports. The methods do nothing on the other ranks.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.data.stream.filters import FilterReport
 from megatron.engine.base import StepResult
 from megatron.model.flops import count_iteration_flops
 from megatron.observe.emissions import Emissions
@@ -105,6 +106,8 @@ class Reporter:
         self._metrics: MetricsFile | None = None
         self._emissions: Emissions | None = None
         self._pipeline_schedule: str | None = None
+        # Data sets of which the filters leave out more than half.
+        self._mostly_left_out: set[str] = set()
         self.evaluated: dict[str, tuple[int, EvaluationResult]] = {}
         """Name of a validation or test set -> iteration and result of its last evaluation."""
         # A file or a pipe gets the line that scripts parse.
@@ -304,6 +307,22 @@ class Reporter:
             self._tensorboard.write_task(iteration, task, scores)
         if self._metrics is not None:
             self._metrics.write_task(iteration, task, scores)
+
+    def report_filters(self, iteration: int, reports: Sequence[FilterReport]) -> None:
+        """Report what was left out of each data set since the start of the run.
+
+        A launch warns once about each data set of which more than half is left out.
+        """
+        for report in reports:
+            self.say(report.describe())
+            if report.document_share > 0.5 and report.name not in self._mostly_left_out:
+                self._mostly_left_out.add(report.name)
+                self.say(
+                    "warning: the filters leave out more than half of the documents of data set "
+                    f"{report.name}. Check their limits against some documents"
+                )
+            if self._metrics is not None:
+                self._metrics.write_filters(iteration, report.name, report.to_json())
 
     def flush(self) -> None:
         """Write all buffered output to disk. This is called with each save."""

@@ -147,6 +147,9 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--data-phases p.yaml and --data-path a both name the training data",
     ),
     ({"eos_token": 2, "data_path": ("a",)}, "--eos-token 2 needs --dataset-format"),
+    ({"max_document_tokens": 9}, "--max-document-tokens 9 needs --dataset-format"),
+    ({"max_ngram_repetition": 0.0}, "--max-ngram-repetition 0.0 needs --dataset-format"),
+    ({"drop_duplicates": True}, "--drop-duplicates needs --dataset-format"),
     (
         {"dataset_format": "arrow", "data_path": ("1", "a", "1", "b")},
         "--dataset-format arrow needs one folder as --data-path, and it has 4 values",

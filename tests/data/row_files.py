@@ -43,6 +43,23 @@ def make_documents(count: int, seed: int, first: int = 1000, longest: int = 40) 
     ]
 
 
+def make_dirty_documents(count: int, seed: int, first: int = 1000) -> list[list[int]]:
+    """Return documents of which some are long, repetitive, empty or copies of earlier ones."""
+    random = np.random.default_rng(seed)
+    documents = make_documents(count, seed, first)
+    for number in range(count):
+        kind = random.integers(0, 8)
+        if kind == 0:
+            documents[number] += random.integers(0, 100, 60).tolist()
+        elif kind == 1:
+            documents[number] += list(range(12)) * 3
+        elif kind == 2:
+            documents[number] = list(documents[max(0, number - 3)])
+        elif kind == 3 and number % 5 == 0:
+            documents[number] = []
+    return documents
+
+
 def write_dataset(folder: Path, documents: Documents, files: int = 3, group: int = 100) -> None:
     """Write a data set of several Parquet files of different sizes."""
     bounds = [round(len(documents) * (number / files) ** 1.3) for number in range(files + 1)]

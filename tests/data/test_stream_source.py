@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
+from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import list_dataset
 from megatron.data.stream.reader import Cursor, ShardReader, Specials, StreamedDataset
 from megatron.data.stream.source import OneRank, RankGroup, StreamSource
@@ -36,10 +37,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_dataset(corpus: Path, name: str, specials: Specials, shards: int = SHARDS):
+def open_dataset(
+    corpus: Path,
+    name: str,
+    specials: Specials,
+    shards: int = SHARDS,
+    filters: Filters | None = None,
+) -> StreamedDataset:
     listing = list_dataset(str(corpus / name), "parquet", "tokens", None)
     rows = (0, int(listing.rows.sum()))
-    return StreamedDataset(name, listing, rows, 7, shards, specials, None, None)
+    return StreamedDataset(name, listing, rows, 7, shards, specials, None, None, filters)
 
 
 class ThreadRanks:
@@ -73,9 +80,11 @@ def build(
     **others: Any,
 ) -> StreamSource:
     total = sum(mixture.values())
+    specials = others.get("specials", Specials(eos=EOS))
+    filters = others.get("filters")
     return StreamSource(
         "train",
-        [open_dataset(corpus, name, others.get("specials", Specials(eos=EOS))) for name in mixture],
+        [open_dataset(corpus, name, specials, SHARDS, filters) for name in mixture],
         [weight / total for weight in mixture.values()],
         others.get("seq_length", LENGTH),
         BatchSlice(micro_batch, ranks.rank, ranks.size, document_rules=others.get("rules")),
@@ -92,13 +101,14 @@ def run(
     ranks: int = 1,
     micro_batch: int = 1,
     threads: int = 0,
+    filters: Filters | None = None,
 ) -> tuple[list[list[tuple]], dict]:
     """Read batches, or skip samples where a step is negative. Return sorted batches and state."""
     group = ThreadRanks(ranks)
     outcomes: list[Any] = [None] * ranks
 
     def work(rank: int) -> None:
-        source = build(corpus, mixture, group.of(rank), micro_batch, threads)
+        source = build(corpus, mixture, group.of(rank), micro_batch, threads, filters=filters)
         if state is not None:
             source.load(state)
         rows = []

@@ -113,6 +113,20 @@ def test_evaluation_without_an_iteration_and_before_its_iteration(tmp_path: Path
     assert records[1] == {"iteration": 5, "validation": {"validation": 4.0}}
 
 
+def test_filters_belong_to_their_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for iteration in (1, 2):
+        metrics.write_training(report(iteration))
+        for name in ("web", "code"):
+            metrics.write_filters(iteration, name, {"documents": 10 * iteration})
+    metrics.start(1)
+    with path.open("a") as file:
+        file.write('{"kind": "filters", "iteration": 1, "name": "without counts"}\n')
+    (entry,) = read_metrics(path)
+    assert entry["filters"] == {"web": {"documents": 10}, "code": {"documents": 10}}
+
+
 def test_failed_writes_are_reported_once_and_never_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     messages: list[str] = []

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from data.row_files import make_documents, write_dataset, write_rows
+from data.row_files import make_dirty_documents, make_documents, write_dataset, write_rows
+from faults.launches import Launch
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from training.runs import SIZES
 
@@ -21,13 +22,16 @@ class StreamRunner:
         self.data = data
         self.folder = folder
 
-    def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
+    def argv(self, flags: str) -> list[str]:
         argv = (
             f"{SIZES} --dataset-format parquet --data-path {self.data} --global-batch-size 12 "
             f"--split 90,10,0 --micro-batch-size 1 --save {self.folder} --load {self.folder} "
             f"{FLAGS} {flags}"
         )
-        return self.pool.run(ranks, pretrain, argv.split())
+        return argv.split()
+
+    def outcomes(self, flags: str = "", ranks: int = 1) -> list[Outcome]:
+        return self.pool.run(ranks, pretrain, self.argv(flags))
 
     def __call__(self, flags: str = "", ranks: int = 1) -> str:
         return succeed(self.outcomes(flags, ranks))
@@ -40,6 +44,10 @@ class StreamRunner:
     def losses(self) -> dict[int, float]:
         entries = read_metrics(self.folder / "metrics.jsonl")
         return {entry["iteration"]: entry["lm_loss"] for entry in entries if "lm_loss" in entry}
+
+    def filter_counts(self) -> dict[int, dict]:
+        entries = read_metrics(self.folder / "metrics.jsonl")
+        return {entry["iteration"]: entry["filters"] for entry in entries if "filters" in entry}
 
     def state(self, iteration: int) -> dict:
         manifest = self.folder / f"global_step{iteration}" / "manifest.json"
@@ -84,6 +92,61 @@ def test_a_skipped_range_and_evaluation(run: StreamRunner, other: StreamRunner) 
     assert list(run.losses()) == [1, 2, 3, 7, 8, 9, 10]
     assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
     assert run.state(10) == other.state(10)
+
+
+def test_filters_count_the_same_after_a_kill(
+    run: StreamRunner, other: StreamRunner, tmp_path: Path
+) -> None:
+    """The killed run is resumed with another number of ranks."""
+    for name, count in (("web", 600), ("code", 200)):
+        write_dataset(tmp_path / "dirty" / name, make_dirty_documents(count, count), group=70)
+    run.data = other.data = tmp_path / "dirty"
+    flags = "--max-document-tokens 60 --max-ngram-repetition 0.3 --drop-duplicates"
+    output = other(f"{flags} --save-interval 4")
+    expected = other.filter_counts()
+    assert sorted(expected) == [4, 8, 10]
+    for number in (4, 8, 10):
+        for name in ("web", "code"):
+            counts = expected[number][name]
+            left_out = [
+                counts["max_document_tokens_documents"],
+                counts["max_ngram_repetition_documents"],
+                counts["drop_duplicates_documents"],
+            ]
+            assert min(left_out) > 0
+            share = sum(left_out) / counts["documents"]
+            assert f"data set {name}: {share:.1%} of {counts['documents']} documents" in output
+    assert "more than half" not in output
+    launch = Launch(
+        run.argv(f"{flags} --save-interval 4"),
+        3,
+        tmp_path / "logs",
+        delays={rank: {"megatron.training.loop.save_at_end": 100.0} for rank in range(3)},
+    )
+    launch.wait_for_line("iteration       10/")
+    assert launch.kill() == [0, 1, 2]
+    run(f"{flags} --save-interval 4", ranks=2)
+    assert run.filter_counts() == expected
+    assert run.losses() == pytest.approx(other.losses(), rel=1e-6)
+    assert run.state(10) == other.state(10)
+
+
+def test_filters_that_leave_out_much(run: StreamRunner, tmp_path: Path) -> None:
+    run.data = tmp_path
+    write_rows(tmp_path / "long" / "a.parquet", "tokens", [[5], [6] * 50, [7] * 60] * 300)
+    flags = "--datasets long --weights 1 --train-iters 4 --save-interval 2"
+    output = run(f"{flags} --max-document-tokens 10")
+    assert output.count("more than half of the documents of data set long") == 1
+    # Without checkpoints, there is a report at the end.
+    argv = run.argv(f"{flags} --max-document-tokens 10")
+    place = argv.index("--save")
+    del argv[place : place + len(["--save", "folder", "--load", "folder"])]
+    output = succeed(run.pool.run(2, pretrain, argv))
+    assert output.count("data set long: 66.") == 1
+    run.folder = tmp_path / "nothing"
+    write_rows(tmp_path / "long" / "a.parquet", "tokens", [[6] * 50] * 300)
+    error = run.error(f"{flags} --max-document-tokens 10", ranks=2)
+    assert "are empty or left out (--max-document-tokens: 100.0%)" in error
 
 
 def test_what_is_refused_before_training(run: StreamRunner, data: Path, tmp_path: Path) -> None:

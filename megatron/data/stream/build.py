@@ -13,6 +13,7 @@ from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.source import BatchSlice
 from megatron.data.splits import compute_split_bounds
+from megatron.data.stream.filters import Filters
 from megatron.data.stream.listing import Listing, list_dataset
 from megatron.data.stream.reader import Specials, StreamedDataset
 from megatron.data.stream.shard_order import RowRange
@@ -117,6 +118,11 @@ def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:
         ) from error
 
 
+def get_filters(data: DataConfig) -> Filters:
+    """Return the filters of the training data."""
+    return Filters(data.max_document_tokens, data.max_ngram_repetition, data.drop_duplicates)
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamSources:
     """The sources of a run with streamed data. Each is None if it has no samples."""
@@ -215,7 +221,9 @@ class _StreamOpener:
         if piece > 0:
             # A small set for evaluation may have fewer documents than there are shards.
             shards = min(shards, *(last - first for first, last in ranges.values()))
-        datasets = [self._open_dataset(each, ranges[each], shards) for each in ranges]
+        # Evaluation reads all documents, so that its losses do not depend on the filters.
+        filters = get_filters(self.data) if piece == 0 else Filters()
+        datasets = [self._open_dataset(each, ranges[each], shards, filters) for each in ranges]
         if piece == 0:
             for dataset in datasets:
                 for warning in check_separators(dataset):
@@ -230,7 +238,9 @@ class _StreamOpener:
             self.ranks,
         )
 
-    def _open_dataset(self, name: str, documents: tuple[int, int], shards: int) -> StreamedDataset:
+    def _open_dataset(
+        self, name: str, documents: tuple[int, int], shards: int, filters: Filters
+    ) -> StreamedDataset:
         """Return one data set."""
         listing = self.listings[name]
         eos = self.data.eos_token
@@ -245,6 +255,7 @@ class _StreamOpener:
             Specials(self.data.bos_token, eos, parse_strip_tokens(self.data)),
             None if self.tokenizer is None else self._encode,
             self.batch_slice.vocab_size,
+            filters,
         )
 
     def _encode(self, texts: list[str]) -> list[NDArray[np.int64]]:
@@ -295,8 +306,12 @@ def check_separators(dataset: StreamedDataset) -> list[str]:
 
 
 def read_first_documents(dataset: StreamedDataset) -> list[NDArray[np.int64]]:
-    """Return the documents of the first window that is not empty, with their special tokens."""
+    """Return the documents of the first window that is not empty, with their special tokens.
+
+    Documents that the filters leave out are not among them.
+    """
     rows: Sequence[int] = dataset.listing.rows.tolist()
     group = next(number for number, count in enumerate(rows) if count)
     piece = RowRange(group, 0, min(rows[group], _CHECKED_DOCUMENTS))
-    return [ids for ids in next(dataset.read_windows(0, piece, 0)) if len(ids)]
+    window = next(dataset.read_windows(0, piece, 0))
+    return [document.ids for document in window if len(document.ids)]

@@ -14,10 +14,19 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.stream.filters import (
+    KEPT,
+    NO_COUNTS,
+    FilterCounts,
+    Filters,
+    count_document,
+    describe_emptiness,
+)
 from megatron.data.stream.formats import FORMATS, Row
 from megatron.data.stream.listing import Listing
 from megatron.data.stream.shard_order import EpochOrder, RowRange, clip_groups
@@ -35,6 +44,9 @@ class Cursor:
     """Number of the document in the shard's order of this epoch."""
     token: int = 0
     """Number of the token in the document, special tokens included."""
+    filter_counts: FilterCounts = NO_COUNTS
+    """What the filters found in the documents before this one, since the start of the run. Nothing
+    is counted while there are no filters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +65,32 @@ class Specials:
         """Number of tokens that each document gets."""
         return (self.bos is not None) + (self.eos is not None)
 
-    def apply(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the document [n] with its special tokens."""
-        if self.strip:
-            kept = np.flatnonzero(~np.isin(ids, self.strip))
-            ids = ids[kept[0] : kept[-1] + 1] if len(kept) else ids[:0]
+    def remove_stripped(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the document [n] without the ids that are removed from its ends."""
+        if not self.strip:
+            return ids
+        kept = np.flatnonzero(~np.isin(ids, self.strip))
+        if len(kept) == 0:
+            return ids[:0]
+        return ids[kept[0] : kept[-1] + 1]
+
+    def surround(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the document [n] with the tokens around it."""
         before = [] if self.bos is None else [self.bos]
         after = [] if self.eos is None else [self.eos]
         return np.concatenate([np.array(before, np.int64), ids, np.array(after, np.int64)])
+
+
+class Document(NamedTuple):
+    """A document as it is read."""
+
+    ids: NDArray[np.int64]
+    """Its token ids with the special tokens [n]. It is empty if a filter leaves the document out.
+    """
+    outcome: int
+    """The outcome of the filters, see `filters.py`."""
+    size: int
+    """Its tokens without the special tokens, also if it is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +118,7 @@ class StreamedDataset:
         specials: Specials,
         encode: Encode | None,
         vocab_size: int | None,
+        filters: Filters | None = None,
     ) -> None:
         """Check that each shard has documents.
 
@@ -100,6 +131,7 @@ class StreamedDataset:
             specials: Tokens around each document.
             encode: Tokenizes texts. It is needed if the files hold texts.
             vocab_size: Every id must be below it. None disables the check.
+            filters: They leave documents out. None reads all documents.
 
         Raises:
             DataError: there are fewer documents than shards, or the texts cannot be tokenized.
@@ -109,6 +141,7 @@ class StreamedDataset:
         self.documents = documents
         self.shards = shards
         self.specials = specials
+        self.filters = filters or Filters()
         self._encode = encode
         self._vocab_size = vocab_size
         self._first_rows, self._rows = clip_groups(listing.rows, documents)
@@ -141,14 +174,18 @@ class StreamedDataset:
         tokens = int(self.listing.tokens[piece.group])
         complete = piece.rows == int(self.listing.rows[piece.group])
         # How many tokens are removed is known only when the documents have been read.
-        if tokens < 0 or not complete or self.specials.strip:
+        if self.specials.strip or self.filters.active:
+            return None
+        if tokens < 0 or not complete:
             return None
         return tokens + piece.rows * self.specials.count
 
     def read_windows(
         self, epoch: int, piece: RowRange, skipped_windows: int
-    ) -> Iterator[list[NDArray[np.int64]]]:
+    ) -> Iterator[list[Document]]:
         """Yield the documents of each window of a piece, in the order of training.
+
+        Documents that are left out are empty, so that the others keep their numbers.
 
         Args:
             epoch: Number of the epoch.
@@ -186,15 +223,32 @@ class StreamedDataset:
             rows = rows[last - first :]
             yield [documents[row] for row in order.shuffle_window(piece.group, first, last)]
 
-    def _make_documents(self, rows: list[Row], path: str, first: int) -> list[NDArray[np.int64]]:
-        """Return the documents of rows, with their special tokens."""
+    def _make_documents(self, rows: list[Row], path: str, first: int) -> list[Document]:
+        """Return the documents of the rows of a window."""
         texts = [row for row in rows if isinstance(row, str)]
         encoded = iter(self._encode(texts) if texts and self._encode is not None else [])
-        documents = [
-            self.specials.apply(next(encoded) if isinstance(row, str) else row) for row in rows
+        window = [
+            self.specials.remove_stripped(next(encoded) if isinstance(row, str) else row)
+            for row in rows
         ]
+        documents = []
+        for ids, outcome in zip(window, self.filters.judge(window), strict=True):
+            surrounded = self.specials.surround(ids)
+            documents.append(Document(surrounded, outcome, len(ids)))
+        self._check_vocabulary(documents, path, first)
+        return [
+            document if document.outcome == KEPT else document._replace(ids=document.ids[:0])
+            for document in documents
+        ]
+
+    def _check_vocabulary(self, documents: list[Document], path: str, first: int) -> None:
+        """Check the ids of all documents, also of those that are left out.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
         if self._vocab_size is not None:
-            for number, ids in enumerate(documents):
+            for number, (ids, _, _) in enumerate(documents):
                 # Seen as unsigned, a negative id is huge. One comparison finds both kinds.
                 if len(ids) and int(ids.view(np.uint64).max()) >= self._vocab_size:
                     wrong = int(ids[ids.view(np.uint64) >= self._vocab_size][0])
@@ -204,7 +258,6 @@ class StreamedDataset:
                         f"{self._vocab_size - 1}). The data was made with another tokenizer. Give "
                         "that tokenizer, or its --vocab-size."
                     )
-        return documents
 
 
 class ShardReader:
@@ -221,7 +274,9 @@ class ShardReader:
         """Go to a cursor. Documents in memory are dropped."""
         self.cursor = cursor
         # Documents from the cursor's on, each with its epoch and its number.
-        self._documents: deque[tuple[int, int, NDArray[np.int64]]] = deque()
+        self._documents: deque[tuple[int, int, Document]] = deque()
+        # Of the documents before the first one in memory.
+        self._filter_counts = cursor.filter_counts
         self._continue_at(Cursor(cursor.epoch, cursor.document))
 
     def read_sample(self, seq_length: int) -> Sample:
@@ -239,7 +294,7 @@ class ShardReader:
         while found < wanted:
             if place == len(self._documents):
                 self._read_document()
-            ids = self._documents[place][2]
+            ids = self._documents[place][2].ids
             if passed == 0 and len(ids):
                 starts.append(found)
             parts.append(ids[passed : passed + wanted - found])
@@ -252,6 +307,8 @@ class ShardReader:
     def skip_tokens(self, tokens: int) -> None:
         """Move the cursor. Row groups whose size is known are passed over without reading.
 
+        With filters no size is known, so everything is read.
+
         Raises:
             DataError: see `read_sample`.
         """
@@ -260,18 +317,27 @@ class ShardReader:
             if not self._documents:
                 left = self._pass_over_pieces(left)
                 self._read_document()
-            epoch, document, ids = self._documents[0]
-            if left < len(ids):
-                self.cursor = Cursor(epoch, document, left)
+            epoch, number, document = self._documents[0]
+            size = len(document.ids)
+            if (epoch, number) == (self.cursor.epoch, self.cursor.document):
+                # The document may be shorter than when a part of it was read, or be left out. Its
+                # filters and special tokens may change on a resume.
+                left = min(left, size + tokens)
+            if left < size:
+                self.cursor = Cursor(epoch, number, left, self._filter_counts)
                 return
-            left -= len(ids)
+            left -= size
             self._documents.popleft()
+            if self._dataset.filters.active:
+                self._filter_counts = count_document(
+                    self._filter_counts, document.outcome, document.size
+                )
 
     def _read_document(self) -> None:
         """Add the next document to those in memory."""
-        epoch, document, ids = next(self._upcoming)
-        self._documents.append((epoch, document, ids))
-        self._next = Cursor(epoch, document + 1)
+        epoch, number, document = next(self._upcoming)
+        self._documents.append((epoch, number, document))
+        self._next = Cursor(epoch, number + 1)
 
     def _pass_over_pieces(self, tokens: int) -> int:
         """Pass over complete pieces, and return the number of tokens that are left to skip."""
@@ -295,7 +361,7 @@ class ShardReader:
     def _continue_at(self, document: Cursor) -> None:
         """Let the next document that is read be this one."""
         self._next = document
-        self._upcoming: Iterator[tuple[int, int, NDArray[np.int64]]] = self._iterate_from(document)
+        self._upcoming: Iterator[tuple[int, int, Document]] = self._iterate_from(document)
 
     def _list_numbered_pieces(self, epoch: int) -> dict[int, RowRange]:
         """Return the pieces of the shard, each under the number of its first document."""
@@ -306,32 +372,36 @@ class ShardReader:
             number += piece.rows
         return pieces
 
-    def _iterate_from(self, start: Cursor) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-        """Yield epoch, number and tokens of each document from a cursor's on, without end.
+    def _iterate_from(self, start: Cursor) -> Iterator[tuple[int, int, Document]]:
+        """Yield epoch, number and content of each document from a cursor's on, without end.
 
         Raises:
             DataError: an epoch has no tokens, so no sample could ever be filled.
         """
-        epoch, document = start.epoch, start.document
+        epoch = start.epoch
+        begin = start.document
         while True:
             tokens = 0
+            counts = NO_COUNTS
             for first, piece in self._list_pieces(epoch).items():
-                if document < first + piece.rows:
-                    for number, ids in self._iterate_piece(epoch, piece, first, document):
-                        yield epoch, number, ids
-                        tokens += len(ids)
-            if tokens == 0 and document == 0:
+                if begin < first + piece.rows:
+                    for number, document in self._iterate_piece(epoch, piece, first, begin):
+                        yield epoch, number, document
+                        tokens += len(document.ids)
+                        counts = count_document(counts, document.outcome, document.size)
+            if tokens == 0 and begin == 0:
                 raise DataError(
                     f"all documents of logical shard {self._shard} of data set "
-                    f"{self._dataset.name} are empty. Lower --logical-shards, or use other data."
+                    f"{self._dataset.name} {describe_emptiness(counts)}. Relax the filters if "
+                    "there are any, lower --logical-shards, or use other data."
                 )
             epoch += 1
-            document = 0
+            begin = 0
 
     def _iterate_piece(
         self, epoch: int, piece: RowRange, first: int, start: int
-    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield number and tokens of the documents of a piece from number `start` on.
+    ) -> Iterator[tuple[int, Document]]:
+        """Yield number and content of the documents of a piece from number `start` on.
 
         `first` is the number of the first document of the piece.
         """
@@ -340,7 +410,7 @@ class ShardReader:
         skipped = sum(end <= start for end in ends)
         number = ends[skipped - 1] if skipped else first
         for window in self._dataset.read_windows(epoch, piece, skipped):
-            for ids in window:
+            for document in window:
                 if number >= start:
-                    yield number, ids
+                    yield number, document
                 number += 1

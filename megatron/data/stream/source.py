@@ -9,6 +9,7 @@ only, if micro-batch size x data-parallel size divides the number of logical sha
 """
 
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
 from megatron.data.prefetch import Prefetcher
 from megatron.data.source import BatchSlice
+from megatron.data.stream.filters import NO_COUNTS, FilterReport, add_counts, parse_counts
 from megatron.data.stream.reader import Cursor, Sample, ShardReader, StreamedDataset
 from megatron.data.stream.shard_order import ShardMixture
 from megatron.errors import DataError
@@ -167,6 +169,7 @@ class StreamSource:
         self._shards: dict[tuple[int, int], _Shard] = {}
         # Cursors of a loaded state, by data set and shard.
         self._starts: dict[tuple[int, int], tuple[int, Cursor]] = {}
+        self._filter_reports: list[FilterReport] = []
         self._segments = [self._describe_segment(0)]
         # Records of data sets that are not read any more. They continue if they are added again.
         self._unused: list[dict[str, Any]] = []
@@ -189,6 +192,11 @@ class StreamSource:
     def fingerprints(self) -> dict[str, str]:
         """Digest of the names, sizes and row groups of each data set, by its name."""
         return {dataset.name: dataset.fingerprint for dataset in self._datasets}
+
+    @property
+    def has_filters(self) -> bool:
+        """Return whether documents are left out."""
+        return any(dataset.filters.active for dataset in self._datasets)
 
     def describe(self) -> tuple[str, str]:
         """Return what is read, and how much there is, for the table at the start."""
@@ -245,17 +253,24 @@ class StreamSource:
         """
         cursors = self._gather_cursors()
         records = []
+        self._filter_reports.clear()
         for number, dataset in enumerate(self._datasets):
             of_shards = [cursors[number, shard] for shard in range(self._number_of_shards)]
-            records.append(
-                {
-                    **_describe_dataset(dataset),
-                    "samples": self._counts[number].tolist(),
-                    "epoch": [cursor.epoch for cursor in of_shards],
-                    "document": [cursor.document for cursor in of_shards],
-                    "token": [cursor.token for cursor in of_shards],
-                }
-            )
+            record = {
+                **_describe_dataset(dataset),
+                "samples": self._counts[number].tolist(),
+                "epoch": [cursor.epoch for cursor in of_shards],
+                "document": [cursor.document for cursor in of_shards],
+                "token": [cursor.token for cursor in of_shards],
+            }
+            counts = [cursor.filter_counts for cursor in of_shards]
+            # The counts of a run whose filters were removed are kept as well.
+            if dataset.filters.active or any(each != NO_COUNTS for each in counts):
+                record["filter_counts"] = counts
+            if dataset.filters.active:
+                total = functools.reduce(add_counts, counts)
+                self._filter_reports.append(FilterReport(dataset.name, total))
+            records.append(record)
         return {
             "consumed_samples": self._consumed,
             "segments": [],
@@ -304,8 +319,8 @@ class StreamSource:
         if now["datasets"] != self._segments[-1]["datasets"]:
             self._segments.append(now)
             self.notes.append(
-                f"{self.name}: the data sets, their weights or their special tokens have changed. "
-                f"The change applies from sample {self._consumed} on"
+                f"{self.name}: the data sets, their weights, special tokens or filters have "
+                f"changed. The change applies from sample {self._consumed} on"
             )
 
     def close(self) -> None:
@@ -319,6 +334,16 @@ class StreamSource:
         notes = list(self.notes)
         self.notes.clear()
         return notes
+
+    def take_filter_reports(self) -> list[FilterReport]:
+        """Return what the filters had left out at the last call of `state`, once.
+
+        The reports are those of the whole run, over all ranks. There is one for each data set, and
+        none without filters.
+        """
+        reports = self._filter_reports
+        self._filter_reports = []
+        return reports
 
     def _make_request(self, consumed: int, batch_size: int, seq_length: int) -> _StreamRequest:
         """Return the request for a batch at or after the position."""
@@ -424,9 +449,11 @@ class StreamSource:
             for key, shard in self._shards.items()
         ]
         merged = dict(known)
-        for dataset, shard, number, *cursor in itertools.chain(*self._ranks.gather(mine)):
+        for dataset, shard, number, *position, counts in itertools.chain(*self._ranks.gather(mine)):
             if number > merged.get((dataset, shard), _NEW)[0]:
-                merged[dataset, shard] = (number, Cursor(*cursor))
+                epoch, document, token = position
+                cursor = Cursor(epoch, document, token, parse_counts(counts))
+                merged[dataset, shard] = (number, cursor)
         return merged
 
     def _keep_seed(self, seed: int) -> None:
@@ -468,10 +495,20 @@ class StreamSource:
         self._counts[number] = record["samples"]
         # The cursor counts special tokens. One more or less before the document moves it.
         shift = (dataset.specials.bos is not None) - (record["specials"]["bos"] is not None)
-        columns = (record["samples"], record["epoch"], record["document"], record["token"])
-        for shard, (samples, epoch, document, token) in enumerate(zip(*columns, strict=True)):
+        columns = (
+            record["samples"],
+            record["epoch"],
+            record["document"],
+            record["token"],
+            # Without filters there is no such list.
+            record.get("filter_counts", [NO_COUNTS] * self._number_of_shards),
+        )
+        for shard, (samples, epoch, document, token, counts) in enumerate(
+            zip(*columns, strict=True)
+        ):
             moved = max(0, token + shift) if token else 0
-            self._starts[number, shard] = (samples, Cursor(epoch, document, moved))
+            cursor = Cursor(epoch, document, moved, parse_counts(counts))
+            self._starts[number, shard] = (samples, cursor)
 
     def _describe_segment(self, start: int) -> dict[str, Any]:
         """Return what is read from a sample on, as JSON values."""
@@ -487,9 +524,12 @@ class StreamSource:
 def _describe_dataset(dataset: StreamedDataset) -> dict[str, Any]:
     """Return what identifies a data set, as JSON values."""
     specials = dataset.specials
-    return {
+    described: dict[str, Any] = {
         "name": dataset.name,
         "fingerprint": dataset.fingerprint,
         "documents": list(dataset.documents),
         "specials": {"bos": specials.bos, "eos": specials.eos, "strip": list(specials.strip)},
     }
+    if dataset.filters.active:
+        described["filters"] = dataclasses.asdict(dataset.filters)
+    return described
