@@ -1,0 +1,166 @@
+"""Compare the reading of Parquet files with `datasets` and Grain, on the same files.
+
+    python benchmarks/streaming.py                          this project and `datasets`
+    python benchmarks/streaming.py --grain VENV/bin/python  also Grain, which has its environment
+    python benchmarks/streaming.py --quick                  check that it runs
+
+Each reader packs lists of token ids into samples of 2048 tokens, in a shuffled order, in a process
+of its own with one reading thread. They take turns. The first round warms up. Medians are quoted.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import tyro
+from layouts import describe_machine, table
+
+SEQUENCE = 2048
+VOCABULARY = 50_000
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    grain: str | None = None
+    """Python of an environment with grain, pyarrow and torch."""
+    files: int = 16
+    documents: int = 20_000
+    """Documents in all files together. Their mean length is 600 tokens."""
+    samples: int = 1000
+    """Samples that each reader packs in a round."""
+    rounds: int = 5
+    quick: bool = False
+
+
+# Each reader is a program that packs samples when it gets a line, and prints the seconds.
+_LOOP = """
+import sys, time
+iterator = make()
+for line in sys.stdin:
+    begin = time.perf_counter()
+    for _ in range(int(line)):
+        next(iterator)
+    print(time.perf_counter() - begin, flush=True)
+"""
+
+_OURS = """
+from megatron.data.source import BatchSlice
+from megatron.data.stream.listing import list_dataset
+from megatron.data.stream.reader import Specials, StreamedDataset
+from megatron.data.stream.source import OneRank, StreamSource
+
+def make():
+    listing = list_dataset({folder!r}, "parquet", "tokens", None)
+    rows = (0, int(listing.rows.sum()))
+    dataset = StreamedDataset("data", listing, rows, 1, 64, Specials(eos=0), None, {vocabulary})
+    source = StreamSource("train", [dataset], [1.0], {sequence}, BatchSlice(1), 1, OneRank())
+    while True:
+        yield from source.read_batch(64)
+"""
+
+_DATASETS = """
+import numpy as np
+from datasets import load_dataset
+
+def make():
+    files = {folder!r} + "/*.parquet"
+    stream = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    stream = stream.shuffle(seed=1, buffer_size=256)
+    rest = np.empty(0, np.int64)
+    while True:
+        parts, size = [rest], len(rest)
+        for row in stream:
+            ids = np.asarray(row["tokens"] + [0], np.int64)
+            parts.append(ids)
+            size += len(ids)
+            while size > {sequence}:
+                whole = np.concatenate(parts)
+                yield whole[: {sequence} + 1]
+                parts, size = [whole[{sequence}:]], size - {sequence}
+        rest = np.concatenate(parts)
+"""
+
+_GRAIN = """
+import glob
+import grain
+import numpy as np
+from grain import experimental
+
+def make():
+    files = sorted(glob.glob({folder!r} + "/*.parquet"))
+    readers = [experimental.ParquetIterDataset(path) for path in files]
+    stream = experimental.InterleaveIterDataset(readers, cycle_length=len(readers))
+    stream = experimental.WindowShuffleIterDataset(stream, window_size=256, seed=1)
+    stream = stream.map(lambda row: {{"ids": np.asarray(list(row["tokens"]) + [0], np.int64)}})
+    stream = experimental.ConcatThenSplitIterDataset(stream, length_struct={{"ids": {sequence}}})
+    return iter(experimental.RepeatIterDataset(stream))
+"""
+
+
+def write_files(folder: Path, arguments: Arguments) -> None:
+    """Write the Parquet files with documents of random ids."""
+    random = np.random.default_rng(1)
+    documents = 2000 if arguments.quick else arguments.documents
+    for number in range(arguments.files):
+        sizes = random.geometric(1 / 600, documents // arguments.files)
+        ids = random.integers(1, VOCABULARY, int(sizes.sum()), np.int32)
+        column = pa.ListArray.from_arrays(pa.array(np.cumsum([0, *sizes]), pa.int32()), ids)
+        parquet.write_table(
+            pa.table({"tokens": column}), folder / f"{number:02}.parquet", row_group_size=500
+        )
+
+
+def main() -> None:
+    """Run the benchmark and print the table."""
+    arguments = tyro.cli(Arguments, description=__doc__)
+    programs = {"this project": (sys.executable, _OURS), "datasets": (sys.executable, _DATASETS)}
+    if arguments.grain is not None:
+        programs["Grain"] = (arguments.grain, _GRAIN)
+    samples = 20 if arguments.quick else arguments.samples
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    with tempfile.TemporaryDirectory() as name:
+        write_files(Path(name), arguments)
+        processes = {}
+        for reader, (python, program) in programs.items():
+            text = textwrap.dedent(program).format(
+                folder=name, sequence=SEQUENCE, vocabulary=VOCABULARY
+            )
+            processes[reader] = subprocess.Popen(
+                [python, "-c", text + _LOOP],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        for number in range(1 + (1 if arguments.quick else arguments.rounds)):
+            for reader, process in processes.items():
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(f"{samples}\n")
+                process.stdin.flush()
+                taken = float(process.stdout.readline())
+                if number > 0:
+                    seconds[reader].append(taken)
+        for process in processes.values():
+            process.communicate()
+    print(describe_machine(arguments))
+    rows = []
+    for reader, each in seconds.items():
+        median = statistics.median(each)
+        rows.append(
+            f"| {reader} | {samples * SEQUENCE / median / 1e6:.2f} | {samples / median:,.0f} "
+            f"| {min(each):.2f} to {max(each):.2f} |"
+        )
+    table("| reader | million tokens/s | samples/s | seconds a round |", rows)
+
+
+if __name__ == "__main__":
+    main()
